@@ -1,0 +1,1 @@
+"""Formats and places: what passes between stages, and where it lies."""

@@ -1,0 +1,121 @@
+"""What crosses a task border: small frozen references, and the commit records they point to.
+
+A commit record is the only proof that a stage is done. It names every file it stands for with size and hash, what it consumed, and
+the numbers people look at. Readers open only what a commit names.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+
+
+class Frozen(BaseModel):
+    """Immutable, hashable, JSON-able."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(Frozen):
+    """One committed file. `path` is relative to the root of the store."""
+
+    path: str
+    bytes: int
+    xxh3: str  # xxh3-128 of the content, hex
+    rows: int | None = None  # for Parquet
+
+
+class ModelRef(Frozen):
+    """A model outside any run: a Hugging Face directory, or a converted one under `models/` in the store."""
+
+    uri: str  # a directory
+    format: Literal["hf", "torch_dist"]
+    fingerprint: str  # of config and weights; equal fingerprint = equal model
+
+
+class RolloutRef(Frozen):
+    """A committed rollout."""
+
+    key: str  # of its commit record, relative to the store
+    rollout_id: int
+    num_samples: int
+    policy_version: int  # that generated it; -1 for demonstrations
+
+
+class StepRef(Frozen):
+    """A committed round of training: rollout `rollout_id` was consumed, policy `policy_version` = rollout_id + 1 came out."""
+
+    key: str
+    rollout_id: int
+    policy_version: int
+
+
+class CheckpointRef(Frozen):
+    """Committed weights of one policy version."""
+
+    key: str
+    uri: str  # directory with the files
+    format: Literal["torch_dist", "hf"]
+    policy_version: int
+
+
+class EvalRef(Frozen):
+    """A committed evaluation of one policy version on one data set."""
+
+    key: str
+    task: str
+    policy_version: int
+    mean_reward: float
+
+
+class Commit(BaseModel):
+    """The record that a stage is done; written last, by one conditional create, never changed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Kind
+    run: str | None = None
+    index: int = 0  # rollout_id of rollouts and steps; policy version of checkpoints, evals and exports
+    policy_version: int = -1
+    attempt: str | None = None  # key of the private directory that holds the files
+    files: list[FileRecord] = Field(default_factory=list)
+    inputs: dict[str, str] = Field(default_factory=dict)  # what it consumed: role -> commit key or URI
+    config_hash: str = ""
+    code_version: str = ""
+    created_at: float = Field(default_factory=time.time)  # seconds since the epoch
+    seconds: dict[str, float] = Field(default_factory=dict)  # where the time went
+    summary: dict[str, float] = Field(default_factory=dict)  # metrics, named as in docs (rollout/..., train/..., eval/...)
+    state: dict[str, Any] = Field(default_factory=dict)  # what the next stage or a replay needs (data cursor, digest, fingerprint)
+
+
+class RunKeys:
+    """Where things of one run lie, relative to the store. All commit keys end in `.commit.json`."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.prefix = f"runs/{run}"
+        self.record = f"{self.prefix}/run.json"
+
+    def rollout(self, rollout_id: int) -> str:
+        return f"{self.prefix}/rollouts/{rollout_id:06d}"
+
+    def step(self, rollout_id: int) -> str:
+        return f"{self.prefix}/steps/{rollout_id:06d}"
+
+    def checkpoint(self, policy_version: int) -> str:
+        return f"{self.prefix}/checkpoints/{policy_version:06d}"
+
+    def eval(self, policy_version: int, task: str) -> str:
+        return f"{self.prefix}/evals/{policy_version:06d}/{task}"
+
+    def export(self, policy_version: int) -> str:
+        return f"{self.prefix}/exports/{policy_version:06d}"
+
+
+def commit_key(prefix: str) -> str:
+    """The key of the record that commits what lies under `prefix`."""
+    return f"{prefix}.commit.json"

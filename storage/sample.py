@@ -1,0 +1,126 @@
+"""One row = one trainable sequence. This file owns its fields, their order and their Arrow types.
+
+Streams (`loss_mask`, `rollout_logprobs`) have the length of `token_ids` and are zero on the prompt, so one index means the same
+token everywhere. There are no advantages here (the trainer computes them), no engine JSON and no pickles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+_VERSION_KEY = b"penstock_schema_version"
+
+
+class Status(StrEnum):
+    """How the generation of a sample ended."""
+
+    PENDING = "pending"  # issued, nothing generated yet
+    COMPLETED = "completed"  # ended by itself (end token or stop string)
+    TRUNCATED = "truncated"  # ran into the length limit
+    ABORTED = "aborted"  # stopped from outside; may be continued
+    FAILED = "failed"  # generation or grading raised; the reason is in metadata["error"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt with one response. L = prompt tokens + response tokens."""
+
+    sample_id: str  # unique in the run
+    group_id: str  # samples of one prompt
+    trajectory_id: str  # siblings split out of one agent execution share it
+    rollout_id: int  # the round it belongs to
+    prompt: str = ""  # rendered text, as the engine saw it
+    response: str = ""
+    label: str = ""
+    token_ids: list[int] = field(default_factory=list)  # [L] prompt + response
+    loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained, 0 = prompt, tool or environment token
+    rollout_logprobs: list[float] = field(default_factory=list)  # [L] engine's, at sampling; 0.0 where loss_mask is 0
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)  # named parts of the reward, if it has any
+    status: Status = Status.PENDING
+    policy_versions: tuple[int, int] = (-1, -1)  # of the first and the last generated token; -1 = no policy (demonstration)
+    metadata: dict[str, Any] = field(default_factory=dict)  # free, stored as JSON
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens from the first trained one to the end."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first trained one (all of them if none is trained)."""
+        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.token_ids)
+
+    def check(self) -> None:
+        """Raise ValueError if the streams do not fit together."""
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"sample {self.sample_id}: token_ids, loss_mask and rollout_logprobs have lengths {len(self.token_ids)}, "
+                f"{len(self.loss_mask)}, {len(self.rollout_logprobs)}; they must be equal: give every token a mask and a log-prob"
+            )
+        if not set(self.loss_mask) <= {0, 1}:
+            raise ValueError(f"sample {self.sample_id}: loss_mask holds {sorted(set(self.loss_mask))}; only 0 and 1 are allowed")
+
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("rollout_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("label", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("status", pa.string()),
+        ("policy_versions", pa.list_(pa.int64(), 2)),
+        ("metadata", pa.string()),
+    ],
+    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+
+
+def to_table(samples: Iterable[Sample]) -> pa.Table:
+    """Samples as an Arrow table in SCHEMA. Raises ValueError for a sample whose streams do not fit together."""
+    rows = list(samples)
+    for row in rows:
+        row.check()
+    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
+    columns["rewards"] = [list(row.rewards.items()) for row in rows]
+    columns["status"] = [row.status.value for row in rows]
+    columns["policy_versions"] = [list(row.policy_versions) for row in rows]
+    columns["metadata"] = [json.dumps(row.metadata, ensure_ascii=False, sort_keys=True) for row in rows]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def from_table(table: pa.Table) -> list[Sample]:
+    """The inverse of `to_table`. Raises ValueError for a table written by a newer Penstock."""
+    check_schema(table.schema)
+    rows = table.to_pylist()
+    for row in rows:
+        row["rewards"] = dict(row["rewards"])
+        row["status"] = Status(row["status"])
+        row["policy_versions"] = tuple(row["policy_versions"])
+        row["metadata"] = json.loads(row["metadata"])
+    return [Sample(**row) for row in rows]
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Refuse what this version cannot read, with a sentence."""
+    found = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
+    if not 1 <= found <= SCHEMA_VERSION:
+        raise ValueError(
+            f"sample shard has schema version {found or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: install the release that wrote it"
+        )
