@@ -1,0 +1,37 @@
+# `make demo` and `make test` are the only two commands anybody needs: both set up first, and setup skips what is done.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+export VENV PYTHON
+
+.PHONY: help setup demo test test-unit lint up bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:  ## make .venv with everything, on CPU and on CUDA machines
+	@configs/environment/setup.sh
+
+demo: setup  ## make a tiny model and watch it learn: convert, SFT, eval, GRPO, eval, export
+	@$(BIN)/penstock demo
+
+test: setup  ## every test (unit first, then those with real engines)
+	$(BIN)/python -m pytest -m "not integration and not gpu"
+	$(BIN)/python -m pytest -m "integration and not gpu"
+
+test-unit: setup  ## only the tests that need no engine
+	$(BIN)/python -m pytest -m "not integration and not gpu"
+
+lint: setup  ## ruff, formatter, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+up: setup  ## Prefect server, a worker and the MLflow UI on loopback; prints the links
+	@$(BIN)/python -m flows.services up
+
+bench: setup  ## where the time of a round goes; the rollout stage against the bare engine
+	@$(BIN)/python benchmarks/run.py
+
+clean:  ## remove the virtual environment and the demo's store
+	rm -rf $(VENV) penstock-demo
