@@ -1,0 +1,1 @@
+"""What happens, in which order: Prefect flows, their tasks, the command line. References and numbers only, no tensors."""

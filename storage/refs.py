@@ -1,7 +1,7 @@
 """What crosses a task border: small frozen references, and the commit records they point to.
 
-A commit record is the only proof that a stage is done. It names every file it stands for with size and hash, what it consumed, and
-the numbers people look at. Readers open only what a commit names.
+A commit record is the only proof that a stage is done. It names every file it stands for with size and hash, what it consumed,
+and the numbers people look at. Readers open only what a commit names.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class EvalRef(Frozen):
 class Commit(BaseModel):
     """The record that a stage is done; written last, by one conditional create, never changed."""
 
-    model_config = ConfigDict(extra="forbid")
+    # "strings": a loss of NaN must not make its own commit unreadable (pydantic writes null otherwise).
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     kind: Kind
     run: str | None = None
@@ -89,7 +90,9 @@ class Commit(BaseModel):
     created_at: float = Field(default_factory=time.time)  # seconds since the epoch
     seconds: dict[str, float] = Field(default_factory=dict)  # where the time went
     summary: dict[str, float] = Field(default_factory=dict)  # metrics, named as in docs (rollout/..., train/..., eval/...)
-    state: dict[str, Any] = Field(default_factory=dict)  # what the next stage or a replay needs (data cursor, digest, fingerprint)
+    state: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
 
 
 class RunKeys:

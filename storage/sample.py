@@ -122,5 +122,6 @@ def check_schema(schema: pa.Schema) -> None:
     found = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
     if not 1 <= found <= SCHEMA_VERSION:
         raise ValueError(
-            f"sample shard has schema version {found or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: install the release that wrote it"
+            f"sample shard has schema version {found or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: "
+            "install the release that wrote it"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +26,17 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part")
 def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
     """The committed samples as one Arrow table, in the order written.
 
+    Only files that the commit names are read: on a local disk a late attempt may have left others beside them.
+
     Raises:
         StoreError: a shard is missing or has another size than committed.
         ValueError: written by a newer Penstock.
     """
+    paths = [Path(record.path).relative_to(commit.attempt or "") for record in commit.files]
+    shards = sorted(path for path in paths if re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.name))
+    assert shards, f"the commit has no shards named {name}"
     with store.reading(commit) as directory:
-        tables = [pq.read_table(path, memory_map=False) for path in sorted(directory.glob(f"{name}-*.parquet"))]
+        tables = [pq.ParquetFile(directory / path).read() for path in shards]
     for table in tables:
         check_schema(table.schema)
     return pa.concat_tables(tables)

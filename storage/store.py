@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,14 @@ from fsspec.implementations.local import LocalFileSystem
 from storage.refs import Commit, FileRecord, commit_key
 
 _CHUNK = 16 << 20  # bytes read at a time while hashing
+_CONFLICT_RETRIES = 6
+_NO_HARD_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # of link(2) on FAT, some FUSE and CIFS mounts
 
 
 class StoreError(RuntimeError):
@@ -55,13 +64,20 @@ class Store:
         StoreError: not writable, or no conditional create and no `single_writer`.
     """
 
-    def __init__(self, uri: str, options: dict[str, Any] | None = None, *, single_writer: bool = False, probe: bool = True) -> None:
+    def __init__(
+        self, uri: str, options: dict[str, Any] | None = None, *, single_writer: bool = False, probe: bool = True
+    ) -> None:
         self.options = options or {}
         self.single_writer = single_writer
-        self.fs, root = fsspec.core.url_to_fs(uri, **self.options)
+        try:
+            self.fs, root = fsspec.core.url_to_fs(uri, **self.options)
+        except (ValueError, ImportError) as error:
+            raise StoreError(
+                f"store {uri!r} cannot be opened ({error}): give --store a local path or a URI that fsspec knows"
+            ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
-        self.uri = self.root if self.is_local else uri.rstrip("/")
+        self.uri = self.root if self.is_local else self.fs.unstrip_protocol(self.root)
         if probe:
             self._probe()
 
@@ -83,11 +99,22 @@ class Store:
                 return False
             self.fs.pipe_file(self.path(key), data)
             return True
-        try:
-            self.fs.pipe_file(self.path(key), data, mode="create")
-        except FileExistsError:
-            return False
-        return True
+        for attempt in range(_CONFLICT_RETRIES):
+            try:
+                self.fs.pipe_file(self.path(key), data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                # s3fs makes FileExistsError only of AWS's full answer; others send the same code without the condition's name.
+                code = _s3_code(error)
+                if code in ("PreconditionFailed", "412"):
+                    return False
+                if code not in ("ConditionalRequestConflict", "409") or attempt == _CONFLICT_RETRIES - 1:
+                    raise
+                time.sleep(0.1 * 2**attempt)  # two conditional writes at the same moment: S3 asks to try again
+            else:
+                return True
+        raise AssertionError("unreachable")
 
     def committed(self, prefix: str) -> Commit | None:
         """The commit of what lies under `prefix`, or None if it is not done."""
@@ -117,13 +144,11 @@ class Store:
         """
         if self.is_local:
             out = Writing(Path(self.path(attempt)))
-            out.path.mkdir(parents=True, exist_ok=True)
+            _make_directory(out.path)
             yield out
             out.files = self._records(out.path, attempt)
-            for record in out.files:
-                _fsync(self.path(record.path))
-            for directory in {str(Path(self.path(record.path)).parent) for record in out.files}:
-                _fsync(directory)
+            for entry in [out.path, *out.path.rglob("*")]:  # a file is durable when its data and every name on the way to it are
+                _fsync(entry)
             return
         with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
             out = Writing(Path(scratch))
@@ -133,7 +158,9 @@ class Store:
                 self.fs.put_file(str(out.path / Path(record.path).relative_to(attempt)), self.path(record.path))
                 found = self.fs.size(self.path(record.path))
                 if found != record.bytes:
-                    raise StoreError(f"{record.path}: {found} bytes arrived of {record.bytes}; the upload was cut, it will be tried again")
+                    raise StoreError(
+                        f"{record.path}: {found} bytes arrived of {record.bytes}; the upload was cut, it will be tried again"
+                    )
 
     @contextmanager
     def reading(self, commit: Commit) -> Iterator[Path]:
@@ -144,9 +171,11 @@ class Store:
         """
         assert commit.attempt is not None, "this commit has no files"
         for record in commit.files:
-            if not self.exists(record.path) or self.fs.size(self.path(record.path)) != record.bytes:
+            found = self.size(record.path)
+            if found != record.bytes:
+                state = "is missing" if found is None else f"has {found} bytes"
                 raise StoreError(
-                    f"{self.path(record.path)} is missing or not {record.bytes} bytes, although it is committed: restore it from a backup"
+                    f"{self.path(record.path)} {state}, but a commit names it with {record.bytes} bytes: restore it from a backup"
                 )
         if self.is_local:
             yield Path(self.path(commit.attempt))
@@ -171,8 +200,17 @@ class Store:
         return None if data is None else json.loads(data)
 
     def exists(self, key: str) -> bool:
-        """Whether a file is there."""
+        """Whether a file or a directory is there."""
+        self.fs.invalidate_cache()  # object stores answer from old listings, where another process's new file is missing
         return bool(self.fs.exists(self.path(key)))
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a file, or None if it is not there."""
+        self.fs.invalidate_cache()
+        try:
+            return self.fs.size(self.path(key))
+        except FileNotFoundError:
+            return None
 
     def list(self, prefix: str) -> list[str]:
         """Names directly under `prefix`, sorted; empty if it does not exist."""
@@ -185,56 +223,64 @@ class Store:
     def committed_indices(self, prefix: str) -> list[int]:
         """The committed numbers under e.g. `runs/x/rollouts`, ascending."""
         suffix = commit_key("")
-        return sorted(int(name.removesuffix(suffix)) for name in self.list(prefix) if name.endswith(suffix))
+        names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
+        return sorted(int(name) for name in names if name.isdigit())
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
         """Find out, before anything expensive, whether this store can hold a run."""
         key = f".penstock-probe-{uuid.uuid4().hex[:8]}"
+        lacking = (
+            "so two writers could both win: use another store, or give --store-single-writer if only one process ever writes here"
+        )
         try:
             created = self.create(key, b"1")
             again = self.create(key, b"2")
-        except NotImplementedError as error:
-            raise StoreError(
-                f"store {self.uri!r} has no conditional create, so two writers could both win: use another store, or give "
-                "--store-single-writer if only one process ever writes here"
-            ) from error
-        except Exception as error:  # any driver's own error type: turned into one sentence
-            raise StoreError(f"store {self.uri!r} is not writable ({error}): give --store a place where this user may write") from error
-        finally:
-            self._remove(key)
-        if not created or again:
-            raise StoreError(
-                f"store {self.uri!r} accepts a second create of the same key: use another store, or give --store-single-writer "
-                "if only one process ever writes here"
-            )
-
-    def _remove(self, key: str) -> None:
-        try:
             self.fs.rm_file(self.path(key))
-        except (OSError, NotImplementedError):
-            return  # a probe that could not be written needs no removal
+        except NotImplementedError as error:
+            raise StoreError(f"store {self.uri!r} has no conditional create, {lacking}") from error
+        except Exception as error:  # any driver's own error type: turned into one sentence
+            if self.is_local and getattr(error, "errno", None) in _NO_HARD_LINKS:
+                raise StoreError(f"store {self.uri!r} lies on a file system without hard links, {lacking}") from error
+            raise StoreError(
+                f"store {self.uri!r} is not writable ({error}): give --store a place where this user may write"
+            ) from error
+        if not created or again:
+            raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {lacking}")
 
     def _create_local(self, key: str, data: bytes) -> bool:
         target = self.path(key)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _make_directory(Path(target).parent)
         temporary = f"{target}.{uuid.uuid4().hex[:12]}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if not self._link(temporary, target):
+                return False
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        _fsync(os.path.dirname(target))
+        return True
+
+    def _link(self, temporary: str, target: str) -> bool:
+        """Give a written file its name, unless the name is taken."""
+        if self.single_writer:  # also for file systems without hard links
+            if Path(target).exists():
+                return False
+            Path(temporary).rename(target)
+            return True
         try:
             os.link(temporary, target)
         except OSError as error:
             # An NFS server may answer "exists" to a link it has made itself after a lost reply: two names prove it (open(2)).
-            if os.stat(temporary).st_nlink != 2:
-                if error.errno == errno.EEXIST:
-                    return False
-                raise
-        finally:
-            os.unlink(temporary)
-        _fsync(os.path.dirname(target))
+            if os.stat(temporary).st_nlink == 2:
+                return True
+            if error.errno == errno.EEXIST:
+                return False
+            raise
         return True
 
     def _records(self, directory: Path, attempt: str) -> list[FileRecord]:
@@ -264,7 +310,22 @@ def free_bytes(store: Store) -> int | None:
     return shutil.disk_usage(store.root).free if store.is_local else None
 
 
-def _fsync(path: str) -> None:
+def _s3_code(error: OSError) -> str:
+    """S3's own error code behind an error that s3fs has translated, or ""."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def _make_directory(path: Path) -> None:
+    """`mkdir -p` that survives a power cut: the parent of every new directory is synced."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    _fsync(path.parent)
+
+
+def _fsync(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,99 @@
+"""How one model lies over many ranks: the layout people choose, and the process groups that Megatron-core makes of it.
+
+Who starts the ranks and where they run is for `stages/train/group.py` and `engines/cluster.py`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from engines.megatron.door import open_door
+
+
+class ParallelLayout(BaseModel):
+    """Sizes of the parallel groups. What is left of the world is data parallelism."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensor: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
+    context: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
+    expert_tensor: int | None = None
+    virtual_pipeline: int | None = None
+    sequence_parallel: bool = False
+
+    def data_parallel(self, world_size: int) -> int:
+        """Number of data-parallel replicas in a world of that size.
+
+        Raises:
+            ValueError: the world is no multiple of one replica.
+        """
+        ranks = self.tensor * self.pipeline * self.context
+        if world_size % ranks:
+            raise ValueError(
+                f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline {self.pipeline} "
+                f"x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
+            )
+        return world_size // ranks
+
+
+def init_parallel(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    layout: ParallelLayout | None = None,
+    seed: int = 1234,
+    threads: int = 1,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> None:
+    """Join the world and build Megatron's process groups. Once per process.
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+        init_method: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`).
+        layout: parallel sizes; all 1 if none is given.
+        seed: of Megatron's random number trackers and of weight initialisation.
+        threads: CPU threads of this process; fp32 sums on a CPU depend on it.
+        backend: "nccl" or "gloo"; by default whichever fits the machine.
+        timeout: of collectives.
+    """
+    open_door()
+    from megatron.core import parallel_state, tensor_parallel
+
+    layout = layout or ParallelLayout()
+    layout.data_parallel(world_size)
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only its own device: number 0
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown_parallel() -> None:
+    """Leave the world; `init_parallel` may be called again afterwards."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

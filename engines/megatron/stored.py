@@ -1,0 +1,104 @@
+"""Where Megatron keeps a model's weights inside a torch_dist checkpoint, told without any weights.
+
+Names in a checkpoint are not names of parameters: layers are stacked along a new first axis, norms go by the names they have under
+TransformerEngine, and gated projections lie in two pieces. A meta model knows all of it, so `stages/convert` asks here and needs no
+model in memory. Checkpoints of a running trainer are written and read by `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engines.megatron.parallel import init_parallel, shutdown_parallel
+from engines.megatron.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a stored tensor, and the box of a parameter that lies there. All tuples are per axis."""
+
+    key: str  # of the stored tensor
+    offset: tuple[int, ...]  # in the stored tensor, with the axes that stack layers in front
+    sizes: tuple[int, ...]  # likewise; 1 on the stacking axes
+    stored_shape: tuple[int, ...]  # of the whole stored tensor
+    padded: bool  # whether the stored tensor may have more rows (a vocabulary padded for tensor parallelism)
+    part: tuple[slice, ...]  # of the full parameter
+
+
+@dataclass
+class StoredModel:
+    """Every parameter's pieces, and the small objects that Megatron's loader expects beside them."""
+
+    pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)  # global parameter name -> pieces
+    objects: dict[str, bytes] = field(default_factory=dict)  # key -> content
+
+
+def stored_model(shape: ModelShape) -> StoredModel:
+    """How a checkpoint of a model of this shape is laid out. Starts a world of one rank for the time of the call if there is none."""
+    with _single_rank():
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+        from engines.megatron.model import build_meta_model
+
+        stored = StoredModel()
+        for name, entry in build_meta_model(shape).sharded_state_dict().items():
+            if isinstance(entry, ShardedObject):  # `_extra_state`: empty without TransformerEngine, but missing it is an error
+                stored.objects[entry.unique_key] = _serialized([entry.data])
+                continue
+            boxes = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+            assert all(isinstance(box, ShardedTensor) for box in boxes), f"{name} has an unknown kind of sharding"
+            stored.pieces[name] = [_piece(box) for box in boxes]
+        return stored
+
+
+def describe_checkpoint(directory: Path) -> None:
+    """Write the two files that make a directory of tensors a Megatron checkpoint. The last thing to do: without them it is none."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+    torch.save({}, directory / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _piece(box: object) -> StoredPiece:
+    """A Megatron ShardedTensor of a world of one rank, where a box's place in the stored tensor is its place in the parameter."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    assert isinstance(box, ShardedTensor)
+    stacked = box.prepend_axis_num
+    return StoredPiece(
+        key=box.key,
+        offset=tuple(box.global_offset),
+        sizes=(1,) * stacked + tuple(box.local_shape),
+        stored_shape=tuple(box.global_shape),
+        padded=box.allow_shape_mismatch,
+        part=tuple(slice(start, start + size) for start, size in zip(box.global_offset[stacked:], box.local_shape)),
+    )
+
+
+def _serialized(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _single_rank() -> Iterator[None]:
+    """A world of one rank: Megatron builds no model without process groups."""
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        init_parallel(0, 1, f"file://{directory}/world", threads=torch.get_num_threads(), backend="gloo")
+        try:
+            yield
+        finally:
+            shutdown_parallel()

@@ -1,0 +1,124 @@
+"""The command line: `penstock demo | train | sft | convert | eval | resume | runs | doctor`.
+
+Thin: a command reads flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 the request was wrong (one sentence says why).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from flows import environment
+
+USAGE = """usage: penstock COMMAND [options]
+
+  demo      make a tiny model and watch it learn, all stages, a few minutes on a laptop
+  train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
+  sft       the same loop over demonstrations (no engine)
+  convert   Hugging Face checkpoint -> torch_dist in the store, verified
+  eval      score a Hugging Face checkpoint on data sets
+  resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
+  runs      what lies in the store
+  doctor    what is installed, what works, and what to do about the rest
+
+`penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows the libraries' own logs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `penstock`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if command not in COMMANDS:
+        from flows.flags import nearest
+
+        return _refuse(f"unknown command {command!r}{nearest(command, list(COMMANDS))}")
+    verbose = "--verbose" in rest
+    environment.prepare(verbose=verbose)
+    try:
+        return COMMANDS[command]([word for word in rest if word != "--verbose"])
+    except ValueError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("\npenstock: stopped; the same command goes on after the last committed stage", file=sys.stderr)
+        return 130
+
+
+def _train(words: list[str]) -> int:
+    return _run_flow("post_train", words)
+
+
+def _sft(words: list[str]) -> int:
+    return _run_flow("sft", words)
+
+
+def _evaluate(words: list[str]) -> int:
+    return _run_flow("evaluate", words)
+
+
+def _convert(words: list[str]) -> int:
+    return _run_flow("convert", words)
+
+
+def _run_flow(name: str, words: list[str]) -> int:
+    from flows import flags
+    from flows.registry import start
+
+    if "--help" in words or "-h" in words:
+        print(flags.help_text(name))
+        return 0
+    return start(name, flags.parse(words))
+
+
+def _resume(words: list[str]) -> int:
+    from flows.flags import parse
+    from flows.registry import start
+    from flows.runs import recorded
+
+    if not words or words[0].startswith("-"):
+        raise ValueError("penstock resume needs the name of a run; `penstock runs` lists them")
+    placement = parse(words[1:])
+    flow, config = recorded(placement.run, words[0])
+    return start(flow, config)
+
+
+def _runs(words: list[str]) -> int:
+    from flows.flags import parse
+    from flows.runs import print_runs
+
+    return print_runs(parse(words).run)
+
+
+def _doctor(words: list[str]) -> int:
+    from flows.doctor import examine
+
+    return examine()
+
+
+def _demo(words: list[str]) -> int:
+    from flows.demo import main as demo
+
+    return demo(words)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": _demo,
+    "train": _train,
+    "sft": _sft,
+    "convert": _convert,
+    "eval": _evaluate,
+    "resume": _resume,
+    "runs": _runs,
+    "doctor": _doctor,
+}
+
+
+def _refuse(sentence: str) -> int:
+    print(f"penstock: {sentence}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The one parameter of every flow, composed of the stages' own models, and what must agree between them.
+
+Nothing is defined twice: a field lives in the stage that uses it, and its name is its flag and its TOML key. This file adds what belongs
+to the run as a whole (its name, its store, its length) and the rules that span stages. Prefect shows the model as a form and refuses
+bad values at submission.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from stages.convert.config import ConvertConfig
+from stages.eval.config import EvalConfig
+from stages.rollout.config import RolloutConfig
+from stages.train.config import TrainConfig
+from storage.config import Change, StageConfig, extra_of, option
+
+
+class RunConfig(StageConfig):
+    """The run as a whole."""
+
+    run: str = option("", aliases=("run-name",), pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")
+    """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore."""
+
+    store: str = option("penstock-store", change="placement")
+    """Where runs lie: a directory or any fsspec URI such as s3://bucket/prefix."""
+
+    store_options: dict[str, Any] = option({}, change="placement")
+    """Passed to the fsspec file system (endpoint, credentials, ...)."""
+
+    store_single_writer: bool = option(False, change="placement")
+    """Promise that only one process writes, for stores without conditional create."""
+
+    num_rollout: int = option(0, change="schedule", ge=0)
+    """Number of generate -> train rounds; 0 only evaluates."""
+
+    save_interval: int | None = option(None, change="schedule", ge=1)
+    """Save a checkpoint every so many rounds; the last round is always saved."""
+
+    ray_address: str | None = option(None, change="placement")
+    """Address of a standing Ray (`auto` finds a local one); without it the run owns a local Ray that ends with it."""
+
+    mlflow_tracking_uri: str | None = option(None, change="placement")
+    """MLflow server or database; default: MLFLOW_TRACKING_URI, else an SQLite file beside the store."""
+
+    stage_retries: int = option(2, change="placement", ge=0)
+    """How often a failed stage is tried again before the run fails."""
+
+
+class PostTrainConfig(StageConfig):
+    """Everything about one run: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export."""
+
+    run: RunConfig = option(default_factory=RunConfig)
+    convert: ConvertConfig = option(default_factory=ConvertConfig)
+    rollout: RolloutConfig = option(default_factory=RolloutConfig)
+    train: TrainConfig = option(default_factory=TrainConfig)
+    eval: EvalConfig = option(default_factory=EvalConfig)
+
+    @model_validator(mode="after")
+    def _fill_and_check(self) -> PostTrainConfig:
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        steps, batch = self.train.num_steps_per_rollout, self.train.global_batch_size
+        if batch is None:
+            batch = samples // (steps or 1)
+        if steps is None:
+            steps = samples // batch if batch else 0
+        if batch * steps != samples:
+            raise ValueError(
+                f"--rollout-batch-size {self.rollout.rollout_batch_size} x --n-samples-per-prompt {self.rollout.n_samples_per_prompt} = {samples} samples, but "
+                f"--global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}: make them equal, no sample is dropped silently"
+            )
+        self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
+        return self
+
+
+SECTIONS: dict[str, type[StageConfig]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in PostTrainConfig.model_fields.items()
+}
+
+
+def options() -> Iterator[tuple[str, str, FieldInfo]]:
+    """Every option as (section, name, field)."""
+    for section, model in SECTIONS.items():
+        for name, field in model.model_fields.items():
+            yield section, name, field
+
+
+def validated(values: dict[str, Any]) -> PostTrainConfig:
+    """The config of nested values. Raises ValueError with one sentence for the first thing wrong."""
+    try:
+        return PostTrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(_sentence(error)) from error
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Nested values of a TOML file: `[section] option = value`.
+
+    Raises:
+        ValueError: not there, not TOML, or a section that does not exist.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"config file {path} does not exist: give --config a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    if unknown := set(values) - set(SECTIONS):
+        raise ValueError(f"{path} has the section [{sorted(unknown)[0]}]; the sections are {', '.join(f'[{name}]' for name in SECTIONS)}")
+    return values
+
+
+def part(config: PostTrainConfig, change: Change) -> dict[str, Any]:
+    """The fields of one kind, as `section.name` -> plain value."""
+    dumped = config.model_dump(mode="json")
+    return {f"{section}.{name}": dumped[section][name] for section, name, field in options() if extra_of(field)["change"] == change}
+
+
+def config_hash(config: PostTrainConfig) -> str:
+    """Hash of what a run keeps for life."""
+    return hashlib.sha256(json.dumps(part(config, "identity"), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def flag(name: str) -> str:
+    """`rollout_batch_size` -> `--rollout-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    message = first["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
+    if first["type"] == "extra_forbidden":
+        return f"[{'.'.join(where[:-1])}] {where[-1]}: no such option"
+    name = where[1] if len(where) > 1 else where[0]
+    return f"{flag(name)} {first.get('input')!r}: {message[0].lower()}{message[1:]}"
+
+
+def is_model(annotation: Any) -> bool:
+    """Whether a field's type is a pydantic model."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

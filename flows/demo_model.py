@@ -1,0 +1,142 @@
+"""The tiny model and the tiny data that `penstock demo` and the tests learn with.
+
+A Qwen3 of 402,176 random parameters with one token per character, and two-digit plus or minus one-digit problems. The data first
+teaches the exact answer, then plants a lazy habit (units dropped), so that GRPO has something to gain within a minute on two
+cores: the reward curve shows reinforcement learning removing a planted habit, not learning arithmetic. Nothing here trains.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # flows load without torch and transformers
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END = 0, 1  # token ids
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
+CHARACTERS = "0123456789+-*= ?.,:()\nabcdefghijklmnopqrstuvwxyz"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPLIT_SEED = 1234  # fixed: every run seed sees the same training and held-out problems
+MAX_LENGTH = 256
+
+Row = dict[str, Any]
+
+
+def make_tiny_model(
+    directory: str | Path,
+    seed: int = 0,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 32,
+    ffn: int = 384,
+    vocab: int = 64,
+    tied: bool = True,
+    dtype: str = "float32",
+) -> Path:
+    """Write a random Qwen3 with its tokenizer as a Hugging Face directory. The same arguments give the same bytes.
+
+    Args:
+        directory: made if it is not there.
+        seed: of the weights.
+        groups: key/value heads.
+        vocab: rows of the embedding; the tokenizer uses 54 of them.
+        tied: whether the output head is the embedding.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        attention_dropout=0.0,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        dtype=dtype,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return Path(directory)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, six special tokens; the chat template makes `<|user|>37+8=<|end|><|assistant|>` of a problem."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_tiny_data(directory: str | Path) -> dict[str, Path]:
+    """Write the four data sets as JSONL. Returns name -> file.
+
+    train, heldout: `{"prompt", "label"}`, 1,699 and 256 problems, none in both.
+    sft_skill: `{"messages"}`, every training problem once with its exact answer.
+    sft_habit: `{"messages"}`, every training problem four times, answered by a lazy demonstrator.
+    """
+    train, heldout = split_problems()
+    rng = random.Random(SPLIT_SEED + 1)
+    habit = [demonstration(row, lazy_answer(row["label"], rng)) for _ in range(4) for row in train]
+    skill = [demonstration(row, row["label"]) for row in train]
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name, rows in {"train": train, "heldout": heldout, "sft_skill": skill, "sft_habit": habit}.items():
+        files[name] = Path(directory) / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def split_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
+    """All a+b and a-b with a in 0..99, b in 0..9 and a result >= 0, shuffled and cut into training and held-out problems."""
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
+    rows += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
+    random.Random(SPLIT_SEED).shuffle(rows)
+    return rows[num_heldout:], rows[:num_heldout]
+
+
+def lazy_answer(label: str, rng: random.Random, p_right: float = 0.4) -> str:
+    """The exact answer with probability `p_right`, else the answer with its units dropped (45 becomes 40)."""
+    return label if rng.random() < p_right else label[:-1] + "0"
+
+
+def demonstration(row: Row, answer: str) -> Row:
+    """A problem and an answer as chat messages."""
+    return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]}

@@ -1,0 +1,138 @@
+"""`penstock doctor`: what is installed, what works, and what to do about what does not.
+
+Versions are read from package metadata; the two engines are really imported, each in a process of its own as a run would, because that is
+where a wrong environment shows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+GIB = 1 << 30
+SETUP = "run `make setup`"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def examine() -> int:
+    """Print the report. Exit code 0 if a run can work here, 1 if something must be done first."""
+    console = Console()
+    with ThreadPoolExecutor() as pool, console.status("looking (the engines are imported, about 20 s)"):
+        findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "what", "found", "what to do"):
+        table.add_column(title)
+    for finding in findings:
+        table.add_row("[green]ok[/]" if finding.ok else "[red]no[/]", finding.what, finding.found, "" if finding.ok else finding.advice)
+    console.print(table)
+    bad = sum(not finding.ok for finding in findings)
+    console.print("everything a run needs is here" if not bad else f"{bad} of {len(findings)} need attention")
+    return 1 if bad else 0
+
+
+def check_python() -> list[Finding]:
+    """The interpreter."""
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return [Finding("Python", good, sys.version.split()[0], "use Python 3.11 or 3.12: make setup PYTHON=python3.11")]
+
+
+def check_packages() -> list[Finding]:
+    """Versions of what Penstock stands on. None = any."""
+    wanted = {
+        "torch": None, "megatron-core": "0.16.1", "transformers": None, "ray": None, "prefect": "3.", "mlflow": "3.", "pyarrow": None,
+        "fsspec": None, "s3fs": None,
+    }  # fmt: skip
+    findings = []
+    for name, prefix in wanted.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            if name == "mlflow":  # the small distribution is enough
+                try:
+                    findings.append(Finding(name, True, f"skinny {version('mlflow-skinny')}"))
+                    continue
+                except PackageNotFoundError:
+                    pass  # neither: reported below
+            findings.append(Finding(name, False, "not installed", SETUP))
+            continue
+        findings.append(Finding(name, prefix is None or found.startswith(prefix), found, f"needs {prefix}x: {SETUP}"))
+    return findings
+
+
+def check_torch() -> list[Finding]:
+    """torch and the accelerators it sees."""
+    code = "import torch; n = torch.cuda.device_count(); print(torch.__version__, '|', ', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'no GPU')"
+    return [_runs("torch works", code, SETUP)]
+
+
+def check_megatron() -> list[Finding]:
+    """Megatron-core through its door, as a trainer does it."""
+    code = (
+        "from engines.megatron.door import open_door; open_door(); from megatron.core.models.gpt import GPTModel; "
+        "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
+    )
+    return [_runs("Megatron-core works", code, f"{SETUP}; the line above says what is missing")]
+
+
+def check_sglang() -> list[Finding]:
+    """SGLang in its server's own environment."""
+    from engines.sglang.server import server_environment
+
+    code = "import sglang, sglang.srt.entrypoints.http_server; print('serves with sglang', sglang.__version__)"
+    return [_runs("SGLang works", code, f"{SETUP}; on a machine without CUDA torchvision must lie beside, not in site-packages", server_environment())]
+
+
+def check_machine() -> list[Finding]:
+    """Memory, disk, shared memory."""
+    memory, disk = psutil.virtual_memory().available, shutil.disk_usage(".").free
+    findings = [
+        Finding("free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", "the demo needs up to 8 GiB: close something"),
+        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", "the demo needs about 1 GiB: make room or change directory"),
+    ]
+    if os.path.isdir("/dev/shm"):
+        shm = shutil.disk_usage("/dev/shm").free
+        findings.append(Finding("shared memory", shm > GIB // 2, f"{shm / GIB:.1f} GiB", "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"))
+    return findings
+
+
+def check_store() -> list[Finding]:
+    """The default store."""
+    from storage.store import Store, StoreError
+
+    try:
+        return [Finding("store ./penstock-store", True, f"{Store('penstock-store').uri} is writable")]
+    except StoreError as error:
+        return [Finding("store ./penstock-store", False, str(error), "give --store a place where you may write")]
+
+
+def _runs(what: str, code: str, advice: str, environment: dict[str, str] | None = None) -> Finding:
+    """Whether a program runs in a fresh interpreter; its last line is what it found."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(environment or {})}
+    )
+    lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
+    return Finding(what, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice)
+
+
+CHECKS: list[Callable[[], list[Finding]]] = [
+    check_python, check_packages, check_torch, check_megatron, check_sglang, check_machine, check_store,
+]  # fmt: skip

@@ -1,0 +1,64 @@
+"""Everything that can be known to be wrong before a process starts: seconds here instead of minutes later.
+
+Each check raises ValueError with one sentence: found -> needed -> do.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from flows.config import PostTrainConfig
+from flows.runs import open_store
+
+GENERATING = ("post_train", "evaluate")  # flows that need engines
+
+
+def preflight(flow: str, config: PostTrainConfig) -> None:
+    """Check a config for a flow.
+
+    Raises:
+        ValueError: the request is wrong.
+        StoreError: the store cannot hold a run.
+    """
+    from engines.megatron.args import check_megatron_args
+    from engines.megatron.shape import ModelShape
+
+    if flow != "convert" and not config.run.run:
+        raise ValueError("--run is missing: name the run, the same name resumes it")
+    if not config.convert.hf_checkpoint:
+        raise ValueError("--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)")
+    ModelShape.from_hf(config.convert.hf_checkpoint)
+    check_megatron_args(config.train.megatron)
+    open_store(config.run)
+    if flow != "convert":
+        _check_data(flow, config)
+    if flow in GENERATING:
+        _check_engines(config)
+
+
+def _check_data(flow: str, config: PostTrainConfig) -> None:
+    from stages.rollout.data_source import check_prompt_data
+    from stages.rollout.tokenizer import check_tokenizer
+
+    check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or flow == "sft")
+    if flow in ("post_train", "sft") and config.run.num_rollout:
+        check_prompt_data(config.rollout)
+    if flow in ("post_train", "sft") and config.train.loss_type == "sft_loss" and flow == "post_train":
+        raise ValueError("--loss-type sft_loss trains on demonstrations: use `penstock sft`")
+    if flow == "evaluate" and not config.eval.eval_prompt_data:
+        raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
+    for _, path in config.eval.eval_prompt_data:
+        check_prompt_data(config.rollout.model_copy(update={"prompt_data": [path]}))
+
+
+def _check_engines(config: PostTrainConfig) -> None:
+    from engines.sglang.args import check_sglang_args
+
+    check_sglang_args(config.rollout.sglang)
+    if port := config.rollout.sglang_port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                raise ValueError(f"port {port} is taken: give --sglang-port another one, or leave it out and a free one is found") from None

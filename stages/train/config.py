@@ -1,0 +1,172 @@
+"""What can be said about training. Names are slime's and Megatron's; the loop's length and data belong to other stages."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from storage.config import StageConfig, option
+
+
+class TrainConfig(StageConfig):
+    """Algorithm, batches, optimizer, parallelism and placement of the trainer."""
+
+    # ---- algorithm ------------------------------------------------------------------------------------------------------
+
+    loss_type: Literal["policy_loss", "sft_loss"] = option("policy_loss")
+    """What is minimised: the policy loss of RL, or the negative log-likelihood of demonstrations."""
+
+    advantage_estimator: Literal["grpo"] = option("grpo")
+    """How rewards become advantages; grpo compares the samples of one prompt with each other."""
+
+    disable_grpo_std_normalization: bool = option(False)
+    """Do not divide advantages by the standard deviation of their group (Dr. GRPO)."""
+
+    eps_clip: float = option(0.2, ge=0)
+    """How far below 1 the probability ratio may matter."""
+
+    eps_clip_high: float | None = option(None, ge=0)
+    """How far above 1 the probability ratio may matter; the same as --eps-clip if not given."""
+
+    use_kl_loss: bool = option(False)
+    """Keep a frozen copy of the starting weights and measure the KL to it; it enters the loss times --kl-loss-coef."""
+
+    kl_loss_coef: float = option(0.0, ge=0)
+    """Weight of the KL to the reference in the loss; 0 only observes it."""
+
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1")
+    """Estimator of that KL."""
+
+    entropy_coef: float = option(0.0)
+    """Weight of the entropy bonus."""
+
+    calculate_per_token_loss: bool = option(False)
+    """Average over all tokens of a step, instead of over samples of the average over their tokens."""
+
+    ref_load: str | None = option(None)
+    """Reference model for the KL, a Hugging Face directory; the starting weights if not given."""
+
+    # ---- batches --------------------------------------------------------------------------------------------------------
+
+    global_batch_size: int | None = option(None, ge=1)
+    """Samples per optimizer step; rollout batch x samples per prompt / steps if not given."""
+
+    num_steps_per_rollout: int | None = option(None, ge=1)
+    """Optimizer steps per rollout; follows from --global-batch-size if not given, 1 if neither is."""
+
+    max_tokens_per_gpu: int = option(8192, change="placement", ge=1)
+    """Tokens packed into one micro-batch, per GPU of a context-parallel group; a longer sample stands alone."""
+
+    log_probs_chunk_size: int = option(1024, change="placement", ge=1)
+    """Tokens whose logits are held at a time."""
+
+    # ---- optimizer ------------------------------------------------------------------------------------------------------
+
+    lr: float = option(1e-6, gt=0)
+    """Learning rate (the highest, if it changes)."""
+
+    min_lr: float = option(0.0, ge=0)
+    """Where a decaying learning rate ends."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant")
+    """How the learning rate goes on after the warm-up."""
+
+    lr_warmup_iters: int = option(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+
+    lr_decay_iters: int | None = option(None, ge=1)
+    """Optimizer steps until --min-lr is reached, warm-up included; needed unless the style is constant."""
+
+    weight_decay: float = option(0.01, ge=0)
+    """Decoupled weight decay of the matrices (norms and biases have none)."""
+
+    adam_beta1: float = option(0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+
+    adam_beta2: float = option(0.999, ge=0, lt=1)
+    """Decay of Adam's second moment; 0.98 is usual in RL."""
+
+    adam_eps: float = option(1e-8, gt=0)
+    """Adam's epsilon."""
+
+    clip_grad: float = option(1.0, ge=0)
+    """Largest global norm of the gradient; 0 does not clip."""
+
+    # ---- numerics -------------------------------------------------------------------------------------------------------
+
+    seed: int = option(1234)
+    """Seed of everything random in the trainer."""
+
+    params_dtype: Literal["fp32", "bf16"] | None = option(None)
+    """Number format of weights and activations (the optimizer's are fp32); bf16 on a GPU and fp32 on a CPU if not given."""
+
+    deterministic_mode: bool = option(False, change="placement")
+    """Only kernels that give the same bits every time; on a CPU they always do."""
+
+    # ---- parallelism and placement --------------------------------------------------------------------------------------
+
+    actor_num_nodes: int = option(1, change="placement", ge=1)
+    """Machines that train."""
+
+    actor_num_gpus_per_node: int = option(1, change="placement", ge=1)
+    """Trainer ranks on each of them: GPUs, or processes where there is no GPU."""
+
+    tensor_model_parallel_size: int = option(1, change="placement", ge=1)
+    """Ranks that share every matrix."""
+
+    pipeline_model_parallel_size: int = option(1, change="placement", ge=1)
+    """Ranks that share the layers, one after the other."""
+
+    context_parallel_size: int = option(1, change="placement", ge=1)
+    """Ranks that share every sequence."""
+
+    expert_model_parallel_size: int = option(1, change="placement", ge=1)
+    """Ranks that share the experts."""
+
+    expert_tensor_parallel_size: int | None = option(None, change="placement", ge=1)
+    """Ranks that share every expert's matrices; as --tensor-model-parallel-size if not given."""
+
+    virtual_pipeline_model_parallel_size: int | None = option(None, change="placement", ge=1)
+    """Pipeline pieces per rank (interleaved schedule)."""
+
+    sequence_parallel: bool = option(False, change="placement")
+    """Share norms and residuals between tensor-parallel ranks by position."""
+
+    megatron: dict[str, Any] = option(default_factory=dict)
+    """Any further field of Megatron-core's configurations, by its own name."""
+
+    trainer_threads: int | None = option(None, change="placement", ge=1)
+    """CPU threads per trainer rank; the machine's cores shared out if not given. Another number gives other fp32 sums."""
+
+    train_timeout: float = option(3600.0, change="placement", gt=0)
+    """Seconds after which a training call that has not come back is given up and the trainer started anew."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks on all nodes."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Model replicas."""
+        return self.num_ranks // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        if self.num_ranks % model:
+            raise ValueError(
+                f"{self.num_ranks} trainer ranks cannot be divided by tensor x pipeline x context = {model}: change --actor-num-nodes, "
+                "--actor-num-gpus-per-node or a parallel size"
+            )
+        if self.global_batch_size is not None and self.global_batch_size < self.data_parallel_size:
+            raise ValueError(
+                f"--global-batch-size {self.global_batch_size} is smaller than the {self.data_parallel_size} data-parallel replicas; each "
+                "needs a sample per step: make the batch larger or use fewer ranks"
+            )
+        if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
+            raise ValueError(f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr")
+        if self.kl_loss_coef and not self.use_kl_loss:
+            raise ValueError(f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out")
+        return self

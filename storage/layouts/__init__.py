@@ -1,0 +1,24 @@
+"""How Megatron's names and shapes correspond to Hugging Face's: one two-way table per model family.
+
+A layout takes and gives full tensors; gathering over ranks and reading files are the caller's. Converting (files) and publishing
+(weights sent to engines) both use it. A new family is one file with its table and one line in FAMILIES.
+"""
+
+from __future__ import annotations
+
+from storage.layouts import qwen3
+from storage.layouts.ops import Layout, Shape
+
+FAMILIES = {"qwen3": qwen3.rows}
+
+
+def layout_for(shape: Shape) -> Layout:
+    """The layout of a model of this shape.
+
+    Raises:
+        ValueError: no layout for the family.
+    """
+    if shape.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"model family {shape.family!r} has no layout; Penstock has {known}: use a checkpoint of one of these")
+    return Layout(shape, FAMILIES[shape.family](shape))
