@@ -64,7 +64,7 @@ def make_tiny_model(
         head_dim=head_dim,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=tied,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-6,
         attention_dropout=0.0,
         initializer_range=0.02,

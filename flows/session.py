@@ -6,22 +6,20 @@ Processes start at first use and are replaceable at any time: whatever a task ne
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from flows.config import PostTrainConfig, config_hash
 from flows.display import Display
 from flows.runs import code_version, open_run, open_store
 from storage.refs import CheckpointRef, Commit, commit_key
+from storage.tracking import Tracker, tracking_directory, tracking_uri
 
 if TYPE_CHECKING:
     from engines.cluster import Cluster
     from engines.sglang.pool import EnginePool
+    from stages.rollout.data_source import PromptSource
     from stages.rollout.tokenizer import PromptTokenizer
     from stages.train.group import TrainerGroup
 
@@ -30,34 +28,32 @@ class Session:
     """One flow run's grip on one run. A context manager: leaving it ends every process it started."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
-        from storage.tracking import Tracker
-
-        self.flow = flow
         self.config = config
         self.store = open_store(config.run)
         self.keys = open_run(self.store, flow, config)
-        self.stamp = {"run": self.keys.run, "config_hash": config_hash(config), "code_version": code_version()}
+        self.stamp = {"config_hash": config_hash(config), "code_version": code_version()}
         self.base: CheckpointRef | None = None
         self.publish_seconds = 0.0
-        self._stack = ExitStack()
         self._cluster: Cluster | None = None
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         self._tokenizer: PromptTokenizer | None = None
-        self.display = Display(self.keys.run, flow, config, self.store.uri)
-        self.tracker = Tracker(self.keys.run, tracking_directory(self), tracking_uri(self), config.model_dump(mode="json"))
-        self._stack.callback(self.tracker.close, timeout=30)
-        self._offer_old_commits()
+        uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
+        self.display = Display(self.keys.run, flow, config, self.store.uri, uri)
+        self.tracker = Tracker(
+            self.keys.run, tracking_directory(self.store, self.keys.run), uri, config.model_dump(mode="json"), store_uri=self.store.uri
+        )
+        self.tracker.catch_up(self.store, self.keys)
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.end_engines()
-        self.fence()
-        if self._cluster is not None:
-            self._cluster.stop()
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        for end in (self.end_engines, self.fence, self._end_cluster):
+            end()
+        waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=30)
+        if waiting:
+            self.display.note(f"{waiting} lines wait for MLflow ({self.tracker.problem}); they are delivered when the run is started again")
 
     # ---- where the run stands -------------------------------------------------------------------------------------------
 
@@ -74,10 +70,29 @@ class Session:
         return len(self.store.committed_indices(f"{self.keys.prefix}/steps"))
 
     def record(self, prefix: str, commit: Commit) -> Commit:
-        """Show a commit on the terminal and hand it to the tracker (which knows those it has seen)."""
-        self.tracker.record(commit_key(prefix), commit)
-        self.display.commit(commit)
+        """Show a commit on the terminal and hand it to the tracker (which passes over those it knows)."""
+        if self.tracker.record(commit_key(prefix), commit):
+            self.display.commit(commit)
         return commit
+
+    def begin_at(self, base: CheckpointRef) -> CheckpointRef:
+        """Tie the run to its starting weights. Raises ValueError if it began from others."""
+        self.store.create(f"{self.keys.prefix}/base.json", base.model_dump_json().encode())
+        pinned = CheckpointRef.model_validate(self.store.read_json(f"{self.keys.prefix}/base.json"))
+        if pinned.key != base.key:
+            raise ValueError(
+                f"run {self.keys.run!r} began from {pinned.key}, but --hf-checkpoint {self.config.convert.hf_checkpoint} now holds {base.key}: "
+                "restore the directory, or start a new run with another --run"
+            )
+        self.base = base
+        return base
+
+    def source_at(self, rollout_id: int) -> PromptSource:
+        """The data source as it stands before a round: after the last committed one."""
+        from stages.rollout.data_source import PromptSource
+
+        before = self.store.committed(self.keys.rollout(rollout_id - 1)) if rollout_id else None
+        return PromptSource(self.config.rollout, before.state["data_source"] if before else None)
 
     # ---- processes ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +111,7 @@ class Session:
 
         if self._trainer is None:
             self._trainer = self._start_trainer()
+        assert self.base is not None, "convert comes first"
         ensure_policy(self.store, self.keys, self._trainer, version, base=self.base, on_progress=self.display.note)
         return self._trainer
 
@@ -142,3 +158,23 @@ class Session:
         if self._engines is not None:
             self._engines.stop()
             self._engines = None
+
+    def _start_trainer(self) -> TrainerGroup:
+        from engines.megatron.shape import ModelShape
+        from stages.train.group import TrainerGroup
+        from stages.train.spec import TrainerSpec
+
+        spec = TrainerSpec(
+            run=self.keys.run,
+            shape=ModelShape.from_hf(self.config.convert.hf_checkpoint),
+            config=self.config.train,
+            temperature=self.config.rollout.rollout_temperature,
+            store=self.store.uri,
+            store_options=self.config.run.store_options,
+        )
+        return TrainerGroup(self.cluster, spec)
+
+    def _end_cluster(self) -> None:
+        if self._cluster is not None:
+            self._cluster.stop()
+            self._cluster = None

@@ -70,32 +70,50 @@ def convert(session: Session) -> CheckpointRef:
     return session.begin_at(session.cluster.run(convert_hf, session.store, session.config.convert.hf_checkpoint))
 
 
-@stage("verify")
-def verify(session: Session) -> None:
-    """Names covered, shapes equal, round trip bit-exact."""
-    from stages.convert.verify import verify_conversion
-
-    report = session.cluster.run(verify_conversion, session.store, session.base, session.config.convert.hf_checkpoint)
-    session.display.note(str(report))
-
-
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""
     from stages.rollout.rollout import rollout_stage
 
-    return session.rollout_commit(
-        rollout_id,
-        lambda prefix: rollout_stage(
-            session.store,
-            prefix,
-            rollout_id=rollout_id,
-            source=session.source_at(rollout_id),
-            engines=session.engines_at(rollout_id),
-            config=session.config.rollout,
-            tokenizer=session.tokenizer,
-        ),
+    prefix = session.keys.rollout(rollout_id)
+    commit = session.store.committed(prefix) or rollout_stage(session, prefix)
+    return _rollout_ref(session, prefix, commit)
+
+
+@stage("demonstrations-{rollout_id:06d}")
+def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
+    """Take the demonstrations of one round from the data set."""
+    return None
+
+
+@stage("train-{rollout.rollout_id:06d}")
+def train(session: Session, rollout: RolloutRef) -> StepRef:
+    """One round of training on a committed rollout."""
+    from stages.train.policy import step_ref, train_round
+
+    r = rollout.rollout_id
+    commit = session.store.committed(session.keys.step(r)) or train_round(
+        session.store, session.keys, session.trainer_at(r), r, base=session.base, **session.stamp
     )
+    session.record(session.keys.step(r), commit)
+    return step_ref(session.keys, commit)
+
+
+@stage("publish-{version:06d}")
+def publish(session: Session, version: int) -> None:
+    """Let every engine serve policy `version`."""
+    session.engines_at(version)
+
+
+@stage("checkpoint-{version:06d}")
+def checkpoint(session: Session, version: int) -> CheckpointRef:
+    """Save policy `version` with everything that training needs to go on from it."""
+    from stages.train.policy import save_checkpoint
+
+    prefix = session.keys.checkpoint(version)
+    if not session.store.committed(prefix):
+        save_checkpoint(session.store, session.keys, session.trainer_at(version), version, base=session.base, **session.stamp)
+    return session.recorded(prefix)
 
 
 def evaluate(session: Session, version: int) -> list[EvalRef]:

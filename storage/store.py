@@ -9,6 +9,7 @@ have it; which of the two works is probed when the store is opened.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import os
@@ -146,14 +147,14 @@ class Store:
             out = Writing(Path(self.path(attempt)))
             _make_directory(out.path)
             yield out
-            out.files = self._records(out.path, attempt)
+            out.files = _records(out.path, attempt)
             for entry in [out.path, *out.path.rglob("*")]:  # a file is durable when its data and every name on the way to it are
                 _fsync(entry)
             return
         with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
             out = Writing(Path(scratch))
             yield out
-            out.files = self._records(out.path, attempt)
+            out.files = _records(out.path, attempt)
             for record in out.files:
                 self.fs.put_file(str(out.path / Path(record.path).relative_to(attempt)), self.path(record.path))
                 found = self.fs.size(self.path(record.path))
@@ -220,7 +221,7 @@ class Store:
         except FileNotFoundError:
             return []
 
-    def committed_indices(self, prefix: str) -> list[int]:
+    def committed_indices(self, prefix: str) -> builtins.list[int]:
         """The committed numbers under e.g. `runs/x/rollouts`, ascending."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
@@ -283,18 +284,6 @@ class Store:
             raise
         return True
 
-    def _records(self, directory: Path, attempt: str) -> list[FileRecord]:
-        records = []
-        for file in sorted(p for p in directory.rglob("*") if p.is_file()):
-            rows = None
-            if file.suffix == ".parquet":
-                import pyarrow.parquet as pq
-
-                rows = pq.read_metadata(file).num_rows
-            key = f"{attempt}/{file.relative_to(directory).as_posix()}"
-            records.append(FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows))
-        return records
-
 
 def hash_file(path: str | Path) -> str:
     """xxh3-128 of a file's content, hex."""
@@ -308,6 +297,19 @@ def hash_file(path: str | Path) -> str:
 def free_bytes(store: Store) -> int | None:
     """Free space where the store lies, or None if the store does not tell."""
     return shutil.disk_usage(store.root).free if store.is_local else None
+
+
+def _records(directory: Path, attempt: str) -> list[FileRecord]:
+    records = []
+    for file in sorted(p for p in directory.rglob("*") if p.is_file()):
+        rows = None
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            rows = pq.read_metadata(file).num_rows
+        key = f"{attempt}/{file.relative_to(directory).as_posix()}"
+        records.append(FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows))
+    return records
 
 
 def _s3_code(error: OSError) -> str:

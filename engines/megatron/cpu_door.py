@@ -24,7 +24,9 @@ import torch
 from engines.megatron.door import MEGATRON_VERSION, repair_without_transformer_engine
 
 if torch.cuda.is_available():
-    raise RuntimeError("found CUDA, but engines.megatron.cpu_door is for machines without it: use engines.megatron.door.open_door()")
+    raise RuntimeError(
+        "found CUDA, but engines.megatron.cpu_door is for machines without it: use engines.megatron.door.open_door()"
+    )
 
 STAND_IN = "_penstock_cuda"  # the name that replaces `torch.cuda` in the rewritten source
 TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}

@@ -11,7 +11,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -43,6 +45,15 @@ def open_door() -> None:
 
         loader = CpuLoader
     sys.meta_path.insert(0, _Finder(loader))
+    _hush()
+
+
+def _hush() -> None:
+    """Megatron's known remarks: TransformerEngine and apex are absent; torch will rename two collectives and a tensor class."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r".*deprecating ShardedTensor", category=FutureWarning)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -6,6 +6,7 @@ Wrapping for data parallelism and the optimizer is for `engine.py`, names and la
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from engines.megatron.norm import RMSNorm  # noqa: E402
 from engines.megatron.packing import PackedStream  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HIDDEN_LOGIT = -1e30  # of a padded vocabulary entry: probability 0, and finite, so that 0 * logit in an entropy is no NaN
+PADDED_LOGIT = -1e30  # of a padded vocabulary entry: probability 0, and finite, so that 0 * logit in an entropy is no NaN
 
 
 class PolicyModel(GPTModel):
@@ -58,13 +59,20 @@ class PolicyModel(GPTModel):
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         return hidden_states[:, 0]
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without the empty `_extra_state` objects, which are TransformerEngine's: a converted checkpoint has none."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's part of the vocabulary. [n, H] -> [n, V / tensor-parallel ranks]"""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        )
         logits = F.linear(hidden, weight)
         if self.num_padded:
             hide = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - self.num_padded
-            logits = logits.masked_fill(hide, HIDDEN_LOGIT)
+            logits = logits.masked_fill(hide, PADDED_LOGIT)
         return logits
 
 
@@ -81,8 +89,16 @@ def transformer_config(
     Raises:
         ValueError: the shape and the layout do not fit, or an override contradicts the model.
     """
-    layout, cuda = layout or ParallelLayout(), torch.cuda.is_available()
-    return TransformerConfig(**{**_ours(layout, dtype, cuda), **(overrides or {}), **_shape_fields(shape), **_layout_fields(layout, dtype)})
+    layout = layout or ParallelLayout()
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    chosen = {name: value for name, value in (overrides or {}).items() if name in known}  # the others are the optimizer's
+    fixed = {**_shape_fields(shape), **_layout_fields(layout, dtype)}
+    for name, value in chosen.items():
+        if name in fixed and value != fixed[name]:
+            raise ValueError(
+                f"megatron option {name} = {value!r}, but the checkpoint, the layout or the dtype says {fixed[name]!r}: leave the option out"
+            )
+    return TransformerConfig(**{**_defaults(torch.cuda.is_available()), **chosen, **fixed})
 
 
 def _shape_fields(shape: ModelShape) -> dict[str, Any]:
@@ -122,7 +138,7 @@ def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
     )
 
 
-def _ours(layout: ParallelLayout, dtype: str, cuda: bool) -> dict[str, Any]:
+def _defaults(cuda: bool) -> dict[str, Any]:
     """Choices that fit an installation without TransformerEngine and apex. A user may change them."""
     return dict(
         transformer_impl="local",
@@ -134,6 +150,7 @@ def _ours(layout: ParallelLayout, dtype: str, cuda: bool) -> dict[str, Any]:
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses packs of varying length, also in a dense model
         cross_entropy_loss_fusion=False,  # casts gradients to bf16 in an fp32 model
         use_cpu_initialization=not cuda,
         perform_initialization=True,  # without it weights lack the attributes that tell how they are sharded
@@ -152,7 +169,9 @@ def build_model(
 
 def build_meta_model(shape: ModelShape) -> PolicyModel:
     """The whole model without memory, for its names, shapes and sharding (`sharded_state_dict`). Needs a world of one rank."""
-    assert parallel_state.get_model_parallel_group().size() == 1, "the meta model is the whole model: call init_parallel with a world of 1"
+    assert parallel_state.get_model_parallel_group().size() == 1, (
+        "the meta model is the whole model: call init_parallel with a world of 1"
+    )
     config = transformer_config(shape, overrides={"use_cpu_initialization": True})
     with torch.device("meta"):
         return _build_chunk(shape, config, None)

@@ -1,5 +1,5 @@
-"""One packed micro-batch as this rank computes it: padding for the parallel layout, the zig-zag split over context-parallel ranks, and
-the geometry that attention needs. Made once per micro-batch, used by every layer.
+"""One packed micro-batch as this rank computes it: padding for the parallel layout, the zig-zag split over context-parallel
+ranks, and the geometry that attention needs. Made once per micro-batch, used by every layer.
 
 What a caller packs is free of padding: tensor and context parallelism need some, and it is added and taken away again here. Which
 samples go into a pack is for `stages/train/batching.py`.
@@ -8,7 +8,7 @@ samples go into a pack is for `stages/train/batching.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -27,12 +27,14 @@ class Packed(Protocol):
 
 @dataclass
 class PackedStream(PackedSeqParams):
-    """Megatron's packed-sequence parameters, and ours beside them. Lengths are this rank's: t tokens here, k keys seen from here."""
+    """Megatron's packed-sequence parameters, and ours beside them. Lengths are this rank's: t tokens, k keys that they see."""
 
     token_ids: Tensor | None = None  # [t]
     positions: Tensor | None = None  # [t]
     cos_sin: tuple[Tensor, Tensor] | None = None  # rotary embedding, [t, 1, head_dim] each, fp32
-    key_rows: Tensor | None = None  # [k] rows of the keys gathered over context-parallel ranks, rank after rank; None: t keys, as they are
+    key_rows: Tensor | None = (
+        None  # [k] rows of the keys gathered over context-parallel ranks, rank after rank; None: t keys, as they are
+    )
     buckets: list[Bucket] | None = None  # for attention on a CPU
     real: Tensor | None = None  # [r] rows of this rank that are no padding; None: all
     origin: Tensor | None = None  # [r] where these r tokens stand in the caller's pack; None: same place
@@ -83,11 +85,12 @@ def _plain_stream(packed: Packed, device: torch.device) -> PackedStream:
 
 
 def _split_stream(packed: Packed, device: torch.device, tensor: int, context: int, rank: int) -> PackedStream:
-    """Every sequence is padded to 2 * context equal pieces, of which this rank holds number `rank` and number `2 * context - 1 - rank`:
-    so all ranks have equal work under a causal mask. Attention sees each piece as a sequence with more keys than queries."""
+    """Every sequence is padded to 2 * context equal pieces, of which this rank holds number `rank` and number
+    `2 * context - 1 - rank`: so all ranks have equal work under a causal mask. Attention sees each piece as a sequence with more
+    keys than queries."""
     starts = packed.cu_seqlens.tolist()
     pieces = 2 * context if context > 1 else 1
-    lengths = [-(-(end - start) // pieces) * pieces for start, end in zip(starts, starts[1:])]
+    lengths = [-(-(end - start) // pieces) * pieces for start, end in pairwise(starts)]
     if shortfall := -sum(lengths) % (tensor * context * (2 if context > 1 else 1)):
         lengths.append(shortfall)  # one more sequence, of padding only
     starts = [*starts, starts[-1]][: len(lengths) + 1]  # its origin: nowhere
@@ -150,13 +153,14 @@ def _cumulative(lengths: list[int]) -> Tensor:
 def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
     """Group the sequences so that padding each group to its longest wastes little: two groups per octave of length.
 
-    A pack of the tiny recipe holds 256 sequences of about 10 tokens: one bucket. One by one they would cost 256 kernel calls a layer.
+    A pack of the tiny recipe holds 256 sequences of about 10 tokens: one bucket. One by one they would cost 256 calls a layer.
     """
     groups: dict[int, list[int]] = {}
-    for index, (start, end) in enumerate(zip(key_starts, key_starts[1:])):
+    for index, (start, end) in enumerate(pairwise(key_starts)):
         if query_starts[index + 1] > query_starts[index]:
             groups.setdefault(_round_up(end - start), []).append(index)
-    return [_bucket([query_starts[i : i + 2] for i in group], [key_starts[i : i + 2] for i in group]) for _, group in sorted(groups.items())]
+    groups_in_order = [group for _, group in sorted(groups.items())]
+    return [_bucket([query_starts[i : i + 2] for i in group], [key_starts[i : i + 2] for i in group]) for group in groups_in_order]
 
 
 def _round_up(length: int) -> int:
@@ -183,6 +187,8 @@ def _bucket(queries: list[list[int]], keys: list[list[int]]) -> Bucket:
 
 
 def _rows_and_places(bounds: list[list[int]], longest: int) -> tuple[Tensor, Tensor]:
-    rows = torch.cat([torch.arange(start, end) for start, end in bounds])
-    places = torch.cat([torch.arange(i * longest, i * longest + end - start) for i, (start, end) in enumerate(bounds)])
-    return rows, places
+    starts, ends = torch.tensor(bounds).unbind(1)
+    lengths = ends - starts
+    ordinal = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # in its sequence
+    batch_starts = torch.arange(len(bounds)) * longest
+    return torch.repeat_interleave(starts, lengths) + ordinal, torch.repeat_interleave(batch_starts, lengths) + ordinal

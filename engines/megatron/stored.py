@@ -1,8 +1,8 @@
 """Where Megatron keeps a model's weights inside a torch_dist checkpoint, told without any weights.
 
-Names in a checkpoint are not names of parameters: layers are stacked along a new first axis, norms go by the names they have under
-TransformerEngine, and gated projections lie in two pieces. A meta model knows all of it, so `stages/convert` asks here and needs no
-model in memory. Checkpoints of a running trainer are written and read by `checkpoint.py`.
+A checkpoint's names are not those of parameters: layers are stacked along a new first axis, norms go by the names they have in
+TransformerEngine, and gated projections lie in two pieces. A meta model knows all of it, so `stages/convert` asks here and needs
+no model in memory. Saving and loading a running trainer is `checkpoint.py`'s.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engines.megatron.door import open_door
 from engines.megatron.parallel import init_parallel, shutdown_parallel
 from engines.megatron.shape import ModelShape
 
@@ -40,9 +41,13 @@ class StoredModel:
     pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)  # global parameter name -> pieces
     objects: dict[str, bytes] = field(default_factory=dict)  # key -> content
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a parameter."""
+        return tuple(max(part.stop for part in parts) for parts in zip(*(piece.part for piece in self.pieces[name])))
+
 
 def stored_model(shape: ModelShape) -> StoredModel:
-    """How a checkpoint of a model of this shape is laid out. Starts a world of one rank for the time of the call if there is none."""
+    """How a checkpoint of a model of this shape is laid out. Makes a world of one rank for the call if there is none."""
     with _single_rank():
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
@@ -60,7 +65,8 @@ def stored_model(shape: ModelShape) -> StoredModel:
 
 
 def describe_checkpoint(directory: Path) -> None:
-    """Write the two files that make a directory of tensors a Megatron checkpoint. The last thing to do: without them it is none."""
+    """Write the two files that make a directory of tensors a Megatron checkpoint: the last thing to do."""
+    open_door()
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 

@@ -10,7 +10,7 @@ from storage.config import StageConfig, option
 class ConvertConfig(StageConfig):
     """Where the model comes from, and how it leaves."""
 
-    hf_checkpoint: str = option()
+    hf_checkpoint: str = option("", change="schedule")
     """Hugging Face directory with config.json, *.safetensors and the tokenizer; the run starts from these weights."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, change="schedule")

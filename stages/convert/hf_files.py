@@ -148,7 +148,7 @@ class ShardWriter:
                     assert (found, tensor.dtype, tuple(tensor.shape)) == (name, info.dtype, info.shape), (
                         f"{found} came, {name} was planned"
                     )
-                    file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+                    file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         if len(self.shards) > 1:
             where = {name: self._name(number) for number, shard in enumerate(self.shards) for name, _ in shard}
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}

@@ -1,15 +1,14 @@
 """From a committed rollout to packed micro-batches: who trains which sample, in which step, in which pack.
 
-Everything here is a function of the table and a few numbers, so every rank computes the same plan and takes its own part. The engine
-gets packs in THD layout; the objectives get streams over the N trained tokens alone (a masked token never reaches a loss). No
+Everything here is a function of the table and a few numbers, so every rank computes the same plan and takes its own part. The
+engine gets packs; the objectives get streams over the N trained tokens alone, so that a masked token never reaches a loss. No
 process groups, no model.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -90,8 +89,8 @@ def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> lis
     num_trajectories = int(trajectory_index.max(initial=-1)) + 1
     if num_trajectories == 0 or num_trajectories % global_batch_size:
         raise ValueError(
-            f"the rollout holds {num_trajectories} trajectories, which --global-batch-size {global_batch_size} does not divide: choose it so "
-            "that rollout batch x samples per prompt is a multiple of it"
+            f"the rollout holds {num_trajectories} trajectories, which --global-batch-size {global_batch_size} does not "
+            "divide: choose it so that rollout batch x samples per prompt is a multiple of it"
         )
     step_of_row = trajectory_index // global_batch_size
     return [np.flatnonzero(step_of_row == step) for step in range(num_trajectories // global_batch_size)]
@@ -100,9 +99,9 @@ def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> lis
 def plan_microbatches(lengths: Sequence[int], capacity: int, multiple_of: int) -> list[list[int]]:
     """Indices of the samples of each micro-batch.
 
-    One first-fit pass in order of arrival; a sample longer than `capacity` sits alone. The number of micro-batches is then raised to a
-    multiple of `multiple_of` (data-parallel ranks x pipeline group) by splitting the heaviest one that has several samples, and by
-    empty ones when there is nothing left to split.
+    One first-fit pass in order of arrival; a sample longer than `capacity` sits alone. The number of micro-batches is then raised
+    to a multiple of `multiple_of` (data-parallel ranks x pipeline group) by splitting the heaviest one that has several samples,
+    and by empty ones when there is nothing left to split.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -136,47 +135,45 @@ def _halves(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
 # ---- packs ------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Where a rank stands, as far as packing is concerned."""
-
-    data_rank: int = 0
-    data_size: int = 1
-    context_rank: int = 0
-    context_size: int = 1
-    sequence_size: int = 1  # tensor-parallel ranks that share positions; 1 without sequence parallelism
-    microbatch_group: int = 1  # the interleaved pipeline schedule wants micro-batches in multiples of this
-
-    @property
-    def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this: two zig-zag pieces per context-parallel rank."""
-        return 2 * self.context_size if self.context_size > 1 else 1
-
-    @property
-    def stream_multiple(self) -> int:
-        """The whole stream is padded to a multiple of this, so that context and sequence parallelism divide it."""
-        return math.lcm(self.sequence_multiple, self.context_size * self.sequence_size)
-
-
 @dataclass
 class Packed:
-    """One micro-batch: B sequences behind each other as T tokens, and what is known of the N trained tokens of this rank."""
+    """One micro-batch: B sequences behind each other as T tokens, and what is known of the N of them that are trained.
+
+    There is no padding here. What tensor and context parallelism need of it the engine adds and takes away again.
+    """
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [B + 1] int32, ends of the (padded) sequences
+    cu_seqlens: Tensor  # [B + 1] int32, starts of the sequences, and T
     max_seqlen: int
-    trained: Tensor  # [N] int64, position in this rank's hidden states whose prediction is trained
+    trained: Tensor  # [N] int64, rows of the hidden states whose predictions are trained, ascending
     targets: Tensor  # [N] int64, the trained tokens
     weights: Tensor  # [N] float32, weight x loss summed over the step's tokens is the step's loss
     sample_index: Tensor  # [N] int64, row in the rollout
     streams: TokenStreams  # [N] each
 
-    def to(self, device: torch.device | str) -> Packed:
-        """The same on another device."""
-        moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        tensors = {f.name: value.to(device) for f in fields(self.streams) if (value := getattr(self.streams, f.name)) is not None}
-        return replace(self, **moved, streams=TokenStreams(**tensors))
+    def on(self, device: torch.device, rows: Tensor | None = None) -> Packed:
+        """The same with what concerns the loss on `device`, and only for the tokens whose hidden states are here.
+
+        Args:
+            device: where the loss is computed; the engine moves the tokens itself.
+            rows: [r] positions (in T) of this rank's hidden states under context parallelism; None = all T.
+        """
+        kept, trained = slice(None), self.trained
+        if rows is not None:
+            place = torch.full((len(self.token_ids),), -1)
+            place[rows.cpu()] = torch.arange(len(rows))
+            kept = place[self.trained] >= 0
+            trained = place[self.trained[kept]]
+        streams = {name: stream[kept].to(device) for name, stream in vars(self.streams).items() if stream is not None}
+        return replace(
+            self,
+            trained=trained.to(device),
+            targets=self.targets[kept].to(device),
+            weights=self.weights[kept].to(device),
+            sample_index=self.sample_index[kept].to(device),
+            streams=TokenStreams(**streams),
+        )
 
 
 def pack(
@@ -184,52 +181,27 @@ def pack(
     rows: Sequence[int],  # samples of this micro-batch
     weights: np.ndarray,  # [S] per token of the rollout, zero where not trained
     advantages: np.ndarray,  # [B]
-    grid: Grid,
 ) -> Packed:
-    """The pack of `rows` as the rank at `grid` trains it. No rows give one pad token, so that the rank still joins every collective."""
-    sequences = [np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows]
-    lengths = [_round_up(len(sequence), grid.sequence_multiple) for sequence in sequences]
-    rest = -sum(lengths) % grid.stream_multiple if lengths else grid.stream_multiple
-    cu_seqlens = np.cumsum([0, *lengths, *([rest] if rest else [])])
-    num_tokens = int(cu_seqlens[-1])
-
-    source = np.full(num_tokens, -1)  # token of the rollout at each position, -1 = padding
-    for start, sequence in zip(cu_seqlens, sequences, strict=False):
-        source[start : start + len(sequence)] = sequence
-    following = np.append(source[1:], -1)  # what each position predicts; the first token of the next sequence is never in loss_mask
-    predicts = (following >= 0) & batch.loss_mask[following]
-
-    mine = zigzag_positions(cu_seqlens, grid.context_rank, grid.context_size)
-    trained = np.flatnonzero(predicts[mine])
-    tokens = following[mine][trained]
-    samples = np.searchsorted(batch.offsets, tokens, side="right") - 1
+    """Lay samples out behind each other. No rows give one pad token, so that the rank still joins every collective."""
+    source = [np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows]  # tokens of the rollout, sample by sample
+    lengths = [len(tokens) for tokens in source] or [1]
+    tokens = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
+    cu_seqlens = np.cumsum([0, *lengths])
+    # A position predicts the token after it. The first token of a sample is never in the mask, so none predicts across a border.
+    trained = np.flatnonzero(batch.loss_mask[tokens[1:]])
+    targets = tokens[trained + 1]
+    samples = np.repeat(np.asarray(rows, dtype=np.int64), lengths if source else 0)[trained]
     return Packed(
-        token_ids=torch.from_numpy(np.where(source >= 0, batch.token_ids[source], PAD_TOKEN)),
-        position_ids=torch.from_numpy(np.arange(num_tokens) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))),
+        token_ids=torch.from_numpy(batch.token_ids[tokens] if source else np.array([PAD_TOKEN])),
+        position_ids=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(np.diff(cu_seqlens).max()),
+        max_seqlen=max(lengths),
         trained=torch.from_numpy(trained),
-        targets=torch.from_numpy(batch.token_ids[tokens]),
-        weights=torch.from_numpy(weights[tokens].astype(np.float32)),
+        targets=torch.from_numpy(batch.token_ids[targets]),
+        weights=torch.from_numpy(weights[targets].astype(np.float32)),
         sample_index=torch.from_numpy(samples),
         streams=TokenStreams(
             advantages=torch.from_numpy(advantages[samples].astype(np.float32)),
-            rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[tokens]),
+            rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[targets]),
         ),
     )
-
-
-def zigzag_positions(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Positions of the stream that a context-parallel rank holds, in its order: of 2 x size equal pieces of each sequence, the rank-th
-    and the rank-th from the end, so that causal attention costs every rank the same."""
-    if size == 1:
-        return np.arange(cu_seqlens[-1])
-    kept = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        pieces = np.arange(start, end).reshape(2 * size, -1)
-        kept += [pieces[rank], pieces[2 * size - 1 - rank]]
-    return np.concatenate(kept)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

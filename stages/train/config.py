@@ -44,9 +44,6 @@ class TrainConfig(StageConfig):
     calculate_per_token_loss: bool = option(False)
     """Average over all tokens of a step, instead of over samples of the average over their tokens."""
 
-    ref_load: str | None = option(None)
-    """Reference model for the KL, a Hugging Face directory; the starting weights if not given."""
-
     # ---- batches --------------------------------------------------------------------------------------------------------
 
     global_batch_size: int | None = option(None, ge=1)
@@ -150,23 +147,29 @@ class TrainConfig(StageConfig):
     @property
     def data_parallel_size(self) -> int:
         """Model replicas."""
-        return self.num_ranks // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+        return self.num_ranks // (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.num_ranks % model:
             raise ValueError(
-                f"{self.num_ranks} trainer ranks cannot be divided by tensor x pipeline x context = {model}: change --actor-num-nodes, "
-                "--actor-num-gpus-per-node or a parallel size"
+                f"{self.num_ranks} trainer ranks cannot be divided by tensor x pipeline x context = {model}: "
+                "change --actor-num-nodes, --actor-num-gpus-per-node or a parallel size"
             )
         if self.global_batch_size is not None and self.global_batch_size < self.data_parallel_size:
             raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is smaller than the {self.data_parallel_size} data-parallel replicas; each "
-                "needs a sample per step: make the batch larger or use fewer ranks"
+                f"--global-batch-size {self.global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "
+                "replicas, each of which needs a sample per step: make the batch larger or use fewer ranks"
             )
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            raise ValueError(f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr")
+            raise ValueError(
+                f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr"
+            )
         if self.kl_loss_coef and not self.use_kl_loss:
-            raise ValueError(f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out")
+            raise ValueError(
+                f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out"
+            )
         return self

@@ -49,7 +49,9 @@ def test_clipped_surrogate_equals_the_loop_and_is_asymmetric() -> None:
     torch.manual_seed(0)
     new, old, advantages = (torch.randn(200, dtype=torch.float64) for _ in range(3))
     loss, clipped = clipped_surrogate(new, old, advantages, clip_low=0.2, clip_high=0.28)
-    for n, o, a, found, was_clipped in zip(new.tolist(), old.tolist(), advantages.tolist(), loss.tolist(), clipped.tolist(), strict=True):
+    for n, o, a, found, was_clipped in zip(
+        new.tolist(), old.tolist(), advantages.tolist(), loss.tolist(), clipped.tolist(), strict=True
+    ):
         ratio = math.exp(n - o)
         plain, bounded = -ratio * a, -min(max(ratio, 0.8), 1.28) * a
         assert found == pytest.approx(max(plain, bounded), rel=1e-12)
@@ -67,7 +69,9 @@ def test_kl_equals_its_formula_and_is_zero_for_equal_policies(kind: str) -> None
         "k3": lambda d: math.exp(-d) - 1 + d,
         "low_var_kl": lambda d: max(-10.0, min(10.0, math.exp(-d) - 1 + d)),
     }[kind]
-    expected = torch.tensor([formula(p - r) for p, r in zip(policy.tolist(), reference.tolist(), strict=True)], dtype=torch.float64)
+    expected = torch.tensor(
+        [formula(p - r) for p, r in zip(policy.tolist(), reference.tolist(), strict=True)], dtype=torch.float64
+    )
     torch.testing.assert_close(kl_estimate(policy, reference, kind), expected)
     assert (expected.abs() == 10.0).any() == (kind == "low_var_kl")
     assert torch.equal(kl_estimate(policy, policy, kind), torch.zeros(100, dtype=torch.float64))
@@ -104,7 +108,9 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(chunk_size: int) -> No
     assert not entropy.requires_grad  # without an entropy bonus nothing is kept for it
     torch.testing.assert_close(
         torch.autograd.grad((log_probs * upstream).sum(), hidden)[0],
-        torch.autograd.grad(((head(hidden) / temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0] * upstream).sum(), hidden)[0],
+        torch.autograd.grad(
+            ((head(hidden) / temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0] * upstream).sum(), hidden
+        )[0],
     )
 
 
@@ -126,7 +132,9 @@ def test_without_old_logprobs_the_gradient_is_plain_policy_gradient() -> None:
     streams = TokenStreams(advantages=torch.randn(9, dtype=torch.float64), rollout_logprobs=logprobs.detach() + 0.5)
     loss, metrics = policy_objective(options())(logprobs, torch.zeros(9), streams)
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], -streams.advantages)
-    torch.testing.assert_close(metrics["train/train_rollout_logprob_abs_diff"].detach(), torch.full((9,), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(
+        metrics["train/train_rollout_logprob_abs_diff"].detach(), torch.full((9,), 0.5, dtype=torch.float64)
+    )
     assert not metrics["train/ppo_kl"].any() and not metrics["train/pg_clipfrac"].any()
 
 
@@ -134,7 +142,9 @@ def test_objective_adds_entropy_and_kl_with_their_coefficients() -> None:
     torch.manual_seed(0)
     logprobs, old, reference, advantages, entropy = (torch.randn(9, dtype=torch.float64) for _ in range(5))
     streams = TokenStreams(advantages=advantages, rollout_logprobs=old, old_logprobs=old, ref_logprobs=reference)
-    found, _ = policy_objective(options(eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.01))(logprobs, entropy, streams)
+    found, _ = policy_objective(options(eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.01))(
+        logprobs, entropy, streams
+    )
     surrogate, _ = clipped_surrogate(logprobs, old, advantages, clip_low=0.2, clip_high=0.28)
     torch.testing.assert_close(found, surrogate - 0.01 * entropy + 0.3 * kl_estimate(logprobs, reference, "k3"))
     torch.testing.assert_close(sft_objective(options())(logprobs, entropy, streams)[0], -logprobs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.train.batching import Batch, Grid, optimizer_steps, pack, plan_microbatches, zigzag_positions
+from stages.train.batching import Batch, optimizer_steps, pack, plan_microbatches
 from storage.sample import Sample, to_table
 
 
@@ -74,33 +74,37 @@ def test_microbatches_place_each_sample_once_and_respect_the_cap(seed: int) -> N
     assert all(plan) or all(len(bin) <= 1 for bin in plan)  # empty ones only when nothing is left to split
 
 
-@pytest.mark.parametrize("context,sequence", [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
-def test_packs_hold_every_trained_token_once_whatever_the_grid(context: int, sequence: int) -> None:
+def test_packs_hold_every_trained_token_once_and_in_its_place() -> None:
     batch = Batch.from_table(to_table(samples(12)), graded=True)
     rng = np.random.default_rng(0)
     weights, advantages = rng.random(len(batch.token_ids)), rng.random(12)
-    rows = [i for i in range(12) if batch.num_trained[i]]
-    seen = []
-    for rank in range(context):
-        grid = Grid(context_rank=rank, context_size=context, sequence_size=sequence)
-        packed = pack(batch, rows, weights, advantages, grid)
-        num_tokens = len(packed.token_ids)
-        assert num_tokens == packed.cu_seqlens[-1] and num_tokens % (context * sequence) == 0
-        assert packed.cu_seqlens.diff().max() == packed.max_seqlen
-        mine = zigzag_positions(packed.cu_seqlens.numpy(), rank, context)
-        assert len(mine) * context == num_tokens
-        here = torch.from_numpy(mine)[packed.trained]
-        torch.testing.assert_close(packed.token_ids[here + 1], packed.targets)  # the hidden state before a token predicts it
-        assert (packed.position_ids[here + 1] == packed.position_ids[here] + 1).all()  # inside one sequence
-        seen += list(zip(packed.sample_index.tolist(), packed.position_ids[here + 1].tolist(), packed.weights.tolist(), strict=True))
-    expected = []
-    for row in rows:
-        start, end = batch.offsets[row], batch.offsets[row + 1]
-        expected += [(row, t - start, np.float32(weights[t])) for t in range(start, end) if batch.loss_mask[t]]
-    assert sorted(seen) == sorted(expected)
+    rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained[i]]
+    packed = pack(batch, rows, weights, advantages)
+    assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
+    assert packed.max_seqlen == packed.cu_seqlens.diff().max() and packed.cu_seqlens[-1] == len(packed.token_ids)
+    assert torch.equal(packed.token_ids[packed.trained + 1], packed.targets)  # the hidden state before a token predicts it
+    assert torch.equal(packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1)  # inside one sequence
+    found = list(
+        zip(
+            packed.sample_index.tolist(),
+            packed.targets.tolist(),
+            packed.weights.tolist(),
+            packed.streams.rollout_logprobs.tolist(),
+            packed.streams.advantages.tolist(),
+            strict=True,
+        )
+    )
+    expected = [
+        (row, batch.token_ids[t], np.float32(weights[t]), batch.rollout_logprobs[t], np.float32(advantages[row]))
+        for row in rows
+        for t in range(batch.offsets[row], batch.offsets[row + 1])
+        if batch.loss_mask[t]
+    ]
+    assert found == expected
 
 
-def test_an_empty_microbatch_is_padding_without_trained_tokens() -> None:
+def test_an_empty_microbatch_is_one_pad_token_that_trains_nothing() -> None:
     batch = Batch.from_table(to_table(samples(4)), graded=True)
-    packed = pack(batch, [], np.zeros(len(batch.token_ids)), np.zeros(4), Grid(context_size=2, sequence_size=2))
-    assert len(packed.token_ids) == 4 and packed.targets.numel() == 0 and packed.streams.advantages.numel() == 0
+    packed = pack(batch, [], np.zeros(len(batch.token_ids)), np.zeros(4))
+    assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
+    assert packed.targets.numel() == packed.streams.advantages.numel() == packed.sample_index.numel() == 0

@@ -1,8 +1,8 @@
 """Log-probs and entropy of the trained tokens, from hidden states, without ever holding logits for all of them.
 
 The output layer runs on a chunk of positions at a time inside activation checkpointing: forward keeps the hidden states alone,
-backward makes the chunk's logits again. A 152k vocabulary at 16k tokens would otherwise cost 10 GB for the float32 logits and as much
-again for their gradient. Vocabulary-parallel when a process group is given: rank i of it holds the i-th slice of the vocabulary.
+backward makes the chunk's logits again. A 152k vocabulary at 16k tokens would otherwise cost 10 GB for the float32 logits and as
+much again for their gradient. Vocabulary-parallel when a process group is given: its rank i holds the i-th slice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [N] log-probs, [N] entropies; float32 or wider
-    """Log-probs of `targets` and entropies of the full distribution at `temperature`. N may be 0: the graph is then empty but whole."""
+    """Log-probs of `targets`, and entropies of the whole distribution at `temperature`. With N = 0 the graph is still there."""
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)

@@ -1,6 +1,6 @@
 """What is minimised: from the log-probs of the trained tokens to a loss per token and the numbers worth watching.
 
-An objective is composed once from the configuration and then called per micro-batch; a new one is a function and a row in OBJECTIVES.
+An objective is composed once from the configuration and called per micro-batch; a new one is a function and a row in OBJECTIVES.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class ObjectiveOptions(Protocol):
     entropy_coef: float
 
 
-Objective = Callable[[Tensor, Tensor, TokenStreams], tuple[Tensor, dict[str, Tensor]]]  # logprobs, entropy, streams -> loss [N], metrics
+Objective = Callable[
+    [Tensor, Tensor, TokenStreams], tuple[Tensor, dict[str, Tensor]]
+]  # logprobs, entropy, streams -> loss [N], metrics
 
 
 def policy_objective(options: ObjectiveOptions) -> Objective:
@@ -54,6 +56,8 @@ def policy_objective(options: ObjectiveOptions) -> Objective:
             "train/ppo_kl": old - logprobs,
             "train/entropy_loss": entropy,
             "train/train_rollout_logprob_abs_diff": (old - streams.rollout_logprobs).abs(),
+            "rollout/log_probs": old,
+            "rollout/rollout_log_probs": streams.rollout_logprobs,
         }
         if options.use_kl_loss:
             assert streams.ref_logprobs is not None

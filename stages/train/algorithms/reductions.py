@@ -1,8 +1,8 @@
 """How token losses become one number: as weights per token, computed once for a whole optimizer step.
 
 Because the denominators are inside the weights, the step's loss is the plain sum of weight x loss over all tokens wherever they
-are, so it cannot depend on micro-batches, packing, data, context or pipeline parallelism. Only tokens that are trained are counted:
-a fully masked sample, or trajectory, adds nothing to any denominator.
+are, so it cannot depend on micro-batches, packing, data, context or pipeline parallelism. Only trained tokens are counted: a
+fully masked sample, or trajectory, adds nothing to any denominator.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     refused.jsonl    lines the other side will never take, with its reason
 
 The rule for the reader: deliver, then `mark_delivered`. A kill in between delivers a line twice, so delivery must be idempotent
-(see storage/tracking.py). Nothing here knows what a line means.
+(see storage/tracking/lineage.py). Nothing here knows what a line means.
 """
 
 from __future__ import annotations

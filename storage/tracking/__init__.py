@@ -1,9 +1,8 @@
 """Tracking: what a run's commits look like in MLflow. Derived, never trusted: the store is the truth, and this can be told again.
 
 Training calls `Tracker.record`, which appends a line to a local outbox and returns. A background thread delivers, so a tracking
-server that is away, slow or full never stops a run (the stock client would block for minutes and then raise). Delivering a line twice
-changes nothing: timestamps are those of the commits, runs and models are found again by tags. What MLflow gets per commit is in
-storage/lineage.py.
+server that is away, slow or full never stops a run (the stock client would block for minutes and then raise). Delivering a line
+twice changes nothing. What MLflow gets per commit is in storage/tracking/lineage.py.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from storage.lineage import Lineage, is_final
-from storage.outbox import Outbox
 from storage.refs import Commit, RunKeys, commit_key
 from storage.store import Store
+from storage.tracking.lineage import Lineage, is_final
+from storage.tracking.outbox import Outbox
 
 _COALESCE = 2.0  # seconds between deliveries, so that many small rounds travel as one request
 _LONGEST_WAIT = 60.0  # seconds between tries while the server is away
@@ -110,22 +109,24 @@ class Tracker:
     def _deliver_until_closed(self) -> None:
         position, wait, lineage = 0, 1.0, None
         while not self._abandon.is_set():
-            last_round = self._closing.is_set()  # read before delivering: what came until now is in the file
+            closing = self._closing.is_set()  # read before delivering: whatever was offered before `close` is in the file now
             self._wake.clear()
             try:
-                if self._outbox.lock():
-                    lineage = lineage or Lineage(self.tracking_uri, self._experiment, self.run, self._store_uri)
-                    position = self._deliver(lineage, position)
-                    self.problem, wait, self._page = None, 1.0, lineage.page
+                if not self._outbox.lock():
+                    raise BlockingIOError("another process delivers for this run")
+                lineage = lineage or Lineage(self.tracking_uri, self._experiment, self.run, self._store_uri)
+                position = self._deliver(lineage, position)
+                self.problem, self._page, wait = None, lineage.page, 1.0
             except Exception as error:  # any transport's or database's error: keep the lines, say why, try again later
                 self.problem, lineage, position = f"{type(error).__name__}: {error}", None, 0
-                if not last_round:
-                    self._closing.wait(wait)
-                    wait = min(2 * wait, _LONGEST_WAIT)
-            if last_round:
+                self._closing.wait(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+            else:
+                if not closing:
+                    self._wake.wait()
+                    self._closing.wait(_COALESCE)
+            if closing:
                 break
-            self._wake.wait()
-            self._closing.wait(_COALESCE)
         self._outbox.unlock()
 
     def _deliver(self, lineage: Lineage, position: int) -> int:

@@ -1,0 +1,212 @@
+"""Ray: starting and ending it, who runs on which GPU, free ports and the thread budget.
+
+By default the driver owns a Ray of its own (`ray.init` on this machine), which dies with it; an address joins a standing one. Ray
+here only holds processes: what they know is restored from the store, so nothing is detached, named or looked up again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+OBJECT_STORE_BYTES = 200 << 20  # refs and numbers pass through Ray; samples and weights never do
+GPU_SHARE = 0.45  # of a GPU, in Ray's accounting: a trainer rank and an engine fit on the same one, and a probe beside them
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one process runs."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
+    gpu_ids: tuple[str, ...] = ()  # the node's numbers of its GPUs, empty on CPU
+
+    def with_env(self, **variables: str) -> dict[str, Any]:
+        """The options, with environment variables for the process (Ray sets OMP_NUM_THREADS=1 unless told)."""
+        return {**self.options, "runtime_env": {"env_vars": variables}}
+
+
+class Cluster:
+    """A connection to Ray. Make one with `Cluster.start`; `stop` ends every process it placed."""
+
+    def __init__(self, owned: bool) -> None:
+        self.owned = owned
+        self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle, the GPU's number on its node), in order
+        self._groups: list[Any] = []
+
+    @classmethod
+    def start(
+        cls, address: str | None = None, namespace: str = "penstock", num_cpus: int | None = None, num_gpus: int | None = None
+    ) -> Cluster:
+        """Start a Ray that ends with this process, or join the one at `address` ("auto", "host:port", "ray://...").
+
+        Raises:
+            ValueError: nothing answers at `address`.
+        """
+        # Ray 2.60 listens on all interfaces whatever address it is told: a token of our own keeps other people out.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if address is None and "RAY_AUTH_MODE" not in os.environ:
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        import ray
+
+        assert not ray.is_initialized(), "this process has a Ray already: stop the other Cluster first"
+        quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+        if address is not None:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, ray.exceptions.RayError) as error:
+                raise ValueError(
+                    f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same RAY_AUTH_MODE "
+                    "and token, or leave the address out to get a Ray that ends with this process"
+                ) from error
+            return cls(owned=False)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or cpu_count(),
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+        return cls(owned=True)
+
+    def stop(self) -> None:
+        """End what was placed and leave Ray, ending it if it is ours. Safe to call twice."""
+        import ray
+
+        if ray.is_initialized():
+            for group in self._groups:
+                ray.util.remove_placement_group(group)
+            ray.shutdown()
+        self._groups, self._gpus = [], []
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole cluster."""
+        import ray
+
+        return int(ray.cluster_resources().get("GPU", 0))
+
+    def place(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
+        """Slots for `count` processes, on the GPUs `offset`, `offset + 1`, ... of this cluster's order.
+
+        Roles placed at the same offset share GPUs (colocated); a role placed behind another has its own. Without any GPU in the
+        cluster, or with `gpus_each=0`, a slot is just a process: the thread budget is the caller's.
+
+        Raises:
+            ValueError: the cluster has fewer GPUs, or the GPUs of one slot lie on two nodes.
+        """
+        if gpus_each == 0 or self.num_gpus == 0:
+            return [Slot({"num_cpus": 0}) for _ in range(count)]
+        self._reserve(offset + count * gpus_each)
+        return [
+            self._slot(self._gpus[start : start + gpus_each]) for start in range(offset, offset + count * gpus_each, gpus_each)
+        ]
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout: float | None = None,
+        num_gpus: float = 0,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Call `fn` once in a process of its own; its exception is raised here as it is.
+
+        Raises:
+            TimeoutError: it took longer than `timeout` seconds; the process is killed.
+        """
+        import ray
+
+        task = ray.remote(fn).options(
+            num_cpus=0, num_gpus=num_gpus, max_retries=0, max_calls=1, runtime_env={"env_vars": env} if env else None
+        )
+        reference = task.remote(*args, **kwargs)
+        try:
+            return ray.get(reference, timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            ray.cancel(reference, force=True)
+            raise TimeoutError(
+                f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or give it less to do"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+
+    def _slot(self, gpus: list[tuple[Any, int, str]]) -> Slot:
+        from ray.util.placement_group import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = {placement_group_table(group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
+        if len(nodes) > 1:
+            raise ValueError(f"one process was to use {len(gpus)} GPUs, which lie on {len(nodes)} nodes: use fewer GPUs each")
+        group, bundle, _ = gpus[0]
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
+        return Slot(options, tuple(number for _, _, number in gpus))
+
+    def _reserve(self, needed: int) -> None:
+        """Hold the first `needed` GPUs, in the order of nodes and numbers."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        missing = needed - len(self._gpus)
+        if missing <= 0:
+            return
+        if needed > self.num_gpus:
+            raise ValueError(
+                f"the cluster has {self.num_gpus} GPUs, {needed} are needed: use fewer, or colocate trainer and engines"
+            )
+        group = placement_group([{"GPU": 1}] * missing, strategy="PACK")
+        self._groups.append(group)
+        try:
+            ray.get(group.ready(), timeout=60)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ValueError(
+                f"{missing} more GPUs are needed, but other processes of this Ray hold them: wait or use fewer"
+            ) from error
+        probes = [
+            ray.remote(_where_am_i)
+            .options(num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
+            .remote()
+            for bundle in range(missing)
+        ]
+        found = ray.get(probes, timeout=120)
+        order = sorted(range(missing), key=lambda bundle: (found[bundle][0], len(found[bundle][1]), found[bundle][1]))
+        self._gpus += [(group, bundle, found[bundle][1]) for bundle in order]
+
+
+def _where_am_i() -> tuple[str, str]:
+    """The node and the number of the GPU this task was given."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on right now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_threads(configured: int | None, sharers: int = 1) -> int:
+    """Threads for one of `sharers` processes that compute at the same time: as configured, else an even share of the cores.
+
+    The number is part of a run's numerics: floating-point sums depend on how many threads make them.
+    """
+    return configured or max(1, cpu_count() // sharers)

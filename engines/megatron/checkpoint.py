@@ -1,0 +1,149 @@
+"""Checkpoints in Megatron-core's `torch_dist` format: model, optimizer, schedule and random state, loadable under another layout.
+
+Where they lie, when they are made and what proves them complete is for the stages and `storage/`. Megatron-core's own writer forks one
+process per file and spawns a manager beside them, which costs seconds, hangs a parent without a `__main__` guard and is no good idea
+in an actor full of threads: the files here are the same, written by torch's plain writer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+from engines.megatron.optimizer import load_state, reset_state, set_schedule
+
+if TYPE_CHECKING:
+    from engines.megatron.engine import MegatronEngine
+
+
+class PlainWriter(TorchDistSaveShardedStrategy):
+    """Megatron's planning, torch's writing."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        dcp.save(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save_checkpoint(engine: MegatronEngine, directory: str | Path, step_state: dict[str, Any]) -> None:
+    """Write everything that the next step depends on. Called by all ranks; the directory is shared by them."""
+    if dist.get_rank() == 0:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(engine, is_loading=False)
+    state["num_scheduled_steps"] = engine.scheduler.num_steps
+    state["random_layout"] = _random_layout(engine)
+    state["step_state"] = json.dumps(step_state)
+    state["random"] = _random_object(_random_state())
+    dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_metadata())
+
+
+def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
+    """Continue from `save_checkpoint`. Called by all ranks.
+
+    Returns:
+        the `step_state` that was saved.
+    """
+    _check(directory)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    if "step_state" not in common:
+        raise ValueError(f"{directory} holds a model without an optimizer (a converted checkpoint): load its weights only")
+    state = _sharded_state(engine, is_loading=True)
+    same_layout = common["random_layout"] == _random_layout(engine)
+    if same_layout:
+        state["random"] = _random_object(None)
+    loaded = dist_checkpointing.load(state, str(directory))
+    _load_model(engine, loaded)
+    load_state(engine.optimizer, loaded["optimizer"])
+    set_schedule(engine.scheduler, loaded["num_scheduled_steps"])
+    if same_layout:  # under another layout there is no state of "this rank"; with dropout 0 nothing draws from it
+        _restore_random_state(loaded["random"])
+    return json.loads(loaded["step_state"])
+
+
+def load_weights(engine: MegatronEngine, directory: str | Path) -> None:
+    """Take the model out of a converted or a training checkpoint, with a fresh optimizer. Called by all ranks."""
+    _check(directory)
+    loaded = dist_checkpointing.load(_model_state(engine), str(directory))
+    _load_model(engine, loaded)
+    engine.optimizer.reload_model_params()  # the fp32 copies of bf16 weights
+    reset_state(engine.optimizer)
+    set_schedule(engine.scheduler, 0)
+
+
+def _check(directory: str | Path) -> None:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise ValueError(
+            f"{directory} is no torch_dist checkpoint (no metadata.json in it): give a converted or a training checkpoint"
+        )
+
+
+def _metadata() -> dict[str, Any]:
+    return dict(
+        distrib_optim_sharding_type="fully_reshardable",
+        distrib_optim_fully_reshardable_mem_efficient=False,
+        singleton_local_shards=False,
+        chained_optim_avoid_prefix=True,
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def _model_state(engine: MegatronEngine) -> dict[str, Any]:
+    """Keys of the tensors are global names whichever chunk they are in."""
+    chunks = [chunk.sharded_state_dict(metadata=_metadata()) for chunk in engine.chunks]
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _sharded_state(engine: MegatronEngine, is_loading: bool) -> dict[str, Any]:
+    state = _model_state(engine)
+    model = state["model"] if "model" in state else dict(state)
+    return {**state, "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())}
+
+
+def _load_model(engine: MegatronEngine, loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(engine.chunks):
+        missing, unexpected = chunk.load_state_dict(loaded["model" if len(engine.chunks) == 1 else f"model{index}"], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
+
+
+def _random_layout(engine: MegatronEngine) -> str:
+    return f"{dist.get_world_size()} ranks, {engine.layout.model_dump_json()}, {engine.device.type}"
+
+
+def _random_object(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["trackers"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    torch.set_rng_state(state["torch"])

@@ -1,0 +1,155 @@
+"""AdamW on Megatron-core's distributed optimizer, and its learning-rate schedule.
+
+Three repairs live here. torch's AdamW (TransformerEngine's and apex's are absent) has no state before its first step, and
+Megatron can neither save nor load it then: the state is made at once. Loading gives every parameter the *same* `step` tensor,
+which AdamW then counts up once per parameter: training diverges silently after a resume, unless they are taken apart again. And
+a checkpoint of several gradient buckets (tied embeddings over pipeline stages, or overlapped reduction) leaves the padding
+between them out but looks parameters up as if it were there: moments are shifted, silently but for a line in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from engines.megatron.model import PolicyModel
+
+REQUIRED = (
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "lr_decay_style",
+    "lr_warmup_iters",
+)
+HYPERPARAMETERS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "fused")
+
+
+def wrap(chunks: list[PolicyModel], config: TransformerConfig, overrides: dict[str, Any]) -> list[DistributedDataParallel]:
+    """Give the chunks gradient buffers that are summed over data- and context-parallel ranks."""
+    chosen = dict(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=True,  # a NaN raises before any weight is touched
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    ddp_config = DistributedDataParallelConfig(**{**chosen, **_known(DistributedDataParallelConfig, overrides)})
+    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            "Penstock trains with the distributed optimizer and without overlap_param_gather: leave these megatron options out"
+        )
+    return [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+
+
+def build_optimizer(
+    wrapped: list[DistributedDataParallel], config: TransformerConfig, options: dict[str, Any], overrides: dict[str, Any]
+) -> MegatronOptimizer:
+    """AdamW with its state at zero.
+
+    Args:
+        wrapped: model chunks.
+        config: the model's.
+        options: see `REQUIRED`.
+        overrides: the user's `megatron` options.
+    """
+    missing = [name for name in REQUIRED if name not in options]
+    assert not missing, f"optimizer options without {missing}"
+    ours = {name: options[name] for name in REQUIRED[:7]}
+    fixed = dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
+    optimizer_config = OptimizerConfig(**{**_known(OptimizerConfig, overrides), **ours, **fixed})
+    optimizer = get_megatron_optimizer(optimizer_config, wrapped)
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            group["fused"] = True  # one kernel, no temporaries as large as the model
+    reset_state(optimizer)
+    for buffer in (buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        buffer.numel_unpadded = buffer.numel  # the third repair: padding is content, so offsets with and without it agree
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return optimizer
+
+
+def _known(config_class: type, overrides: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in overrides.items() if name in names}
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """torch's optimizers inside Megatron's."""
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            yield chained.optimizer
+
+
+def reset_state(optimizer: MegatronOptimizer) -> None:
+    """As if no step had been made."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                inner.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+
+
+def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Take moments and step counts from a checkpoint; hyperparameters stay those of this run."""
+    own = [
+        {key: group[key] for key in HYPERPARAMETERS if key in group}
+        for inner in inner_optimizers(optimizer)
+        for group in inner.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    groups = [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
+    for group, hyperparameters in zip(groups, own, strict=True):
+        group.update(hyperparameters)
+    for inner in inner_optimizers(optimizer):
+        for param, param_state in inner.state.items():
+            param_state["step"] = param_state["step"].to(param.device, torch.float32, copy=True)
+
+
+def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
+    """Learning rate over optimizer steps: linear warm-up from 0, then constant, linear or cosine.
+
+    Raises:
+        ValueError: a decaying schedule without an end, or one that ends inside its warm-up.
+    """
+    style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
+    if style == "constant":
+        decay = warmup + 1  # not used
+    elif decay is None or decay <= warmup:
+        raise ValueError(
+            f"--lr-decay-style {style} with {warmup} warm-up steps and --lr-decay-iters {decay}: give a number above {warmup}"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options["lr"],
+        min_lr=options["min_lr"],
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=style,
+        start_wd=options["weight_decay"],
+        end_wd=options["weight_decay"],
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
+def set_schedule(scheduler: OptimizerParamScheduler, num_steps: int) -> None:
+    """Move the schedule to where it is after that many optimizer steps."""
+    scheduler.num_steps = 0
+    scheduler.step(num_steps)

@@ -1,0 +1,157 @@
+"""SGLang's own flags (`--sglang-*` on our command line): which exist, and how a dictionary becomes a command line.
+
+The names are read from the source of the installed SGLang by `ast`, so asking costs neither torch nor SGLang's imports. The values
+are checked by SGLang's parser when the server starts. 0.5.15.post1 declares them in one dataclass, 0.5.21 in several structs.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+# Set by Penstock; the value says what to use instead.
+RESERVED = {
+    "model_path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "host": "the engine's own address",
+    "port": "a free port, chosen for each engine",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "base_gpu_id": "the engine's placement",
+    "gpu_id_step": "the engine's placement",
+    "weight_version": "the policy version, set with every publish",
+    "config": "[rollout.sglang] in Penstock's own file",
+}
+
+
+class ServerFlag(BaseModel):
+    """One flag of the server."""
+
+    model_config = ConfigDict(frozen=True)
+
+    flag: str  # as on SGLang's command line
+    switch: bool  # takes no value
+
+
+def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
+    """Every spelling of every flag, with underscores and without dashes in front. Empty if SGLang is not installed here.
+
+    Args:
+        root: the `sglang` package to read; the installed one by default.
+    """
+    if root is None:
+        found = find_spec("sglang")
+        if found is None or not found.submodule_search_locations:
+            return {}
+        root = Path(found.submodule_search_locations[0])
+    return _read_flags(root)
+
+
+def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with underscored names.
+
+    Raises:
+        ValueError: a name SGLang does not know (the nearest one is named), or one that Penstock sets.
+    """
+    known = sglang_flags()
+    checked = {}
+    for given, value in args.items():
+        name = given.lstrip("-").replace("-", "_")
+        flag = "--sglang-" + name.replace("_", "-")
+        if name in RESERVED:
+            raise ValueError(f"{flag} was given, but Penstock sets it: use {RESERVED[name]}")
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f": did you mean --sglang-{near[0].replace('_', '-')}?"
+                if near
+                else ": see `python -m sglang.launch_server --help`"
+            )
+            raise ValueError(f"{flag} is no flag of the installed SGLang{hint}")
+        checked[name] = value
+    return checked
+
+
+def command_line(args: dict[str, Any]) -> list[str]:
+    """Command-line words for SGLang: `True` gives a bare flag, `False` and `None` give nothing, lists several values, tables JSON."""
+    known = sglang_flags()
+    words: list[str] = []
+    for name, value in args.items():
+        flag = known[name].flag if name in known else "--" + name.replace("_", "-")
+        if isinstance(value, str) and value.lower() in ("true", "false") and name in known and known[name].switch:
+            value = value.lower() == "true"  # a flag that came through our command line as text
+        if value is None or value is False:
+            continue
+        words.append(flag)
+        if isinstance(value, (list, tuple)):
+            words += [_word(item) for item in value]
+        elif value is not True:
+            words.append(_word(value))
+    return words
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+@cache
+def _read_flags(root: Path) -> dict[str, ServerFlag]:
+    flags: dict[str, ServerFlag] = {}
+    for path in [root / "srt/server_args.py", *sorted((root / "srt/arg_groups/fields").glob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign):
+                flags |= _annotated_field(node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                flags |= _added_argument(node)
+    return flags
+
+
+def _annotated_field(node: ast.AnnAssign) -> dict[str, ServerFlag]:
+    """`name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` in a class body; anything else gives nothing."""
+    annotation, target = node.annotation, node.target
+    is_field = (
+        isinstance(annotation, ast.Subscript)
+        and isinstance(annotation.value, ast.Name)
+        and annotation.value.id in ("A", "Annotated")
+    )
+    if not (
+        is_field
+        and isinstance(annotation, ast.Subscript)
+        and isinstance(annotation.slice, ast.Tuple)
+        and isinstance(target, ast.Name)
+    ):
+        return {}
+    kind, *extras = annotation.slice.elts
+    options = {keyword.arg: keyword.value for extra in extras if isinstance(extra, ast.Call) for keyword in extra.keywords}
+    if "no_cli" in options:
+        return {}
+    flag = _text(options.get("cli_name")) or "--" + target.id.replace("_", "-")
+    names = [target.id, *_names(options.get("aliases")), *_names(options.get("cli_name"))]
+    switch = ast.unparse(kind) in ("bool", "Optional[bool]", "bool | None")
+    return {name: ServerFlag(flag=flag, switch=switch) for name in names}
+
+
+def _added_argument(node: ast.Call) -> dict[str, ServerFlag]:
+    """`parser.add_argument("--name", ...)`: the fields whose choices SGLang computes, and old spellings."""
+    names = [name for argument in node.args for name in _names(argument)]
+    action = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"), "")
+    return {
+        name: ServerFlag(flag="--" + name.replace("_", "-"), switch="store_" in action or "Store" in action) for name in names
+    }
+
+
+def _names(node: ast.expr | None) -> list[str]:
+    """Flags in a string or a list of strings, underscored."""
+    items = node.elts if isinstance(node, ast.List) else [node]
+    return [text.removeprefix("--").replace("-", "_") for text in map(_text, items) if text and text.startswith("--")]
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

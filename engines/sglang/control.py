@@ -1,0 +1,68 @@
+"""Blocking calls to one running SGLang server: what it is, which weights it serves, pause and go on. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+
+
+class ServerGone(ConnectionError):
+    """Nobody answers at the server's address, or it hung up in the middle of a call."""
+
+
+def call(url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> dict[str, Any]:
+    """GET `path`, or POST `body` to it. Returns the JSON answer, `{}` for an answer without any.
+
+    Raises:
+        ServerGone: no answer.
+        RuntimeError: an answer with an error status.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{url}{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+    except (OSError, HTTPException) as error:  # URLError and time-outs are OSErrors
+        raise ServerGone(f"{url}{path} did not answer within {timeout:.0f} s or hung up: {error}") from error
+    return json.loads(text) if text.strip().startswith(b"{") else {}
+
+
+def is_ready(url: str, timeout: float = 10) -> bool:
+    """Whether the server has loaded its model and answers. With a real generation inside: takes a second."""
+    try:
+        call(url, "/health", timeout=timeout)
+    except (ServerGone, RuntimeError):
+        return False
+    return True
+
+
+def weight_version(url: str, timeout: float = 30) -> str:
+    """The version of the weights that the server reports with every answer ("default" before any publish).
+
+    `/model_info` has it in every SGLang from 0.5.15.post1; `/server_info` shows the start-up value for ever in 0.5.21.
+    """
+    return str(call(url, "/model_info", timeout=timeout)["weight_version"])
+
+
+def server_facts(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
+    """SGLang's release, as far as it is numbers, and its tensor-parallel size."""
+    info = call(url, "/server_info", timeout=timeout)
+    numbers = []
+    for part in str(info["version"]).split(".")[:3]:
+        numbers.append(int("".join(c for c in part if c.isdigit()) or 0))
+    return tuple(numbers), int(info["tp_size"])
+
+
+def pause(url: str, mode: str = "retract", timeout: float = 120) -> None:
+    """Stop generating. "retract" puts running requests back into the queue: none is lost, and the cache can be flushed."""
+    call(url, "/pause_generation", {"mode": mode}, timeout)
+
+
+def go_on(url: str, timeout: float = 60) -> None:
+    """End a pause."""
+    call(url, "/continue_generation", {}, timeout)

@@ -1,0 +1,30 @@
+"""Stands in for `sgl_kernel` on a machine without CUDA, where the package has no build.
+
+SGLang imports names from it but, with `--attention-backend torch_native --sampling-backend pytorch`, calls none of them. Any name can
+be imported; calling one says what is missing.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+if torch.cuda.is_available():
+    raise ImportError(
+        "the CPU stand-in for sgl_kernel was imported on a machine with CUDA: install the sgl_kernel that SGLang pins"
+    )
+
+__version__ = "0.0.0+cpu"
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"sgl_kernel.{name} has no CPU build: use --sglang-attention-backend torch_native and --sglang-sampling-backend pytorch"
+        )
+
+    kernel.__name__ = name
+    return kernel

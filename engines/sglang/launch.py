@@ -1,0 +1,64 @@
+"""Starts one SGLang server; the only file of ours that runs in the server's interpreter (which may be another one than the trainer's).
+
+Runs as a script, `python launch.py <sglang flags>`, and imports nothing of Penstock. It owns three things: the server dies with the
+process that started it, SGLang's spawned children included; a side folder `<prefix>/sglang-site` joins the import path if there is
+one (torchvision lives there, see CONTRIBUTING.md); and without CUDA the CPU door of `cpu_site/` opens. SGLang imports `__main__`
+again in every child it spawns, so all of that is at top level and holds in the children too.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing import parent_process
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started the server; SGLang's children know theirs
+PR_SET_PDEATHSIG = 1
+# The user's flags follow these on the command line, and the last one wins.
+CPU_FLAGS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 "
+    "--sleep-on-idle "  # an idle server would burn a whole core
+    "--max-total-tokens 16384"  # SGLang would take most of the machine's memory for the cache
+).split()
+
+
+def die_with_parent() -> None:
+    """SIGKILL for us when the parent goes, also if it went before we asked for that."""
+    spawner = parent_process()
+    parent = spawner.pid if spawner else int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(f"the process {parent} that started this server is gone")
+
+
+def prepare_imports() -> bool:
+    """Arrange the import path and open the CPU door if this machine has no CUDA. Returns whether it has."""
+    # This folder came along as the script's; its `server.py` or `args.py` must not shadow anybody's module.
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != HERE]
+    side = Path(sys.prefix) / "sglang-site"
+    if side.is_dir() and str(side) not in sys.path:
+        sys.path.append(str(side))
+
+    import torch
+
+    if torch.cuda.is_available():
+        return True
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    door = str(HERE / "cpu_site")
+    if door not in sys.path:
+        sys.path.insert(0, door)
+    import sglang_cpu_door  # noqa: F401
+
+    return False
+
+
+die_with_parent()
+HAS_CUDA = prepare_imports()
+
+if __name__ == "__main__":
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    run_server(prepare_server_args(([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""One SGLang server: a real one, on GPUs or on CPU, as a supervised child process.
+
+`SGLangServer` is a plain class; the pool makes it a Ray actor. The server never outlives it: it stays in the actor's session, asks
+for SIGKILL at its parent's death (`launch.py`), and so do the children SGLang spawns. Restarting is the pool's business.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from engines.cluster import free_port
+from engines.sglang import control
+from engines.sglang.args import command_line
+
+LAUNCHER = Path(__file__).with_name("launch.py")  # run as a script: importing it would make this process a server's
+
+
+class ServerSpec(BaseModel):
+    """What to serve and how."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model_path: str
+    """Hugging Face directory: the first weights, the config and the tokenizer."""
+    host: str = "127.0.0.1"
+    """Address to listen on. SGLang executes what it unpickles, so anything but loopback needs a closed network."""
+    port: int = 0
+    """Port of the first engine, counting up for the others; 0 chooses free ones."""
+    args: dict[str, Any] = {}
+    """SGLang's own flags with underscored names."""
+    tensor_parallel: int = 1
+    """GPUs of one engine."""
+    threads: int = 1
+    """CPU threads of the server's arithmetic; small models are fastest with 1."""
+    python: str | None = None
+    """Interpreter to run SGLang with; this one by default."""
+    pythonpath: str | None = None
+    """PYTHONPATH of the server."""
+    env: dict[str, str] = {}
+    """Further environment variables of the server."""
+    log_dir: str | None = None
+    """Where the servers' logs go; the system's temporary directory by default."""
+    start_timeout: float = 900
+    """Seconds to load the model before the start counts as failed."""
+
+
+class SGLangServer:
+    """One server process on this machine."""
+
+    def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = ()) -> None:
+        self.spec = spec
+        self.index = index
+        self.gpu_ids = gpu_ids
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._log: Path | None = None
+
+    def start(self) -> str:
+        """Start the server and wait until it answers. Returns its URL.
+
+        Raises:
+            RuntimeError: it died, with its last log lines, or took longer than `start_timeout`.
+        """
+        assert self._process is None, "already started"
+        deadline = time.monotonic() + self.spec.start_timeout
+        for last_try in (False, False, True):
+            self._launch()
+            if self._wait_until_ready(deadline):
+                return self.url()
+            # Another process may take a free port before the server, which binds it only after loading.
+            if last_try or self.spec.port or "address already in use" not in self.log_tail(200).lower():
+                break
+            self.stop()
+        died = (
+            f"ended with code {self._process.poll()}"
+            if not self.alive()
+            else f"did not answer within {self.spec.start_timeout:.0f} s"
+        )
+        tail = self.log_tail(25)
+        self.stop()
+        raise RuntimeError(
+            f"the SGLang server for {self.spec.model_path} {died} while starting. Its log is {self._log}, and ends with:\n{tail}"
+        )
+
+    def url(self) -> str:
+        """Where it listens."""
+        assert self._process is not None, "not started"
+        return f"http://{self.spec.host}:{self._port}"
+
+    def alive(self) -> bool:
+        """Whether the process runs (it ends by itself when one of SGLang's own processes dies)."""
+        return self._process is not None and self._process.poll() is None
+
+    def pid(self) -> int:
+        """Of the server's first process."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        """The last lines of the server's log."""
+        if self._log is None or not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - 400 * num_lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+
+    def stop(self) -> None:
+        """End the server and its children. Nothing in them is worth a graceful end: SGLang's takes over 5 s."""
+        if self._process is None:
+            return
+        try:
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        self._process.kill()
+        self._process.wait(timeout=30)
+        for child in family:
+            if child.is_running():
+                child.kill()
+        psutil.wait_procs(family, timeout=30)
+        self._process = None
+
+    def _launch(self) -> None:
+        spec = self.spec
+        self._port = spec.port + self.index if spec.port else free_port()
+        ours = {"model_path": spec.model_path, "host": spec.host, "port": self._port, "tp_size": spec.tensor_parallel}
+        command = [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(spec.args)]
+        directory = Path(spec.log_dir or tempfile.gettempdir())
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=f"sglang-{self.index}-", suffix=".log", dir=directory)
+        self._log = Path(path)
+        with open(handle, "wb") as log:
+            log.write((" ".join(command) + "\n").encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment()
+            )
+
+    def _environment(self) -> dict[str, str]:
+        spec = self.spec
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(spec.threads),
+            "PYTHONUNBUFFERED": "1",
+            "PENSTOCK_SERVER_PARENT": str(os.getpid()),
+        }
+        env.setdefault("HF_HUB_OFFLINE", "1")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # none: a CPU engine, also on a machine with GPUs
+        if spec.python:
+            env.pop("PYTHONPATH", None)  # the trainer's packages are none of the other interpreter's business
+        if spec.pythonpath:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [spec.pythonpath, env.get("PYTHONPATH")]))
+        return env | spec.env
+
+    def _wait_until_ready(self, deadline: float) -> bool:
+        while self.alive() and time.monotonic() < deadline:
+            if control.is_ready(self.url()):
+                return True
+            time.sleep(0.2)
+        return False

@@ -1,0 +1,229 @@
+"""What people see in the terminal while a flow runs: a header, one line a round, a bar on a TTY, a summary at the end.
+
+It is fed with commit records, so it shows what is true and durable, never what is hoped. Nothing here knows Prefect or the
+stages; the libraries' own log lines are silenced in flows/environment.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from storage.refs import Commit
+from storage.tracking.lineage import eval_rewards
+
+Report = Callable[[int, int], None]  # done, total
+
+
+class Display:
+    """The terminal of one flow run. The header is printed at once.
+
+    Args:
+        run: name of the run.
+        flow: name of the flow.
+        config: the flow's parameter; its model, data sets and number of rounds are shown.
+        store_uri: where the run lies.
+        tracking_uri: the MLflow in use.
+        console: where to print; standard output if not given.
+    """
+
+    def __init__(
+        self, run: str, flow: str, config: Any, store_uri: str, tracking_uri: str = "", *, console: Console | None = None
+    ) -> None:
+        # Without a TTY rich would break lines at 80 columns: one line a round must stay one line for grep.
+        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.run = run
+        self.store_uri = store_uri
+        self.tracking_uri = tracking_uri
+        self.num_rounds = int(config.run.num_rollout)
+        self._seen: list[Commit] = []
+        self._rollouts: dict[int, Commit] = {}
+        self._publish_seconds: list[float] = []
+        self._bar: Progress | None = None
+        self._rounds_bar: TaskID | None = None
+        self._header(flow, config)
+        if self.console.is_terminal and self.num_rounds:
+            self._start_bar(flow)
+
+    # ---- while it runs --------------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """A sentence about what is happening."""
+        self._print(Text(f"· {text}", style="dim"))
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Report]:
+        """A bar under the rounds while something long goes on; call what it yields with (done, total). Silent without a TTY."""
+        if self._bar is None:
+            yield lambda done, total: None
+            return
+        bar, task = self._bar, self._bar.add_task(title, total=None)
+        try:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        finally:
+            bar.remove_task(task)
+
+    def published(self, seconds: float) -> None:
+        """Weights have reached the engines; shown on the line of the next round."""
+        self._publish_seconds.append(seconds)
+
+    def commit(self, commit: Commit) -> None:
+        """Show what has just become durable."""
+        self._seen.append(commit)
+        if commit.kind == "rollout":
+            self._rollouts[commit.index] = commit
+            self._describe(f"training on round {commit.index + 1}")
+            return
+        if commit.kind == "step":
+            self._print(round_line(commit, self._rollouts.get(commit.index), self.num_rounds, self._publish_seconds))
+            if self._bar is not None and self._rounds_bar is not None:
+                self._bar.update(self._rounds_bar, completed=commit.policy_version)
+            self._describe(
+                f"generating round {commit.index + 2}" if commit.policy_version < self.num_rounds else "last round done"
+            )
+            return
+        self._print(Text(_EVENTS[commit.kind](commit)))
+
+    def finish(self, commits: Sequence[Commit] | None = None) -> None:
+        """Print the summary: over `commits` (all of the run, also from before a resume), or over those shown here."""
+        self.close()
+        self._print(Text())
+        rows = {"run": self.run, **summary(self._seen if commits is None else commits, self._publish_seconds, self.store_uri)}
+        rows |= {
+            "all runs": f"penstock runs --store {self.store_uri}",
+            "look closer": f"make up STORE={self.store_uri}   (Prefect and MLflow in the browser; prints the links)",
+        }
+        self._rows(rows)
+
+    def close(self) -> None:
+        """Take the bar away; the terminal is as before. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            atexit.unregister(self.close)
+            self._bar = self._rounds_bar = None
+
+    # ---- inside ---------------------------------------------------------------------------------------------------------
+
+    def _header(self, flow: str, config: Any) -> None:
+        data = config.rollout.prompt_data
+        rows = {
+            "run": f"{self.run}  ({flow})",
+            "model": config.convert.hf_checkpoint,
+            "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
+            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.eval_prompt_data or []),
+            "store": self.store_uri,
+            "mlflow": self.tracking_uri,
+            "prefect": os.environ.get("PREFECT_API_URL", "").removesuffix("/api"),
+        }
+        self._rows({title: str(value) for title, value in rows.items() if value})
+
+    def _rows(self, rows: dict[str, str]) -> None:
+        width = max(map(len, rows)) + 2
+        for title, value in rows.items():
+            self._print(Text.assemble((f"{title:<{width}}", "dim"), value))
+
+    def _start_bar(self, flow: str) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=self.console, transient=True, refresh_per_second=4,
+        )  # fmt: skip
+        self._rounds_bar = self._bar.add_task(flow, total=self.num_rounds)
+        self._bar.start()
+        atexit.register(self.close)  # whatever happens, the cursor comes back
+
+    def _describe(self, text: str) -> None:
+        if self._bar is not None and self._rounds_bar is not None:
+            self._bar.update(self._rounds_bar, description=text)
+
+    def _print(self, text: Text) -> None:
+        self.console.print(text)
+
+
+def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()) -> Text:
+    """`round 3/20  reward 0.531  loss -0.0021  kl 0.0003  ...`; what a round does not have is left out."""
+    numbers = {**(rollout.summary if rollout else {}), **step.summary}
+    width = len(str(num_rounds))
+    parts = [("round", f"{step.index + 1:>{width}}/{num_rounds}")]
+    for label, names, style in _COLUMNS:
+        value = next((numbers[name] for name in names if name in numbers), None)
+        if value is not None:
+            parts.append((label, format(value, style)))
+    if speed := tokens_per_second(step, rollout):
+        parts.append(("tokens/s", f"{speed:,.0f}"))
+    for stage, seconds in _seconds([c for c in (rollout, step) if c], publish_seconds[-1:]).items():
+        parts.append((stage, f"{seconds:.2f}s"))
+    return Text("  ").join(Text.assemble((f"{label} ", "dim"), value) for label, value in parts)
+
+
+def tokens_per_second(step: Commit, rollout: Commit | None) -> float | None:
+    """Generated tokens a second; trained ones if nothing was generated (SFT)."""
+    if rollout and "perf/tokens_per_gpu_per_sec" in rollout.summary:
+        return rollout.summary["perf/tokens_per_gpu_per_sec"]
+    return step.summary.get("perf/actor_train_tok_per_s")
+
+
+def summary(commits: Sequence[Commit], publish_seconds: Sequence[float], store_uri: str) -> dict[str, str]:
+    """What came out of a run, and where the time went: title -> text."""
+    rows: dict[str, str] = {}
+    newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
+    if "step" in newest:
+        rows["rounds"] = str(newest["step"].policy_version)
+    rewards = {
+        c.index: c.summary["rollout/raw_reward"] for c in commits if c.kind == "rollout" and "rollout/raw_reward" in c.summary
+    }
+    if rewards:
+        first, last = min(rewards), max(rewards)
+        rows["reward"] = f"{rewards[first]:.3f} in round {first + 1}, {rewards[last]:.3f} in round {last + 1}"
+    scores: dict[str, list[str]] = defaultdict(list)
+    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+        for task, reward in eval_rewards(commit).items():
+            scores[task].append(f"{reward:.3f} after {commit.index}")
+    rows |= {f"eval {task}": ", ".join(found) for task, found in scores.items()}
+    rows |= {kind: f"{store_uri}/{newest[kind].attempt}" for kind in ("checkpoint", "export") if kind in newest}
+    if spent := _seconds(commits, publish_seconds):
+        rows["seconds"] = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in spent.items())
+    return rows
+
+
+def _seconds(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
+    """Seconds per stage, in the order of the loop. A stage that names its own total (`train`) has its other times inside it."""
+    spent: dict[str, float] = {}
+    for kind, stage in _STAGES.items():
+        if of_kind := [c for c in commits if c.kind == kind]:
+            spent[stage] = sum(c.seconds.get(stage, sum(c.seconds.values())) for c in of_kind)
+        if kind == "step" and publish_seconds:
+            spent["publish"] = sum(publish_seconds)
+    return spent
+
+
+def _show_eval(commit: Commit) -> str:
+    numbers = {name.removeprefix("eval/"): value for name, value in commit.summary.items() if name.startswith("eval/")}
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in list(numbers.items())[:6])
+    return f"  evaluated after {commit.index} rounds: {shown}"
+
+
+_EVENTS: dict[str, Callable[[Commit], str]] = {
+    "model": lambda commit: f"  converted and verified in {sum(commit.seconds.values()):.1f}s",
+    "checkpoint": lambda commit: f"  saved checkpoint {commit.index:06d} in {sum(commit.seconds.values()):.1f}s",
+    "eval": _show_eval,
+    "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
+}
+
+_STAGES = {"model": "convert", "rollout": "rollout", "step": "train", "checkpoint": "save", "eval": "eval", "export": "export"}
+
+# label, metrics (the first one present is shown), format
+_COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
+    ("reward", ("rollout/raw_reward",), ".3f"),
+    ("loss", ("train/loss",), ".4f"),
+    ("kl", ("train/kl_loss", "train/ppo_kl"), ".1e"),
+    ("gap", ("train/train_rollout_logprob_abs_diff",), ".1e"),  # mean |log-prob trainer - engine| on the sampled tokens
+    ("length", ("rollout/response_len/mean",), ".1f"),
+]

@@ -1,0 +1,140 @@
+"""What can be said about a rollout: which prompts, how they are sampled, how they are graded, and which engines do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from storage.config import StageConfig, option
+
+
+class RolloutConfig(StageConfig):
+    """Prompts, sampling, rewards and the placement of the engines."""
+
+    # ---- data -----------------------------------------------------------------------------------------------------------
+
+    # "schedule": paths may move and files may be appended; the rows that a run knows are held by content (data_source.py).
+    prompt_data: list[str] = option(default_factory=list, change="schedule")
+    """Files with prompts: JSONL or Parquet, local or any fsspec URI. A resumed run may append rows and files."""
+
+    input_key: str = option("input", aliases=("prompt-key",))
+    """Column with the prompt: text, or a list of chat messages."""
+
+    label_key: str | None = option(None)
+    """Column with what the reward function compares to."""
+
+    metadata_key: str = option("metadata")
+    """Column whose dictionary (or JSON text) travels with every sample; rows may lack it."""
+
+    apply_chat_template: bool = option(False)
+    """Render prompts through the tokenizer's chat template; a prompt that is plain text becomes one user message."""
+
+    rollout_shuffle: bool = option(False)
+    """Visit the prompts in a new random order every epoch."""
+
+    rollout_seed: int = option(42, ge=0, lt=2**32)
+    """Seed of that order."""
+
+    # ---- how much -------------------------------------------------------------------------------------------------------
+
+    rollout_batch_size: int = option(32, ge=1)
+    """Prompts per rollout (rows per round, when the rows are demonstrations)."""
+
+    n_samples_per_prompt: int = option(1, ge=1)
+    """Responses per prompt; they form the group that GRPO compares."""
+
+    # ---- sampling -------------------------------------------------------------------------------------------------------
+
+    rollout_max_response_len: int = option(1024, ge=1)
+    """Most tokens of a response."""
+
+    rollout_temperature: float = option(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by it too."""
+
+    rollout_top_p: float = option(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this much probability."""
+
+    rollout_top_k: int = option(-1, ge=-1)
+    """Sample from so many most probable tokens; -1 takes all."""
+
+    rollout_stop: list[str] = option(default_factory=list)
+    """Texts that end a response."""
+
+    rollout_stop_token_ids: list[int] = option(default_factory=list)
+    """Further token ids that end a response, beside the model's own end token."""
+
+    rollout_skip_special_tokens: bool = option(False)
+    """Leave special tokens such as the end token out of the response text (tokens are kept in any case)."""
+
+    # ---- rewards --------------------------------------------------------------------------------------------------------
+
+    rm_type: str | None = option(None)
+    """Built-in reward: exact_number, math or random; `boxed_` in front grades the last \\boxed{} alone. A row's metadata may name
+    another one as `rm_type`."""
+
+    custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
+    """Reward function of yours, `async def f(args, sample, **kwargs)` or without async: file.py, file.py:name, pkg.module:name
+    or pkg.module.name."""
+
+    reward_key: str | None = option(None)
+    """Which entry is the reward when the function returns a dictionary."""
+
+    reward_timeout: float = option(30.0, change="placement", gt=0)
+    """Seconds one sample may take to grade; after that its status is failed."""
+
+    reward_workers: int = option(2, change="placement", ge=1)
+    """Processes that grade, for rewards that run outside this process."""
+
+    # ---- placement ------------------------------------------------------------------------------------------------------
+
+    num_engines: int = option(1, change="placement", ge=1)
+    """SGLang servers where there is no GPU (with GPUs: --rollout-num-gpus / --rollout-num-gpus-per-engine)."""
+
+    rollout_num_gpus: int | None = option(None, change="placement", ge=1)
+    """GPUs for the engines; those of the trainer if not given."""
+
+    rollout_num_gpus_per_engine: int = option(1, change="placement", ge=1)
+    """GPUs per engine (its tensor-parallel size)."""
+
+    sglang_server_concurrency: int = option(512, change="placement", ge=1)
+    """Samples in flight per engine."""
+
+    rollout_timeout: float = option(3600.0, change="placement", gt=0)
+    """Seconds after which a whole rollout is given up and tried again."""
+
+    sglang: dict[str, Any] = option(default_factory=dict, change="placement")
+    """SGLang's own server arguments, by its names; on the command line --sglang-<name>."""
+
+    sglang_python: str | None = option(None, change="placement")
+    """Python interpreter of the servers; this one if not given."""
+
+    sglang_pythonpath: str | None = option(None, change="placement")
+    """PYTHONPATH of the servers, in front of what they need here."""
+
+    sglang_port: int = option(0, change="placement", ge=0, le=65535)
+    """Port of the first server; 0 finds free ones."""
+
+    sglang_threads: int | None = option(None, change="placement", ge=1)
+    """CPU threads per server where there is no GPU."""
+
+    sglang_start_timeout: float = option(600.0, change="placement", gt=0)
+    """Seconds a server may take to start."""
+
+    @field_validator("prompt_data", "rollout_stop", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"--rollout-num-gpus {self.rollout_num_gpus} is no multiple of --rollout-num-gpus-per-engine "
+                f"{self.rollout_num_gpus_per_engine}: change one of them"
+            )
+        if self.rm_type and self.custom_rm_path:
+            raise ValueError(f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: leave one out")
+        if self.rollout_top_k == 0:
+            raise ValueError("--rollout-top-k 0 would leave no token: give -1 for all, or a positive number")
+        return self

@@ -1,0 +1,75 @@
+"""Text to token ids and back, by the tokenizer of the Hugging Face checkpoint.
+
+Prompts are tokenised here and nowhere else; responses never are, their ids come from the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.rollout.data_source import Messages
+
+
+class PromptTokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        directory: Hugging Face model directory.
+        apply_chat_template: render prompts through the template.
+
+    Raises:
+        ValueError: no tokenizer, or no chat template although one is needed.
+    """
+
+    def __init__(self, directory: str | Path, *, apply_chat_template: bool) -> None:
+        from transformers import AutoTokenizer  # takes seconds and brings torch
+
+        try:
+            self.inner: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ValueError(
+                f"{directory} has no tokenizer that loads ({reason}): put tokenizer.json and "
+                "tokenizer_config.json beside the weights"
+            ) from error
+        if apply_chat_template and not self.inner.chat_template:
+            raise ValueError(
+                f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or leave out --apply-chat-template"
+            )
+        self.apply_chat_template = apply_chat_template
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ends a turn."""
+        return self.inner.eos_token_id
+
+    def render(self, prompts: Sequence[str | Messages]) -> list[str]:
+        """Prompts as the text that the model sees. Plain text is one user message if the template is applied, else itself."""
+        if not self.apply_chat_template:
+            assert all(isinstance(prompt, str) for prompt in prompts), "check_prompt_data refuses messages without a template"
+            return [str(prompt) for prompt in prompts]
+        chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self.render_chats(chats, add_generation_prompt=True)
+
+    def render_chats(self, chats: Sequence[Messages], *, add_generation_prompt: bool) -> list[str]:
+        """Conversations through the template; with a generation prompt they end where the assistant begins to write."""
+        return (
+            self.inner.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=add_generation_prompt)
+            if chats
+            else []
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts as token ids, nothing added: a template writes its own special tokens."""
+        return self.inner(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+    def decode(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Token ids as text."""
+        return self.inner.batch_decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def check_tokenizer(directory: str | Path, *, apply_chat_template: bool) -> None:
+    """Preflight: load it. Raises ValueError if that fails."""
+    PromptTokenizer(directory, apply_chat_template=apply_chat_template)

@@ -1,0 +1,187 @@
+"""Hugging Face -> torch_dist -> Hugging Face on a tiny Qwen3: no bit changes, little is in memory, bad input is one sentence."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engines.megatron.shape import ModelShape
+from engines.megatron.stored import stored_model
+from flows.demo_model import make_tiny_model
+from stages.convert.hf_files import HFWeights
+from stages.convert.to_hf import export_hf
+from stages.convert.to_torch_dist import ASSETS_DIRECTORY, convert_hf
+from stages.convert.torch_dist_files import TorchDistWeights, write_tensors
+from stages.convert.verify import verify_conversion
+from storage.layouts import layout_for
+from storage.store import Store
+
+SIZES = dict(hidden=32, layers=3, heads=4, groups=2, head_dim=16, ffn=48, vocab=61)  # head_dim * heads is not hidden
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("hf"), seed=3, tied=False, dtype="bfloat16", **SIZES)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def spoiled(source: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the source whose tensors or config were tampered with."""
+
+    def spoil(change: Callable[[dict[str, Tensor]], None] = lambda tensors: None, **config: object) -> Path:
+        directory = Path(shutil.copytree(source, tmp_path / "spoiled"))
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors")
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+        return directory
+
+    return spoil
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    with HFWeights(one) as a, HFWeights(other) as b:
+        assert a.info == b.info
+        return all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_is_exact_and_loads(tied: bool, tmp_path: Path, store: Store) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = make_tiny_model(tmp_path / "hf", seed=4, tied=tied, **SIZES)
+    model = convert_hf(store, source)
+    commit = store.committed(model.key.removesuffix(".commit.json"))
+    assert commit is not None and commit.kind == "model" and model.policy_version == 0
+    export = export_hf(store, commit, Path(model.uri) / ASSETS_DIRECTORY, "exports/000000", shard_bytes=20_000)
+    target = Path(store.path(export.attempt or ""))
+    assert len(list(target.glob("*.safetensors"))) > 1
+    assert same_tensors(source, target)
+    assert (target / "config.json").read_text() == (source / "config.json").read_text()
+    token_ids = torch.arange(40).view(2, 20)  # [B, T]
+    logits = [AutoModelForCausalLM.from_pretrained(path)(token_ids).logits for path in (source, target)]
+    assert torch.equal(*logits)
+    assert AutoTokenizer.from_pretrained(target).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
+
+
+def test_a_converted_model_is_found_again(source: Path, store: Store) -> None:
+    calls: list[tuple[int, int]] = []
+    first = convert_hf(store, source, lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
+    count = len(calls)
+    assert convert_hf(store, source, lambda done, total: calls.append((done, total))) == first and len(calls) == count
+
+
+def test_export_in_another_number_type(source: Path, store: Store) -> None:
+    export = export_hf(store, convert_hf(store, source).uri, source, "exports/1", dtype="float32")
+    target = Path(store.path(export.attempt or ""))
+    found, expected = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name].float()) and found[name].dtype == torch.float32 for name in expected)
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    assert export_hf(store, "nowhere", source, "exports/1") == export  # committed: nothing is read again
+
+
+def test_only_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "hf", **{**SIZES, "layers": 20})
+    shape = ModelShape.from_hf(source)
+    layout, stored = layout_for(shape), stored_model(shape)
+    alive: set[str] = set()
+    peak, asked = 0, []
+    with HFWeights(source) as weights:
+
+        def resolve(name: str) -> Tensor:
+            nonlocal peak
+            asked.append(name)
+            tensor = layout.to_megatron(name, weights.fetch).clone()
+            alive.add(name)
+            weakref.finalize(tensor.untyped_storage(), alive.discard, name)
+            peak = max(peak, len(alive))
+            return tensor
+
+        write_tensors(tmp_path / "out", stored, dict.fromkeys(layout.megatron_names(), torch.float32), resolve)
+        assert sorted(asked) == sorted(layout.megatron_names())  # each once, although fc1 lies in two pieces
+        assert peak <= 12 < len(asked) / 10  # torch's writer holds on to the last tensor of every stored one: a layer's worth
+        assert verify_conversion(weights, tmp_path / "out", layout, stored).num_tensors == len(weights.info)
+
+
+def test_a_changed_byte_is_found(source: Path, store: Store, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(convert_hf(store, source).uri, tmp_path / "changed"))
+    shape = ModelShape.from_hf(source)
+    layout, stored = layout_for(shape), stored_model(shape)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    wrong = TorchDistWeights(directory, stored).fetch(name).view(torch.int8).clone()
+    content = (directory / "__0_0.distcp").read_bytes()
+    place = content.index(wrong.numpy().tobytes())
+    (directory / "__0_0.distcp").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with (
+        HFWeights(source) as weights,
+        pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight came back with other bits"),
+    ):
+        verify_conversion(weights, directory, layout, stored)
+
+
+NORM, UP, DOWN = "model.norm.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (lambda t: t.pop(UP), {}, rf"lacks {UP} \(1 tensors missing\)"),
+        (
+            lambda t: t.update({"model.layers.3.mlp.up_proj.weight": t[UP].clone()}),
+            {},
+            r"has model.layers.3.mlp.up_proj.weight \(1 such",
+        ),
+        (
+            lambda t: t.update({NORM: torch.ones(33, dtype=torch.bfloat16)}),
+            {},
+            rf"{NORM} \[33\] make \[33\], config.json needs \[32\]",
+        ),
+        (lambda t: None, {"vocab_size": 64}, "needed 64 vocabulary rows"),
+        (lambda t: None, {"intermediate_size": 40}, r"make \[96, 32\], config.json needs \[80, 32\]"),
+        (lambda t: t.update({UP: t[UP].float()}), {}, "must have one dtype"),
+        (lambda t: t.update({DOWN: t[DOWN].float()}), {}, r"has torch.float32, other layers have torch.bfloat16"),
+        (lambda t: None, {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+        (lambda t: None, {"architectures": ["FooForCausalLM"]}, "'FooForCausalLM'"),
+    ],
+    ids=["missing", "unknown", "shape", "vocabulary", "ffn", "dtypes", "layers", "tied", "architecture"],
+)
+def test_bad_input_is_one_sentence_and_leaves_no_commit(
+    spoiled: Callable[..., Path],
+    store: Store,
+    change: Callable[[dict[str, Tensor]], None],
+    config: dict[str, object],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert_hf(store, spoiled(change, **config))
+    assert not [name for name in store.list("models") if name.endswith(".commit.json")]
+
+
+def test_a_superfluous_copy_of_a_tied_head_is_accepted(spoiled: Callable[..., Path], store: Store) -> None:
+    def tie(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    source = spoiled(tie, tie_word_embeddings=True)
+    export = export_hf(store, convert_hf(store, source).uri, source, "exports/2")
+    assert "lm_head.weight" not in load_file(Path(store.path(export.attempt or "")) / "model.safetensors")
+
+
+def test_export_refuses_what_does_not_fit(source: Path, store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no torch_dist checkpoint"):
+        export_hf(store, tmp_path, source, "exports/3")
+    other = make_tiny_model(tmp_path / "other", **{**SIZES, "layers": 2, "tied": False})
+    with pytest.raises(ValueError, match=r"has shape \[3, .*config.json needs \[2, "):
+        export_hf(store, convert_hf(store, source).uri, other, "exports/3")

@@ -1,0 +1,98 @@
+"""Hugging Face files: what is written is what safetensors reads, and damage is found before work begins."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.convert.hf_files import HFWeights, ShardWriter, TensorInfo, assets, fingerprint
+
+TENSORS = {
+    "a": torch.randn(7, 3),
+    "b": torch.randn(5, dtype=torch.bfloat16),
+    "c": torch.zeros(0, 4),
+    "d": torch.randn(2, 2, 2, dtype=torch.float16),
+    "e": torch.tensor(float("nan")),
+    "f": torch.randn(6, 4).T,  # not contiguous
+}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> None:
+    plan = [(name, TensorInfo(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
+    ShardWriter(directory, plan, shard_bytes).write(iter(tensors.items()))
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 100, 10**9])
+def test_safetensors_reads_what_was_written(tmp_path: Path, shard_bytes: int) -> None:
+    write(tmp_path, TENSORS, shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(), tensor.nan_to_num())
+    if len(files) > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+        assert {name: path.name for path in files for name in load_file(path)} == index["weight_map"]
+    else:
+        assert files == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize("shard_bytes", [100, 10**9])
+def test_weights_are_read_by_name(tmp_path: Path, shard_bytes: int) -> None:
+    write(tmp_path, TENSORS, shard_bytes)
+    with HFWeights(tmp_path) as weights:
+        assert set(weights.info) == set(TENSORS)
+        for name, tensor in TENSORS.items():
+            assert weights.info[name] == TensorInfo(tensor.dtype, tuple(tensor.shape))
+            assert torch.equal(weights.fetch(name).nan_to_num(), tensor.nan_to_num())
+
+
+def test_a_cut_file_is_found(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 5, 40, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="download it again"):
+            HFWeights(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS, shard_bytes=1)
+    (tmp_path / "model-00002-of-00006.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names model-00002-of-00006.safetensors, which is not there \(1 of 6 missing\)"):
+        HFWeights(tmp_path)
+
+
+def test_no_weights_and_quantised_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
+        HFWeights(tmp_path)
+    save_file({"w": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"w is stored as F8_E4M3, .*unquantised"):
+        HFWeights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"nope")
+    with pytest.raises(ValueError, match="no safetensors file"):
+        HFWeights(tmp_path)
+
+
+def test_fingerprint_tells_weights_and_small_files_apart(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS)
+    (tmp_path / "config.json").write_text("{}")
+    first = fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("says nothing about the model")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "tokenizer.json").write_text("{}")
+    second = fingerprint(tmp_path)
+    write(tmp_path, {**TENSORS, "a": TENSORS["a"] + 1})
+    assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+def test_assets_are_the_small_files(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS, shard_bytes=100)
+    for name in ("config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", ".hidden.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    assert [path.name for path in assets(tmp_path)] == ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.json"]

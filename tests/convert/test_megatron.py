@@ -1,0 +1,76 @@
+"""A converted model in real Megatron ranks, and their training checkpoint back as a Hugging Face model, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from engines.megatron.parallel import ParallelLayout
+from engines.megatron.shape import ModelShape
+from flows.demo_model import make_tiny_model
+from stages.convert.hf_files import HFWeights
+from stages.convert.to_hf import export_hf
+from stages.convert.to_torch_dist import convert_hf
+from storage.layouts import layout_for
+from storage.store import Store
+
+OPTIMIZER: dict[str, Any] = dict(
+    lr=1e-3,
+    min_lr=0.0,
+    weight_decay=0.0,
+    adam_beta1=0.9,
+    adam_beta2=0.98,
+    adam_eps=1e-8,
+    clip_grad=1.0,
+    lr_decay_style="constant",
+    lr_warmup_iters=0,
+    lr_decay_iters=None,
+)
+
+
+def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout, converted: str, source: Path) -> None:
+    """Load the converted model, compare every gathered weight with the source, save a training checkpoint."""
+    from engines.megatron.parallel import init_parallel, shutdown_parallel
+
+    init_parallel(rank, world_size, f"file://{scratch}/world", layout)
+    from engines.megatron.engine import MegatronEngine
+
+    shape = ModelShape.from_hf(source)
+    engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER)
+    engine.load_weights(converted)
+    names = layout_for(shape)
+    with HFWeights(source) as weights:
+        seen = set()
+        for name, tensor in engine.named_weights():
+            assert torch.equal(tensor, names.to_megatron(name, weights.fetch)), f"{name} differs on rank {rank}"
+            seen.add(name)
+    assert seen == set(names.megatron_names())
+    engine.save(scratch / "training", {"version": 0})
+    shutdown_parallel()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        (ParallelLayout(), True),
+        (ParallelLayout(tensor=2, sequence_parallel=True), False),  # 61 vocabulary rows: padded to 62
+        (ParallelLayout(pipeline=2), True),  # the embedding is on both ranks
+    ],
+    ids=["one-rank", "tensor-2", "pipeline-2"],
+)
+def test_megatron_loads_it_and_its_checkpoints_come_back(layout: ParallelLayout, tied: bool, tmp_path: Path) -> None:
+    source = make_tiny_model(
+        tmp_path / "hf", seed=5, tied=tied, hidden=32, layers=4, heads=4, groups=2, head_dim=16, ffn=48, vocab=61
+    )
+    store = Store(str(tmp_path / "store"))
+    converted = convert_hf(store, source)
+    world_size = layout.tensor * layout.pipeline
+    mp.spawn(rank_main, (world_size, tmp_path, layout, converted.uri, source), nprocs=world_size)
+    export = export_hf(store, tmp_path / "training", source, "exports/000000")
+    with HFWeights(source) as expected, HFWeights(Path(store.path(export.attempt or ""))) as found:
+        assert expected.info == found.info
+        for name in expected.info:
+            assert torch.equal(expected.fetch(name), found.fetch(name)), name

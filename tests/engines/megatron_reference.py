@@ -1,0 +1,160 @@
+"""A tiny random Qwen3 of Hugging Face, the same weights in Megatron's names, and naive losses: what the Megatron tests compare with.
+
+The mapping is written down here once more, on purpose: a mistake in `storage/layouts` must not hide one in the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engines.megatron.shape import ModelShape
+
+SHAPE = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    family="qwen3",
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=61,  # odd: tensor parallelism must pad it
+    max_position_embeddings=256,
+    rotary_base=10000.0,
+    norm_epsilon=1e-6,
+    qk_layernorm=True,
+    qkv_bias=False,
+    tied_embeddings=True,
+)
+OPTIMIZER: dict[str, Any] = dict(
+    lr=1e-2,
+    min_lr=0.0,
+    weight_decay=0.01,
+    adam_beta1=0.9,
+    adam_beta2=0.98,
+    adam_eps=1e-8,
+    clip_grad=1.0,
+    lr_decay_style="constant",
+    lr_warmup_iters=0,
+    lr_decay_iters=None,
+)
+LENGTHS = [5, 40, 1, 17, 9, 33, 2]
+
+
+@dataclass
+class Pack:
+    token_ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [B + 1]
+    max_seqlen: int
+
+
+def make_pack(lengths: list[int], seed: int = 0, vocab_size: int = SHAPE.vocab_size) -> Pack:
+    generator = torch.Generator().manual_seed(seed)
+    return Pack(
+        token_ids=torch.randint(0, vocab_size, (sum(lengths),), generator=generator),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        max_seqlen=max(lengths),
+    )
+
+
+def hf_model(shape: ModelShape = SHAPE, seed: int = 7) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_query_groups,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.ffn_hidden_size,
+        tie_word_embeddings=shape.tied_embeddings,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_theta=shape.rotary_base,
+        initializer_range=0.15,
+        attn_implementation="eager",
+    )
+    model = Qwen3ForCausalLM(config).float().train()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                param.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def to_megatron(tensors: dict[str, Tensor], shape: ModelShape = SHAPE) -> dict[str, Tensor]:
+    """Weights or gradients of Hugging Face under Megatron's names."""
+    out = {
+        "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+    }
+    if not shape.tied_embeddings:
+        out["output_layer.weight"] = tensors["lm_head.weight"]
+    for layer in range(shape.num_layers):
+        hf, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        q, k, v = (tensors[f"{hf}self_attn.{x}_proj.weight"].view(shape.num_query_groups, -1, shape.hidden_size) for x in "qkv")
+        out[ours + "self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, shape.hidden_size)
+        out[ours + "self_attention.linear_proj.weight"] = tensors[hf + "self_attn.o_proj.weight"]
+        out[ours + "self_attention.q_layernorm.weight"] = tensors[hf + "self_attn.q_norm.weight"]
+        out[ours + "self_attention.k_layernorm.weight"] = tensors[hf + "self_attn.k_norm.weight"]
+        out[ours + "input_layernorm.weight"] = tensors[hf + "input_layernorm.weight"]
+        out[ours + "pre_mlp_layernorm.weight"] = tensors[hf + "post_attention_layernorm.weight"]
+        out[ours + "mlp.linear_fc1.weight"] = torch.cat([tensors[f"{hf}mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        out[ours + "mlp.linear_fc2.weight"] = tensors[hf + "mlp.down_proj.weight"]
+    return out
+
+
+def shard(name: str, full: Tensor, param: Any, rank: int, ranks: int) -> Tensor:
+    """The part of a full tensor that one tensor-parallel rank holds."""
+    if ranks == 1 or not getattr(param, "tensor_model_parallel", False):
+        return full
+    if "linear_fc1" in name:
+        return torch.cat([half.chunk(ranks, param.partition_dim)[rank] for half in full.chunk(2, param.partition_dim)], param.partition_dim)
+    if missing := -full.shape[param.partition_dim] % ranks:  # only the vocabulary, along its rows
+        full = torch.cat([full, full.new_zeros(missing, full.shape[1])])
+    return full.chunk(ranks, param.partition_dim)[rank]
+
+
+def put_weights(engine: Any, full: dict[str, Tensor]) -> None:
+    """Fill a rank's shards."""
+    from engines.megatron.weights import local_parameters
+
+    group = engine.tensor_group
+    rank, ranks = (group.rank(), group.size()) if group else (0, 1)
+    with torch.no_grad():
+        for chunk in engine.chunks:
+            for name, param in local_parameters(chunk):
+                param.copy_(shard(name, full[name], param, rank, ranks))
+            if chunk.share_embeddings_and_output_weights and hasattr(chunk, "output_layer") and chunk.output_layer.weight is not None:
+                chunk.output_layer.weight.copy_(shard("", full["embedding.word_embeddings.weight"], chunk.output_layer.weight, rank, ranks))
+    engine.optimizer.reload_model_params()
+
+
+def targets_of(packed: Pack) -> tuple[Tensor, Tensor]:
+    """Next token of every token, and which tokens have one. [T], [T]"""
+    has_next = torch.ones(len(packed.token_ids), dtype=torch.bool)
+    has_next[packed.cu_seqlens[1:].long() - 1] = False
+    return packed.token_ids.roll(-1), has_next
+
+
+def hf_loss(model: Any, packs: list[Pack]) -> Tensor:
+    """Sum over all tokens of -log p, sequence by sequence."""
+    total = torch.zeros(())
+    for packed in packs:
+        for tokens in torch.tensor_split(packed.token_ids, packed.cu_seqlens[1:-1].long()):
+            if len(tokens) > 1:
+                logits = model(input_ids=tokens[None]).logits[0, :-1]
+                total = total + F.cross_entropy(logits, tokens[1:], reduction="sum")
+    return total
+
+
+def without_padding(shape: ModelShape = SHAPE, **changes: Any) -> ModelShape:
+    return shape.model_copy(update=changes) if changes else replace(shape)  # type: ignore[type-var]

@@ -1,0 +1,91 @@
+"""The command line and the composed config: spellings, the three families, what is refused and how."""
+
+import pytest
+
+from flows.config import PostTrainConfig, config_hash, options, part, validated
+from flows.flags import own_flags, parse, split
+from storage.config import extra_of
+
+MODEL = ["--hf-checkpoint", "model"]
+
+
+def test_every_flag_stands_for_one_option_and_every_option_is_a_sentence() -> None:
+    assert len(own_flags()) >= len(list(options()))
+    for section, name, field in options():
+        assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
+
+
+def test_split_keeps_values_with_their_flag() -> None:
+    assert split(["--a", "1", "2", "--b", "--c=x", "--d-e", "-1"]) == [("--a", ["1", "2"]), ("--b", []), ("--c", ["x"]), ("--d-e", ["-1"])]
+    with pytest.raises(ValueError, match="'word' stands before"):
+        split(["word"])
+
+
+def test_our_flags_reach_their_sections_and_are_converted() -> None:
+    config = parse([*MODEL, "--run", "r", "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--lr", "1e-6",
+                    "--use-kl-loss", "--save-interval", "none", "--rollout-stop", "a", "b"])  # fmt: skip
+    assert (config.run.num_rollout, config.train.lr, config.train.use_kl_loss, config.run.save_interval) == (3, 1e-6, True, None)
+    assert config.rollout.rollout_stop == ["a", "b"]
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (32, 1)
+
+
+def test_aliases_and_repeated_flags() -> None:
+    config = parse([*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"])
+    assert config.rollout.input_key == "question"
+    assert config.eval.eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
+
+
+def test_a_switch_can_be_turned_off_and_takes_no_word(tmp_path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n[eval]\neval_prompt_data = [["a", "x"]]\n')
+    config = parse([*MODEL, "--config", str(file), "--no-use-kl-loss", "--sglang-log-level", "info", "--eval-prompt-data", "b", "y"])
+    assert not config.train.use_kl_loss
+    assert config.rollout.sglang == {"context_length": 8192, "log_level": "info"}
+    assert config.eval.eval_prompt_data == [("b", "y")], "flags win over files"
+    with pytest.raises(ValueError, match="--use-kl-loss is a switch"):
+        parse([*MODEL, "--use-kl-loss", "yes"])
+
+
+def test_engine_families() -> None:
+    config = parse([*MODEL, "--sglang-mem-fraction-static", "0.4", "--recompute-granularity", "full", "--moe-token-dispatcher-type", "alltoall"])
+    assert config.rollout.sglang == {"mem_fraction_static": 0.4}
+    assert config.train.megatron == {"recompute_granularity": "full", "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--rollot-batch-size", "3"], r"unknown flag --rollot-batch-size: did you mean --rollout-batch-size\?"),
+        (["--rollout-batch-size", "0"], r"--rollout-batch-size '0': input should be greater than or equal to 1"),
+        (["--rollout-batch-size", "x"], r"--rollout-batch-size 'x': input should be a valid integer"),
+        (["--rollout-batch-size"], "--rollout-batch-size needs a value"),
+        (["--eval-prompt-data", "aime"], "takes 2 words at a time"),
+        (["--rollout-batch-size", "3", "--n-samples-per-prompt", "3", "--global-batch-size", "4"], "3 x --n-samples-per-prompt 3 = 9 samples, but"),
+        (["--config", "nowhere.toml"], "config file nowhere.toml does not exist"),
+        (["--run", "a/b"], "--run 'a/b'"),
+    ],
+)
+def test_what_is_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse([*MODEL, *words])
+
+
+def test_toml_names_the_wrong_key(tmp_path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[trian]\nlr = 1\n")
+    with pytest.raises(ValueError, match=r"section \[trian\]"):
+        parse([*MODEL, "--config", str(file)])
+    file.write_text("[train]\nlearning_rate = 1\n")
+    with pytest.raises(ValueError, match=r"\[train\] learning_rate: no such option"):
+        parse([*MODEL, "--config", str(file)])
+
+
+def test_a_config_survives_json_and_its_hash_sees_identity_only() -> None:
+    config = parse([*MODEL, "--run", "r", "--num-rollout", "3"])
+    assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
+    longer = validated(config.model_dump() | {"run": config.run.model_dump() | {"num_rollout": 9}})
+    assert config_hash(longer) == config_hash(config)
+    other = validated(config.model_dump() | {"train": config.train.model_dump() | {"lr": 1e-3}})
+    assert config_hash(other) != config_hash(config)
+    assert set(part(config, "identity")) | set(part(config, "schedule")) | set(part(config, "placement")) == {f"{s}.{n}" for s, n, _ in options()}
+    assert {extra_of(field)["change"] for _, _, field in options()} == {"identity", "schedule", "placement"}

@@ -1,0 +1,112 @@
+"""What people see: one line a round that a script can read too, and a summary that adds up."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from flows.display import Display, round_line, summary
+from storage.refs import Commit
+from storage.tracking.lineage import eval_rewards
+
+
+def config(num_rollout: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(
+        run=SimpleNamespace(num_rollout=num_rollout),
+        convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
+        rollout=SimpleNamespace(prompt_data=["/data/[train].jsonl"]),  # brackets are rich's markup
+        eval=SimpleNamespace(eval_prompt_data=[("heldout", "/data/heldout.jsonl")]),
+    )
+
+
+def rollout(index: int, reward: float) -> Commit:
+    summary = {"rollout/raw_reward": reward, "rollout/response_len/mean": 3.25, "perf/tokens_per_gpu_per_sec": 1234.5}
+    return Commit(kind="rollout", index=index, summary=summary, seconds={"generate": 0.5, "reward": 0.1, "write": 0.02})
+
+
+def step(index: int) -> Commit:
+    summary = {"train/loss": -0.0021, "train/ppo_kl": 0.5, "train/kl_loss": 1.2e-5, "train/train_rollout_logprob_abs_diff": 3e-6}
+    seconds = {"restore": 0.01, "train": 0.4, "read": 0.1, "update": 0.3}
+    return Commit(kind="step", index=index, policy_version=index + 1, summary=summary, seconds=seconds)
+
+
+def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] | None = None) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
+    display = Display("r1", "post_train", config(display_of), "/store", "sqlite:////store/mlflow/mlflow.db", console=console)
+    for commit in commits or []:
+        display.commit(commit)
+    display.finish()
+    return out.getvalue()
+
+
+def test_a_round_is_one_line() -> None:
+    line = round_line(step(2), rollout(2, 0.53125), 20, [9.0, 0.02]).plain
+    assert line == (
+        "round  3/20  reward 0.531  loss -0.0021  kl 1.2e-05  gap 3.0e-06  length 3.2  tokens/s 1,234  "
+        "rollout 0.62s  train 0.40s  publish 0.02s"
+    )
+
+
+def test_supervised_rounds_show_what_they_have() -> None:
+    commit = Commit(
+        kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
+    )
+    assert round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
+
+
+def test_without_a_terminal_every_round_is_a_plain_line() -> None:
+    text = shown(commits=[commit for r in range(3) for commit in (rollout(r, 0.1 * r), step(r))])
+    assert "\x1b" not in text
+    lines = [line for line in text.splitlines() if line.startswith("round ")]
+    assert [re.search(r"reward (\S+)", line).group(1) for line in lines] == ["0.000", "0.100", "0.200"]  # type: ignore[union-attr]
+    assert "/data/[train].jsonl" in text
+    assert "penstock runs --store /store" in text
+
+
+def test_on_a_terminal_there_is_a_bar_that_goes_away() -> None:
+    text = shown(terminal=True, commits=[rollout(0, 0.5), step(0)])
+    assert "training on round 1" in text or "0/3" in text or "1/3" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden, and is back
+
+
+def test_progress_reports_only_where_there_is_a_bar() -> None:
+    for terminal in (True, False):
+        out = io.StringIO()
+        display = Display("r1", "sft", config(), "/store", console=Console(file=out, force_terminal=terminal))
+        with display.progress("rollout 1") as report:
+            report(1, 8)
+        with pytest.raises(RuntimeError, match="engine"), display.progress("rollout 2") as report:
+            raise RuntimeError("engine")
+        display.close()
+        assert ("rollout 1" in out.getvalue()) is terminal
+
+
+def test_the_summary_adds_up() -> None:
+    commits = [commit for r in range(3) for commit in (rollout(r, 0.25 * (r + 1)), step(r))]
+    commits += [
+        Commit(
+            kind="eval",
+            index=version,
+            summary={"eval/heldout": 0.3 * version, "eval/heldout/pass@8": 1.0},
+            seconds={"generate": 1.0},
+        )
+        for version in (3, 0)
+    ]
+    commits += [
+        Commit(kind="checkpoint", index=v, attempt=f"runs/r1/checkpoints/{v:06d}/attempt-x", seconds={"save": 2.0})
+        for v in (1, 3)
+    ]
+    rows = summary(commits, [0.5, 0.25], "s3://bucket")
+    assert rows["rounds"] == "3"
+    assert rows["reward"] == "0.250 in round 1, 0.750 in round 3"
+    assert rows["eval heldout"] == "0.000 after 0, 0.900 after 3"
+    assert rows["checkpoint"] == "s3://bucket/runs/r1/checkpoints/000003/attempt-x"
+    assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
+
+
+@pytest.mark.parametrize("name", ["eval/aime", "eval/aime/mean_reward"])
+def test_the_reward_of_an_evaluation_is_found(name: str) -> None:
+    assert eval_rewards(Commit(kind="eval", summary={name: 0.5, "eval/aime/pass@4": 1.0, "perf/x": 2.0})) == {"aime": 0.5}

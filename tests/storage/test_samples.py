@@ -1,0 +1,162 @@
+"""Samples come back from Parquet as they were, whatever is in them; what does not fit is refused with a sentence."""
+
+import random
+import string
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage import shards
+from storage.refs import Commit
+from storage.sample import SCHEMA, SCHEMA_VERSION, Sample, Status, from_table, to_table
+from storage.shards import read_samples, read_table, write_shards
+from storage.store import Store
+
+ALPHABET = string.printable + "äß汉字🙂\u0000\u2028'\"\\"
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(ALPHABET) for _ in range(rng.randrange(0, 30)))
+
+
+def random_sample(rng: random.Random, number: int) -> Sample:
+    """Any sample that the rules allow: empty ones, none trained, no reward, text in any script."""
+    num_prompt, num_response = rng.randrange(0, 9), rng.randrange(0, 9)
+    mask = [0] * num_prompt + [rng.randrange(2) for _ in range(num_response)]
+    return Sample(
+        sample_id=f"{number:09d}-{rng.randrange(100):02d}",
+        group_id=f"{number:09d}",
+        trajectory_id=random_text(rng),
+        rollout_id=rng.choice([0, 7, 2**40]),
+        prompt=random_text(rng),
+        response=random_text(rng),
+        label=random_text(rng),
+        token_ids=[rng.randrange(2**31) for _ in mask],
+        loss_mask=mask,
+        rollout_logprobs=[float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask],  # stored as float32
+        reward=rng.choice([None, 0.0, -1.5, rng.random(), float("inf")]),
+        rewards={random_text(rng): rng.random() for _ in range(rng.randrange(3))},
+        status=rng.choice(list(Status)),
+        policy_versions=(rng.randrange(-1, 5), rng.randrange(-1, 2**40)),
+        metadata=rng.choice([{}, {"row": number, "nested": {"list": [1, None, 2.5, random_text(rng)]}}]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_round_trip_through_parquet(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    samples = [random_sample(rng, number) for number in range(rng.randrange(0, 40))]
+    pq.write_table(to_table(samples), tmp_path / "x.parquet")
+    assert from_table(pq.ParquetFile(tmp_path / "x.parquet").read()) == samples
+
+
+def test_the_schema_and_the_dataclass_agree() -> None:
+    assert SCHEMA.names == [field.name for field in fields(Sample)]
+
+
+def test_prompt_and_response_lengths_are_split_at_the_first_trained_token() -> None:
+    sample = Sample("s", "g", "t", 0, token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 0], rollout_logprobs=[0.0] * 4)
+    assert (sample.prompt_length, sample.response_length) == (2, 2)
+    sample.loss_mask = [0, 0, 0, 0]
+    assert (sample.prompt_length, sample.response_length) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"loss_mask": [0, 1]}, "lengths 3, 2, 3; they must be equal"),
+        ({"rollout_logprobs": []}, "lengths 3, 3, 0; they must be equal"),
+        ({"loss_mask": [0, 1, 2]}, "only 0 and 1 are allowed"),
+    ],
+)
+def test_streams_that_do_not_fit_are_refused(changes: dict, sentence: str) -> None:
+    sample = Sample("s", "g", "t", 0, token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logprobs=[0.0, -1.0, -2.0])
+    to_table([sample])
+    for name, value in changes.items():
+        setattr(sample, name, value)
+    with pytest.raises(ValueError, match=sentence):
+        to_table([sample])
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0, None])
+def test_a_shard_of_another_version_is_refused(version: int | None) -> None:
+    metadata = None if version is None else {"penstock_schema_version": str(version)}
+    with pytest.raises(ValueError, match=r"schema version .*; this Penstock reads 1 to .*: install the release that wrote it"):
+        from_table(to_table([]).replace_schema_metadata(metadata))
+
+
+# ---- shards in a store --------------------------------------------------------------------------------------------------
+
+
+def commit_samples(store: Store, samples: list[Sample]) -> Commit:
+    attempt = store.new_attempt("runs/r/rollouts/000000")
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+    return store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 11])
+def test_shards_keep_the_order_and_record_their_rows(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SAMPLES_PER_SHARD", 3)
+    store = Store(str(tmp_path))
+    samples = [random_sample(random.Random(number), number) for number in range(num_samples)]
+    commit = commit_samples(store, samples)
+    assert read_samples(store, commit) == samples
+    rows = [record.rows for record in commit.files]
+    assert sum(row or 0 for row in rows) == num_samples
+    assert len(rows) == max(1, -(-num_samples // 3))
+
+
+def test_only_shards_that_the_commit_names_are_read(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    commit = commit_samples(store, [Sample("s", "g", "t", 0)])
+    late = tmp_path / (commit.attempt or "")
+    write_shards(late, [Sample("late", "g", "t", 0)], name="part-00000-late")
+    pq.write_table(to_table([Sample("late", "g", "t", 0)]), late / "part-00001.parquet")
+    assert [sample.sample_id for sample in read_samples(store, commit)] == ["s"]
+
+
+def test_a_directory_named_like_a_partition_adds_no_column(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "run=3"))
+    assert read_table(store, commit_samples(store, [Sample("s", "g", "t", 0)])).schema.names == SCHEMA.names
+
+
+def test_a_committed_shard_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    attempt = store.new_attempt("runs/r/rollouts/000000")
+    with store.writing(attempt) as out:
+        table = to_table([]).replace_schema_metadata({"penstock_schema_version": "99"})
+        pq.write_table(table, out.path / "part-00000.parquet")
+    commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
+    with pytest.raises(ValueError, match="schema version 99"):
+        read_table(store, commit)
+
+
+def test_people_can_ask_the_shards_with_duckdb(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    store = Store(str(tmp_path))
+    mask, ids, logprobs = [0, 1], [1, 2], [0.0, -0.5]
+    commit_samples(
+        store,
+        [
+            Sample(
+                f"s{j}",
+                "g",
+                "t",
+                0,
+                token_ids=ids,
+                loss_mask=mask,
+                rollout_logprobs=logprobs,
+                reward=float(j),
+                rewards={"exact": j},
+            )
+            for j in range(4)
+        ],
+    )
+    query = f"select avg(reward), avg(rewards['exact']), avg(len(token_ids)) from '{tmp_path}/runs/r/rollouts/*/*/part-*.parquet'"
+    assert duckdb.sql(query).fetchall() == [(1.5, 1.5, 2.0)]
+    assert isinstance(read_table(store, store.committed("runs/r/rollouts/000000")), pa.Table)  # type: ignore[arg-type]

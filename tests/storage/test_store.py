@@ -1,0 +1,263 @@
+"""The store's one promise: what is committed is whole and stands for ever, whoever else writes, dies or comes late."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.store import Store, StoreError, hash_file
+
+KEYS = RunKeys("r")
+
+
+def write(store: Store, prefix: str, content: bytes = b"data", name: str = "part") -> Commit:
+    """What a stage does: files under a private prefix, then one commit."""
+    attempt = store.new_attempt(prefix)
+    with store.writing(attempt) as out:
+        (out.path / "deep").mkdir()
+        (out.path / "deep" / name).write_bytes(content)
+    return store.commit(prefix, Commit(kind="rollout", attempt=attempt, files=out.files))
+
+
+def read(store: Store, commit: Commit) -> bytes:
+    with store.reading(commit) as directory:
+        return (directory / "deep" / "part").read_bytes()
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return Store(str(tmp_path / "store"))
+    if request.param == "memory":
+        return Store(f"memory://{tmp_path.name}")
+    return request.getfixturevalue("s3_store")(tmp_path.name)
+
+
+def test_a_commit_is_found_again_with_its_files(store: Store) -> None:
+    assert store.committed(KEYS.rollout(3)) is None
+    commit = write(store, KEYS.rollout(3), b"three")
+    again = Store(store.uri, store.options)
+    assert again.committed(KEYS.rollout(3)) == commit
+    assert read(again, commit) == b"three"
+    assert [record.bytes for record in commit.files] == [5]
+    assert again.committed_indices(f"{KEYS.prefix}/rollouts") == [3]
+
+
+def test_the_loser_adopts_the_winner(store: Store) -> None:
+    winner = write(store, KEYS.rollout(0), b"first")
+    loser = write(store, KEYS.rollout(0), b"second")
+    assert loser == winner
+    assert read(store, loser) == b"first"
+
+
+def test_files_without_a_commit_do_not_exist_for_readers(store: Store) -> None:
+    with pytest.raises(RuntimeError, match="killed"), store.writing(store.new_attempt(KEYS.rollout(0))) as out:
+        (out.path / "part").write_bytes(b"half")
+        raise RuntimeError("killed")
+    assert store.committed(KEYS.rollout(0)) is None
+    assert store.committed_indices(f"{KEYS.prefix}/rollouts") == []
+
+
+def test_a_file_lost_after_its_commit_is_an_error_that_names_it(store: Store) -> None:
+    commit = write(store, KEYS.rollout(0))
+    store.fs.rm_file(store.path(commit.files[0].path))
+    with pytest.raises(StoreError, match=r"deep/part is missing, but a commit names it with 4 bytes"), store.reading(commit):
+        pass
+
+
+def test_a_file_cut_after_its_commit_is_an_error(store: Store) -> None:
+    commit = write(store, KEYS.rollout(0))
+    store.fs.pipe_file(store.path(commit.files[0].path), b"da")
+    with pytest.raises(StoreError, match="has 2 bytes"), store.reading(commit):
+        pass
+
+
+def test_indices_are_numbers_in_order_whatever_else_lies_there(store: Store) -> None:
+    for index in (10, 2, 7):
+        write(store, KEYS.rollout(index))
+    store.fs.pipe_file(store.path(commit_key(f"{KEYS.prefix}/rollouts/copy of 000002")), b"{}")
+    store.fs.pipe_file(store.path(commit_key(KEYS.rollout(3)) + ".1f2e.tmp"), b"{")  # a commit killed before its link
+    assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [2, 7, 10]
+
+
+def test_a_file_of_another_client_is_seen_after_a_listing(store: Store) -> None:
+    """Object stores remember listings; what another process has written since must still be found."""
+    write(store, KEYS.rollout(0))
+    assert store.list(f"{KEYS.prefix}/rollouts")
+    other = Store(store.uri, {**store.options, "skip_instance_cache": True} if not store.is_local else None)
+    other.create(f"{KEYS.prefix}/rollouts/new.json", b"{}")
+    assert store.exists(f"{KEYS.prefix}/rollouts/new.json")
+    assert store.size(f"{KEYS.prefix}/rollouts/new.json") == 2
+
+
+def test_single_writer_keeps_the_first_record(tmp_path: Path, s3_store: Callable[..., Store]) -> None:
+    for store in (Store(str(tmp_path / "a"), single_writer=True), s3_store(tmp_path.name, single_writer=True)):
+        assert store.create("x", b"1")
+        assert not store.create("x", b"2")
+        assert store.read("x") == b"1"
+
+
+# ---- between processes --------------------------------------------------------------------------------------------------
+
+
+def _race(root: str, barrier: "multiprocessing.synchronize.Barrier", writer: int, queue: "multiprocessing.Queue") -> None:
+    store = Store(root, probe=False)
+    won = []
+    for index in range(40):
+        barrier.wait()
+        commit = store.commit(KEYS.step(index), Commit(kind="step", index=index, state={"writer": writer, "pad": "x" * 50_000}))
+        assert commit.state["pad"] == "x" * 50_000
+        won.append(commit.state["writer"])
+    queue.put((writer, won))
+
+
+def test_one_process_wins_every_race_and_all_agree_on_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_race, args=(str(tmp_path), barrier, writer, queue)) for writer in range(3)]
+    for process in processes:
+        process.start()
+    seen = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert seen[0] == seen[1] == seen[2]
+    store = Store(str(tmp_path))
+    assert [store.committed(KEYS.step(i)).state["writer"] for i in range(40)] == seen[0]  # type: ignore[union-attr]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def _write_for_ever(root: str) -> None:
+    store = Store(root, probe=False)
+    for index in range(1_000_000):
+        write(store, KEYS.rollout(index), b"x" * 1_000_000)
+
+
+def test_a_killed_writer_leaves_only_whole_commits(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(str(tmp_path),))
+    process.start()
+    store = Store(str(tmp_path))
+    deadline = time.monotonic() + 30
+    while len(store.committed_indices(f"{KEYS.prefix}/rollouts")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    indices = store.committed_indices(f"{KEYS.prefix}/rollouts")
+    assert len(indices) >= 5
+    assert indices == list(range(len(indices)))
+    for index in indices:
+        commit = store.committed(KEYS.rollout(index))
+        assert commit is not None
+        with store.reading(commit) as directory:
+            assert [hash_file(directory / "deep" / "part")] == [record.xxh3 for record in commit.files]
+
+
+# ---- what a store must be able to do ------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"is not writable .* give --store a place where this user may write"):
+        Store(str(tmp_path / "file" / "store"))
+
+
+def test_an_unknown_scheme_is_refused_in_one_sentence() -> None:
+    with pytest.raises(StoreError, match=r"store 'foo://x' cannot be opened"):
+        Store("foo://x")
+
+
+def test_a_missing_bucket_is_refused(s3_options: dict) -> None:
+    with pytest.raises(StoreError, match="is not writable"):
+        Store("s3://no-such-bucket/x", s3_options)
+
+
+class _Overwriting(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+    """An object store that takes `mode="create"` and does not care."""
+
+    protocol = "careless"
+    store: dict = {}  # noqa: RUF012 - the parent class keeps its files in a class attribute
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
+        super().pipe_file(path, value, mode="overwrite")
+
+
+def test_a_store_without_conditional_create_is_refused_unless_promised() -> None:
+    fsspec.register_implementation("careless", _Overwriting, clobber=True)
+    with pytest.raises(StoreError, match="accepts a second create of the same key, so two writers could both win"):
+        Store("careless://x")
+    assert Store("careless://x", single_writer=True).create("k", b"1")
+
+
+def test_a_disk_without_hard_links_is_refused_unless_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: str, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreError, match="without hard links, so two writers could both win"):
+        Store(str(tmp_path))
+    assert Store(str(tmp_path), single_writer=True).create("k", b"1")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_link_that_nfs_denies_having_made_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_link = os.link
+
+    def link(source: str, target: str) -> None:
+        real_link(source, target)
+        raise FileExistsError(17, "File exists")
+
+    store = Store(str(tmp_path))
+    monkeypatch.setattr(os, "link", link)
+    assert store.create("k", b"1")
+
+
+def test_s3_answers_that_s3fs_does_not_know(
+    s3_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MinIO's 412 comes without the condition's name; AWS's 409 asks to try again."""
+    store = s3_store(tmp_path.name)
+
+    class ClientError(Exception):
+        def __init__(self, code: str) -> None:
+            self.response = {"Error": {"Code": code}}
+
+    answers = ["ConditionalRequestConflict", "PreconditionFailed"]
+
+    def pipe_file(*args: object, **kwargs: object) -> None:
+        raise OSError(22, "translated") from ClientError(answers.pop(0))
+
+    monkeypatch.setattr(store.fs, "pipe_file", pipe_file)
+    assert store.create("k", b"1") is False
+    assert answers == []
+
+
+# ---- commit records -----------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_a_number_does_not_make_its_commit_unreadable(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.commit(KEYS.step(0), Commit(kind="step", summary={"train/loss": math.nan, "train/grad_norm": math.inf}))
+    commit = store.committed(KEYS.step(0))
+    assert commit is not None
+    assert math.isnan(commit.summary["train/loss"])
+    assert commit.summary["train/grad_norm"] == math.inf
+    data = store.read(commit_key(KEYS.step(0)))
+    assert data is not None
+    json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_every_file_is_recorded_with_what_proves_it(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    commit = write(store, KEYS.rollout(0), b"hello")
+    path = tmp_path / commit.files[0].path
+    assert commit.files == [FileRecord(path=f"{commit.attempt}/deep/part", bytes=5, xxh3=hash_file(path))]
+    assert hash_file(path) == "b5e9c1ad071b3e7fc779cfaa5e523818"  # xxh128sum of "hello"

@@ -1,0 +1,291 @@
+"""Tracking tells MLflow every commit once, whatever dies on the way, and never holds up a run."""
+
+import json
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.store import Store
+from storage.tracking import Tracker, tracking_directory, tracking_uri
+from storage.tracking.lineage import Lineage, flatten
+from storage.tracking.outbox import Outbox
+
+KEYS = RunKeys("demo")
+CONFIG = {"run": {"num_rollout": 4, "store_options": {"key": "s3cret"}}, "train": {"lr": 3e-4}}
+TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
+
+
+def commits() -> list[tuple[str, Commit]]:
+    """Four rounds with a checkpoint and an evaluation after the second and the fourth."""
+    found = [("models/f00d.commit.json", Commit(kind="model", attempt="models/f00d/attempt-1", created_at=1e9))]
+    for r in range(4):
+        at = 1e9 + 100 * (r + 1)
+        shard = FileRecord(path=f"{KEYS.rollout(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8)
+        summary = {"rollout/raw_reward": 0.25 * r, "rollout/truncated_ratio": 0.0}
+        rollout = Commit(
+            kind="rollout", index=r, attempt=f"{KEYS.rollout(r)}/attempt-1", files=[shard], summary=summary, created_at=at
+        )
+        step = Commit(
+            kind="step",
+            index=r,
+            policy_version=r + 1,
+            summary={"train/loss": float("nan")},
+            seconds={"train": 0.5},
+            created_at=at + 1,
+        )
+        found += [(commit_key(KEYS.rollout(r)), rollout), (commit_key(KEYS.step(r)), step)]
+        if r % 2:
+            version, task = r + 1, "heldout"
+            saved = Commit(kind="checkpoint", index=version, policy_version=version, attempt="runs/demo/c", created_at=at + 2)
+            scores = {"eval/heldout/mean_reward": 0.5, "eval/heldout/pass@4": 0.75}
+            score = Commit(
+                kind="eval",
+                index=version,
+                policy_version=version,
+                summary=scores,
+                created_at=at + 3,
+                inputs={"data": "/data/h.jsonl"},
+            )
+            found += [(commit_key(KEYS.checkpoint(version)), saved), (commit_key(KEYS.eval(version, task)), score)]
+    return found
+
+
+def counts(database: Path) -> dict[str, int]:
+    with sqlite3.connect(database) as connection:
+        return {table: connection.execute(f"select count(*) from {table}").fetchone()[0] for table in TABLES}
+
+
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs: making its tables takes seconds, copying it none."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    Lineage(f"sqlite:///{path}", "penstock", "none", "").client.search_experiments()
+    return path
+
+
+@pytest.fixture
+def database(empty_database: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "mlflow.db"
+    copy.write_bytes(empty_database.read_bytes())
+    return copy
+
+
+def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], config: dict | None = None) -> int:
+    tracker = Tracker("demo", directory, f"sqlite:///{database}", CONFIG if config is None else config, store_uri="/store")
+    for key, commit in offered:
+        tracker.record(key, commit)
+    waiting = tracker.close(timeout=60)
+    assert tracker.problem is None
+    return waiting
+
+
+def test_what_people_see(database: Path, tmp_path: Path) -> None:
+    assert track(tmp_path / "out", database, commits()) == 0
+    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    experiment = client.get_experiment_by_name("penstock")
+    runs = {run.info.run_name: client.get_run(run.info.run_id) for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {
+        "demo",
+        "convert",
+        "train-000000-000001",
+        "train-000002-000003",
+        "eval-000002-heldout",
+        "eval-000004-heldout",
+    }
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+
+    main = runs["demo"]
+    assert main.data.params == {"run.num_rollout": "4", "train.lr": "0.0003"}
+    points = client.get_metric_history(main.info.run_id, "rollout/raw_reward")
+    assert [(p.step, p.value, p.timestamp) for p in points] == [(r, 0.25 * r, int(1e12 + 1e5 * (r + 1))) for r in range(4)]
+    assert {artifact.path for artifact in client.list_artifacts(main.info.run_id)} == {"commits", "reward.png"}
+
+    train = runs["train-000002-000003"]
+    assert train.data.tags["mlflow.parentRunId"] == main.info.run_id
+    assert [i.dataset.name for i in train.inputs.dataset_inputs] == ["rollout-000002", "rollout-000003"]
+    first = runs["train-000000-000001"]
+    assert [m.model_id for m in train.inputs.model_inputs] == [m.model_id for m in first.outputs.model_outputs]
+    assert [m.model_id for m in first.inputs.model_inputs] == [m.model_id for m in runs["convert"].outputs.model_outputs]
+
+    scored = client.get_logged_model(train.outputs.model_outputs[0].model_id)
+    assert scored.params["uri"] == "/store/runs/demo/c"
+    assert {(m.key, m.value, m.dataset_name) for m in scored.metrics} == {
+        ("eval/heldout/mean_reward", 0.5, "heldout"),
+        ("eval/heldout/pass_at_4", 0.75, "heldout"),
+    }
+
+
+def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: Path) -> None:
+    import mlflow.data
+
+    track(tmp_path / "out", database, commits())
+    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    runs = [
+        client.get_run(run.info.run_id) for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
+    ]
+    found = [i.dataset for run in runs for i in run.inputs.dataset_inputs]
+    assert len(found) == 6
+    for dataset in found:
+        assert mlflow.data.get_source(dataset).to_dict()["uri"].startswith("/")
+        assert "mlflow_colspec" in json.loads(dataset.schema or '{"mlflow_colspec": []}')
+
+
+def test_telling_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
+    track(tmp_path / "out", database, commits())
+    before = counts(database)
+    assert (
+        before["metrics"] == 4 * 2 + 4 * 2 + 2 * 2 + 2 * 2
+    )  # rollouts, steps (loss, seconds), evaluations on the run and on their own
+    track(tmp_path / "out", database, commits())  # a resumed run offers all commits
+    track(tmp_path / "another machine", database, commits())  # ... perhaps where the outbox is not
+    (tmp_path / "out" / "delivered.json").unlink()  # ... or the kill came before the offset was written
+    track(tmp_path / "out", database, [])
+    assert counts(database) == before
+
+
+@pytest.mark.parametrize("step", [3, 6, 9, 12])
+def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path: Path) -> None:
+    """The process dies (for real) after some call to MLflow, before the outbox knows of it."""
+    clean = tmp_path / "clean.db"
+    clean.write_bytes(database.read_bytes())
+    program = f"""
+import os, sys
+from pathlib import Path
+from storage.tracking.lineage import Lineage
+from storage.tracking.outbox import Outbox
+outbox = Outbox(Path({str(tmp_path / "out")!r}))
+lineage = Lineage("sqlite:///{database}", "penstock", "demo", "/store")
+left = [{step}]
+for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
+    def dying(*args, real=getattr(lineage.client, name), **kwargs):
+        result = real(*args, **kwargs)
+        left[0] -= 1
+        if not left[0]:
+            os._exit(9)
+        return result
+    setattr(lineage.client, name, dying)
+for line, end in outbox.lines(0):
+    lineage.remember(line)
+    lineage.tell([line])
+"""
+    outbox = Outbox(tmp_path / "out")
+    for key, commit in commits():
+        outbox.append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 9
+    assert track(tmp_path / "out", database, commits()) == 0
+    track(tmp_path / "clean", clean, commits())
+    assert counts(database) == counts(clean)
+
+
+def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
+    track(tmp_path / "out", database, commits()[:3])
+    track(tmp_path / "out", database, commits(), {"run": {"num_rollout": 8}})
+    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    run = client.search_runs([client.get_experiment_by_name("penstock").experiment_id], "attributes.run_name = 'demo'")[0]
+    assert (run.data.params["run.num_rollout"], run.data.tags["changed.run.num_rollout"]) == ("4", "8")
+
+
+def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
+    for store in ("/a", "/b"):
+        Tracker("demo", tmp_path / store[1:], f"sqlite:///{database}", store_uri=store).close(timeout=60)
+    assert counts(database)["runs"] == 2
+
+
+@pytest.fixture
+def dead_server() -> Iterator[str]:
+    with socket.socket() as bound:  # bound, not listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def test_a_dead_server_holds_up_nothing_and_loses_nothing(dead_server: str, database: Path, tmp_path: Path) -> None:
+    tracker = Tracker("demo", tmp_path / "out", dead_server, CONFIG, store_uri="/store")
+    start = time.perf_counter()
+    for key, commit in commits():
+        tracker.record(key, commit)
+    assert time.perf_counter() - start < 0.5
+    assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
+    assert track(tmp_path / "out", database, commits()) == 0
+    assert counts(database)["metrics"] == 24
+
+
+def test_a_line_that_mlflow_refuses_does_not_hold_up_the_others(database: Path, tmp_path: Path) -> None:
+    tracker = Tracker("demo", tmp_path / "out", f"sqlite:///{database}", store_uri="/store")
+    tracker.log("good", {"perf/overhead": 0.1}, step=0)
+    tracker.log("bad", {"n" * 400: 0.1}, step=1)
+    tracker.log("also good", {"perf/overhead": 0.2}, step=2)
+    assert tracker.close(timeout=60) == 0
+    assert counts(database)["metrics"] == 2
+    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    assert [entry["line"]["key"] for entry in refused] == ["bad"]
+
+
+def test_commits_that_were_never_recorded_are_caught_up(database: Path, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    for key, commit in commits():
+        store.commit(key.removesuffix(".commit.json"), commit)
+    tracker = Tracker("demo", tracking_directory(store, "demo"), f"sqlite:///{database}", store_uri=store.uri)
+    tracker.record(*commits()[1])
+    assert tracker.catch_up(store, KEYS) == len(commits()) - 2  # the model belongs to no run
+    assert tracker.catch_up(store, KEYS) == 0
+    assert tracker.close(timeout=60) == 0
+
+
+def test_the_default_database_lies_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(store) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example")
+    assert tracking_uri(store) == "http://mlflow.example"
+    assert tracking_uri(store, "http://given.example") == "http://given.example"
+
+
+def test_parameters_hold_no_secrets_and_only_legal_names() -> None:
+    config = {"a": {"b@c": [1, None], "store_options": {"secret": 1}, "password": "x"}, "hf_token": "y", "max_tokens": 5}
+    assert dict(flatten(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
+
+
+# ---- the outbox ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_taken_once_also_after_a_restart(tmp_path: Path) -> None:
+    assert Outbox(tmp_path).append("k", {"n": 1})
+    again = Outbox(tmp_path)
+    assert not again.append("k", {"n": 2})
+    assert [line["n"] for line, _ in again.lines(0)] == [1]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_line_cut_short_by_a_kill_is_passed_over(cut: int, tmp_path: Path) -> None:
+    Outbox(tmp_path).append("a", {"n": 1})
+    Outbox(tmp_path).append("b", {"n": 2})
+    file = tmp_path / "outbox.jsonl"
+    file.write_bytes(file.read_bytes()[:-cut])
+    outbox = Outbox(tmp_path)
+    assert outbox.append("c", {"n": 3})
+    kept = [line["key"] for line, _ in outbox.lines(0)]
+    assert kept == (["a", "b", "c"] if cut == 1 else ["a", "c"])  # one byte is only the end of the line
+    assert outbox.append("b", {"n": 2}) is (cut > 1)
+
+
+def test_only_one_delivers(tmp_path: Path) -> None:
+    first, second = Outbox(tmp_path), Outbox(tmp_path)
+    assert first.lock()
+    assert not second.lock()
+    first.unlock()
+    assert second.lock()
+
+
+def test_an_offset_beyond_the_file_is_its_end(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.mark_delivered(10_000)
+    assert outbox.num_waiting() == 0
+    outbox.append("k", {"n": 1})
+    assert Outbox(tmp_path).delivered <= (tmp_path / "outbox.jsonl").stat().st_size
