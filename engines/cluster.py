@@ -56,14 +56,14 @@ class Cluster:
         import ray
 
         assert not ray.is_initialized(), "this process has a Ray already: stop the other Cluster first"
-        quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+        quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, ray.exceptions.RayError) as error:
                 raise ValueError(
-                    f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same RAY_AUTH_MODE "
-                    "and token, or leave the address out to get a Ray that ends with this process"
+                    f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same "
+                    "RAY_AUTH_MODE and token, or leave the address out to get a Ray that ends with this process"
                 ) from error
             return cls(owned=False)
         ray.init(
@@ -106,9 +106,8 @@ class Cluster:
         if gpus_each == 0 or self.num_gpus == 0:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
         self._reserve(offset + count * gpus_each)
-        return [
-            self._slot(self._gpus[start : start + gpus_each]) for start in range(offset, offset + count * gpus_each, gpus_each)
-        ]
+        starts = range(offset, offset + count * gpus_each, gpus_each)
+        return [self._slot(self._gpus[start : start + gpus_each]) for start in starts]
 
     def run(
         self,
@@ -126,9 +125,8 @@ class Cluster:
         """
         import ray
 
-        task = ray.remote(fn).options(
-            num_cpus=0, num_gpus=num_gpus, max_retries=0, max_calls=1, runtime_env={"env_vars": env} if env else None
-        )
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
+        task = ray.remote(**options, **({"runtime_env": {"env_vars": env}} if env else {}))(fn)
         reference = task.remote(*args, **kwargs)
         try:
             return ray.get(reference, timeout=timeout)

@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -50,6 +50,9 @@ class RunConfig(StageConfig):
 
     mlflow_tracking_uri: str | None = option(None, change="placement")
     """MLflow server or database; default: MLFLOW_TRACKING_URI, else an SQLite file beside the store."""
+
+    update_weight_transport: Literal["tensor", "disk"] | None = option(None, change="placement")
+    """How weights reach the engines: in memory (same machine or same GPU) or through files; chosen by placement if not given."""
 
     stage_retries: int = option(2, change="placement", ge=0)
     """How often a failed stage is tried again before the run fails."""
@@ -115,14 +118,18 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     if unknown := set(values) - set(SECTIONS):
-        raise ValueError(f"{path} has the section [{sorted(unknown)[0]}]; the sections are {', '.join(f'[{name}]' for name in SECTIONS)}")
+        raise ValueError(
+            f"{path} has the section [{sorted(unknown)[0]}]; the sections are {', '.join(f'[{name}]' for name in SECTIONS)}"
+        )
     return values
 
 
 def part(config: PostTrainConfig, change: Change) -> dict[str, Any]:
     """The fields of one kind, as `section.name` -> plain value."""
     dumped = config.model_dump(mode="json")
-    return {f"{section}.{name}": dumped[section][name] for section, name, field in options() if extra_of(field)["change"] == change}
+    return {
+        f"{section}.{name}": dumped[section][name] for section, name, field in options() if extra_of(field)["change"] == change
+    }
 
 
 def config_hash(config: PostTrainConfig) -> str:

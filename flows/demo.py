@@ -26,8 +26,12 @@ MEANING = """What the curve means: SFT first taught this model exact arithmetic,
 def main(words: list[str]) -> int:
     """Parse the demo's few options and run it."""
     parser = argparse.ArgumentParser(prog="penstock demo", description="Make a tiny model and watch it learn.")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the data order and the sampling of prompts (default 0)")
-    parser.add_argument("--directory", type=Path, default=Path("penstock-demo"), help="where everything goes (default penstock-demo)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the model, the data order and the sampling of prompts (default 0)"
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path("penstock-demo"), help="where everything goes (default penstock-demo)"
+    )
     parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; 20 already show it)")
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the directory and begin anew")
     options = parser.parse_args(words)
@@ -42,14 +46,19 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
 
     began = time.monotonic()
     model, data = make_inputs(directory / "inputs", seed)
-    print(f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n{MEANING}\n", flush=True)
+    print(
+        f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n{MEANING}\n",
+        flush=True,
+    )
     sft = sft_config(directory, model, data, seed)
     if code := start("sft", sft):
         return code
     grpo = grpo_config(directory, exported(sft), data, seed, num_rollout)
     if code := start("post_train", grpo):
         return code
-    print(f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew.")
+    print(
+        f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew."
+    )
     return 0
 
 

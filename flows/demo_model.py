@@ -53,7 +53,9 @@ def make_tiny_model(
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the file is written in a moment
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=hidden,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -42,7 +43,9 @@ def examine() -> int:
     for title in ("", "what", "found", "what to do"):
         table.add_column(title)
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.ok else "[red]no[/]", finding.what, finding.found, "" if finding.ok else finding.advice)
+        table.add_row(
+            "[green]ok[/]" if finding.ok else "[red]no[/]", finding.what, finding.found, "" if finding.ok else finding.advice
+        )
     console.print(table)
     bad = sum(not finding.ok for finding in findings)
     console.print("everything a run needs is here" if not bad else f"{bad} of {len(findings)} need attention")
@@ -98,7 +101,14 @@ def check_sglang() -> list[Finding]:
     from engines.sglang.server import server_environment
 
     code = "import sglang, sglang.srt.entrypoints.http_server; print('serves with sglang', sglang.__version__)"
-    return [_runs("SGLang works", code, f"{SETUP}; on a machine without CUDA torchvision must lie beside, not in site-packages", server_environment())]
+    return [
+        _runs(
+            "SGLang works",
+            code,
+            f"{SETUP}; on a machine without CUDA torchvision must lie beside, not in site-packages",
+            server_environment(),
+        )
+    ]
 
 
 def check_machine() -> list[Finding]:
@@ -106,11 +116,20 @@ def check_machine() -> list[Finding]:
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(".").free
     findings = [
         Finding("free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", "the demo needs up to 8 GiB: close something"),
-        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", "the demo needs about 1 GiB: make room or change directory"),
+        Finding(
+            "free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", "the demo needs about 1 GiB: make room or change directory"
+        ),
     ]
-    if os.path.isdir("/dev/shm"):
+    if Path("/dev/shm").is_dir():
         shm = shutil.disk_usage("/dev/shm").free
-        findings.append(Finding("shared memory", shm > GIB // 2, f"{shm / GIB:.1f} GiB", "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"))
+        findings.append(
+            Finding(
+                "shared memory",
+                shm > GIB // 2,
+                f"{shm / GIB:.1f} GiB",
+                "Ray and weight publishing need /dev/shm: docker run --shm-size=8g",
+            )
+        )
     return findings
 
 
@@ -127,7 +146,12 @@ def check_store() -> list[Finding]:
 def _runs(what: str, code: str, advice: str, environment: dict[str, str] | None = None) -> Finding:
     """Whether a program runs in a fresh interpreter; its last line is what it found."""
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(environment or {})}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **(environment or {})},
     )
     lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
     return Finding(what, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice)

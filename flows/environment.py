@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 QUIET = {
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # the terminal is ours; the Prefect page keeps every line
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the terminal is ours; the Prefect page keeps every line
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "DO_NOT_TRACK": "1",

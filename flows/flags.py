@@ -69,13 +69,17 @@ def _apply(values: Values, name: str, words: list[str], cleared: set[str]) -> No
         section, key, field = own[name]
         target = values.setdefault(section, {})
         new = _value(name, field.annotation, words)
-        repeatable = isinstance(new, list | dict) and f"{section}.{key}" in cleared  # a file's list is replaced, a repeated flag's grows
+        repeatable = (
+            isinstance(new, list | dict) and f"{section}.{key}" in cleared
+        )  # a file's list is replaced, a repeated flag's grows
         target[key] = _joined(target[key], new) if repeatable else new
         cleared.add(f"{section}.{key}")
     elif positive in own and _is(own[positive][2].annotation, bool) and not words:
         values.setdefault(own[positive][0], {})[own[positive][1]] = False
     elif name.startswith("--sglang-"):
-        values.setdefault("rollout", {}).setdefault("sglang", {})[name.removeprefix("--sglang-").replace("-", "_")] = _literal(words)
+        values.setdefault("rollout", {}).setdefault("sglang", {})[name.removeprefix("--sglang-").replace("-", "_")] = _literal(
+            words
+        )
     elif name in (engine := megatron_flag_names()):
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = _literal(words)
     else:
@@ -113,8 +117,11 @@ def help_text(command: str) -> str:
         default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
         lines.append(f"  {spellings}{default}")
         lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
-    lines += ["", "Megatron-core's own flags are taken unchanged, SGLang's with --sglang- in front. Times of change: a resumed run keeps model, data and",
-              "algorithm options; schedule and placement options may change."]
+    lines += [
+        "",
+        "Megatron-core's own flags are taken unchanged, SGLang's with --sglang- in front. Times of change: a resumed run keeps model, data and",
+        "algorithm options; schedule and placement options may change.",
+    ]
     return "\n".join(lines)
 
 

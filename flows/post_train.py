@@ -20,7 +20,8 @@ def post_train(config: PostTrainConfig) -> None:
         config: everything about the run; the same run name resumes it.
     """
     with Session("post_train", config) as session:
-        session.start_engines()
+        if session.generates_with(session.num_trained()):
+            session.start_engines()
         tasks.convert(session)
         due = tasks.schedule(session)
         for stage in due(0):
@@ -31,5 +32,4 @@ def post_train(config: PostTrainConfig) -> None:
             tasks.publish(session, r + 1)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        tasks.export(session)
         session.finish()

@@ -26,7 +26,9 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
     if flow != "convert" and not config.run.run:
         raise ValueError("--run is missing: name the run, the same name resumes it")
     if not config.convert.hf_checkpoint:
-        raise ValueError("--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)")
+        raise ValueError(
+            "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+        )
     ModelShape.from_hf(config.convert.hf_checkpoint)
     check_megatron_args(config.train.megatron)
     open_store(config.run)
@@ -40,15 +42,19 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     from stages.rollout.data_source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer
 
-    check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or flow == "sft")
-    if flow in ("post_train", "sft") and config.run.num_rollout:
-        check_prompt_data(config.rollout)
-    if flow in ("post_train", "sft") and config.train.loss_type == "sft_loss" and flow == "post_train":
-        raise ValueError("--loss-type sft_loss trains on demonstrations: use `penstock sft`")
+    demonstrations = flow == "sft"
+    if demonstrations != (config.train.loss_type == "sft_loss") and flow != "evaluate":
+        raise ValueError(
+            f"--loss-type {config.train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
+            "`penstock train` on graded samples (policy_loss)"
+        )
+    check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or demonstrations)
+    if flow != "evaluate" and config.run.num_rollout:
+        check_prompt_data(config.rollout, demonstrations=demonstrations)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
     for _, path in config.eval.eval_prompt_data:
-        check_prompt_data(config.rollout.model_copy(update={"prompt_data": [path]}))
+        check_prompt_data(config.rollout.model_copy(update=config.eval.overrides(path)))
 
 
 def _check_engines(config: PostTrainConfig) -> None:
@@ -61,4 +67,6 @@ def _check_engines(config: PostTrainConfig) -> None:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                raise ValueError(f"port {port} is taken: give --sglang-port another one, or leave it out and a free one is found") from None
+                raise ValueError(
+                    f"port {port} is taken: give --sglang-port another one, or leave it out and a free one is found"
+                ) from None

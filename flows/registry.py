@@ -29,6 +29,9 @@ def start(name: str, config: PostTrainConfig) -> int:
         flow(config)
     except Exception as error:  # the flow has failed for good, its tasks were retried; Prefect keeps the traceback
         print(f"\npenstock: {name} failed: {type(error).__name__}: {error}", file=sys.stderr)
-        print("The Prefect page has the traceback (`make up`). The same command goes on after the last committed stage.", file=sys.stderr)
+        print(
+            "The Prefect page has the traceback (`make up`). The same command goes on after the last committed stage.",
+            file=sys.stderr,
+        )
         return 1
     return 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
-from storage.refs import RunKeys
+from storage.refs import Commit, RunKeys, commit_key
 from storage.store import Store
 
 RECORD_VERSION = 1
@@ -59,7 +59,10 @@ def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
     changed = {field: value for field, value in part(config, "schedule").items() if latest_schedule(store, keys)[field] != value}
     if changed:
         number = len(store.list(f"{keys.prefix}/changes"))
-        store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps({"at": time.time(), "schedule": part(config, "schedule")}, indent=1).encode())
+        store.create(
+            f"{keys.prefix}/changes/{number:06d}.json",
+            json.dumps({"at": time.time(), "schedule": part(config, "schedule")}, indent=1).encode(),
+        )
     return keys
 
 
@@ -91,8 +94,27 @@ def recorded(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
     for field, value in latest_schedule(store, keys).items():
         section, name = field.split(".")
         values[section][name] = value
-    values["run"] |= {"store": where.store, "store_options": where.store_options, "store_single_writer": where.store_single_writer}
+    values["run"] |= {
+        "store": where.store,
+        "store_options": where.store_options,
+        "store_single_writer": where.store_single_writer,
+    }
     return record["flow"], validated(values)
+
+
+def run_commits(store: Store, keys: RunKeys) -> list[tuple[str, Commit]]:
+    """Every commit of a run as (prefix, commit), in the order they were made."""
+    prefixes = [keys.step(i) for i in store.committed_indices(f"{keys.prefix}/steps")]
+    prefixes += [keys.rollout(i) for i in store.committed_indices(f"{keys.prefix}/rollouts")]
+    prefixes += [keys.checkpoint(i) for i in store.committed_indices(f"{keys.prefix}/checkpoints")]
+    prefixes += [keys.export(i) for i in store.committed_indices(f"{keys.prefix}/exports")]
+    for number in store.list(f"{keys.prefix}/evals"):
+        names = store.list(f"{keys.prefix}/evals/{number}")
+        prefixes += [
+            keys.eval(int(number), name.removesuffix(commit_key(""))) for name in names if name.endswith(commit_key(""))
+        ]
+    found = [(prefix, commit) for prefix in prefixes if (commit := store.committed(prefix))]
+    return sorted(found, key=lambda pair: pair[1].created_at)
 
 
 def print_runs(where: RunConfig) -> int:

@@ -24,5 +24,4 @@ def sft(config: PostTrainConfig) -> None:
             tasks.train(session, demonstrations)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        tasks.export(session)
         session.finish()

@@ -10,40 +10,36 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
 
 from flows.session import Session
-from storage.refs import CheckpointRef, EvalRef, RolloutRef, StepRef, commit_key
+from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 
 RETRY_DELAY_SECONDS = 2
 
-
-def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
-    """A wrong request stays wrong; everything else (a dead process, a full disk, a timeout) may pass."""
-    return not isinstance(state.data, ValueError)
+Stage = Callable[..., Any]
 
 
-def stage(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def stage(name: str) -> Callable[[Stage], Stage]:
     """A task whose first argument is the session. `name` is a format string over the task's arguments.
 
     When a task fails, the trainer is fenced: nobody knows whether a step was half applied, so the next attempt restores it from the store.
     """
 
-    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(body: Stage) -> Stage:
         @functools.wraps(body)
-        def run(session: Session, *args: Any) -> Any:
+        def fenced(session: Session, *args: Any) -> Any:
             try:
                 return body(session, *args)
             except BaseException as error:
-                get_run_logger().error("%s: %s", type(error).__name__, error)
-                session.fence()
+                session.failed(body.__name__, error)
                 raise
 
         made = task(
-            run,
+            fenced,
             name=body.__name__,
             task_run_name=name,
             retry_delay_seconds=exponential_backoff(RETRY_DELAY_SECONDS),
@@ -62,9 +58,14 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
+    """A wrong request stays wrong; everything else (a dead process, a full disk, a timeout) may pass."""
+    return not isinstance(state.data, ValueError)
+
+
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """The Hugging Face checkpoint as torch_dist in the store, where every policy of the run begins."""
+    """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there."""
     from stages.convert.to_torch_dist import convert_hf
 
     return session.begin_at(session.cluster.run(convert_hf, session.store, session.config.convert.hf_checkpoint))
@@ -73,17 +74,47 @@ def convert(session: Session) -> CheckpointRef:
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""
-    from stages.rollout.rollout import rollout_stage
+    from stages.rollout.rollout import rollout_stage, state_before
 
     prefix = session.keys.rollout(rollout_id)
-    commit = session.store.committed(prefix) or rollout_stage(session, prefix)
+    with session.display.progress("samples") as report:
+        commit = session.store.committed(prefix) or rollout_stage(
+            session.store,
+            prefix,
+            run=session.keys.run,
+            rollout_id=rollout_id,
+            policy_version=rollout_id,
+            urls=session.engines_at(rollout_id),
+            source=session.prompts,
+            tokenizer=session.tokenizer,
+            config=session.config.rollout,
+            state=state_before(session.store, session.keys, rollout_id),
+            grader=session.grader,
+            stamp=session.stamp,
+            on_progress=report,
+        )
     return _rollout_ref(session, prefix, commit)
 
 
 @stage("demonstrations-{rollout_id:06d}")
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Take the demonstrations of one round from the data set."""
-    return None
+    from stages.rollout.demonstrations import demonstration_stage
+    from stages.rollout.rollout import state_before
+
+    prefix = session.keys.rollout(rollout_id)
+    commit = session.store.committed(prefix) or demonstration_stage(
+        session.store,
+        prefix,
+        run=session.keys.run,
+        rollout_id=rollout_id,
+        source=session.prompts,
+        tokenizer=session.tokenizer,
+        config=session.config.rollout,
+        state=state_before(session.store, session.keys, rollout_id),
+        stamp=session.stamp,
+    )
+    return _rollout_ref(session, prefix, commit)
 
 
 @stage("train-{rollout.rollout_id:06d}")
@@ -92,17 +123,18 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     from stages.train.policy import step_ref, train_round
 
     r = rollout.rollout_id
-    commit = session.store.committed(session.keys.step(r)) or train_round(
-        session.store, session.keys, session.trainer_at(r), r, base=session.base, **session.stamp
+    prefix = session.keys.step(r)
+    commit = session.store.committed(prefix) or train_round(
+        session.store, session.keys, session.trainer, r, base=session.start, on_progress=session.display.note, **session.stamp
     )
-    session.record(session.keys.step(r), commit)
-    return step_ref(session.keys, commit)
+    return step_ref(session.keys, session.record(prefix, commit))
 
 
 @stage("publish-{version:06d}")
 def publish(session: Session, version: int) -> None:
-    """Let every engine serve policy `version`."""
-    session.engines_at(version)
+    """Let every engine serve policy `version`, if a rollout is still to be made with it."""
+    if session.generates_with(version):
+        session.engines_at(version)
 
 
 @stage("checkpoint-{version:06d}")
@@ -111,24 +143,99 @@ def checkpoint(session: Session, version: int) -> CheckpointRef:
     from stages.train.policy import save_checkpoint
 
     prefix = session.keys.checkpoint(version)
-    if not session.store.committed(prefix):
-        save_checkpoint(session.store, session.keys, session.trainer_at(version), version, base=session.base, **session.stamp)
-    return session.recorded(prefix)
+    if session.store.committed(prefix) is None:
+        save_checkpoint(session.store, session.keys, session.trainer, version, base=session.start, **session.stamp)
+    commit = session.record(prefix, session.committed(prefix))
+    return CheckpointRef(
+        key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="torch_dist", policy_version=version
+    )
+
+
+@stage("eval-{version:06d}-{name}")
+def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
+    """Score policy `version` on one data set: a rollout on its prompts, summed up instead of trained on."""
+    from stages.eval.score import score
+    from stages.rollout.data_source import PromptSource
+    from stages.rollout.rollout import rollout_stage
+
+    evals = session.config.eval
+    prefix = session.keys.eval(version, name)
+    commit = session.store.committed(prefix)
+    if commit is None:
+        config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name]))
+        source = PromptSource.open(config)
+        with session.display.progress(f"eval {name}") as report:
+            commit = rollout_stage(
+                session.store,
+                prefix,
+                run=session.keys.run,
+                rollout_id=version,
+                policy_version=version,
+                urls=session.engines_at(version),
+                source=source,
+                tokenizer=session.tokenizer,
+                config=config,
+                num_prompts=len(source),
+                kind="eval",
+                id_prefix=f"eval-{version:06d}-{name}-",
+                summarise=lambda samples: score(
+                    samples, name, pass_threshold=evals.pass_threshold, require_pass_rate=evals.log_passrate
+                ),
+                stamp=session.stamp,
+                on_progress=report,
+            )
+    session.record(prefix, commit)
+    return EvalRef(key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"])
 
 
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
-    return [_evaluate(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
+    return [evaluate_one(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
 
 
-def schedule(session: Session) -> Callable[[int], list[Callable[..., Any]]]:
-    """What is due after a round, composed once: policy version -> stages to run."""
+@stage("export-{version:06d}")
+def export(session: Session, version: int) -> CheckpointRef:
+    """Policy `version` as a Hugging Face directory."""
+    from stages.convert.to_hf import export_hf
+
+    prefix = session.keys.export(version)
+    commit = session.store.committed(prefix)
+    if commit is None:
+        checkpoint = session.keys.checkpoint(version)
+        commit = session.cluster.run(
+            export_hf,
+            session.store,
+            session.committed(checkpoint),
+            session.config.convert.hf_checkpoint,
+            prefix,
+            dtype=session.config.convert.export_dtype,
+            inputs={"checkpoint": commit_key(checkpoint)},
+        )
+    session.record(prefix, commit)
+    return CheckpointRef(
+        key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="hf", policy_version=version
+    )
+
+
+def schedule(session: Session) -> Callable[[int], list[Stage]]:
+    """What is due after so many rounds, decided once: policy version -> stages to run."""
     run, evals = session.config.run, session.config.eval
     last = run.num_rollout
 
-    def due(version: int) -> list[Callable[..., Any]]:
+    def due(version: int) -> list[Stage]:
         saves = version > 0 and (version == last or bool(run.save_interval and version % run.save_interval == 0))
-        scores = bool(evals.eval_prompt_data) and (version in (0, last) or bool(evals.eval_interval and version % evals.eval_interval == 0))
-        return [stage for stage, wanted in ((checkpoint, saves), (evaluate, scores)) if wanted]
+        scores = bool(evals.eval_prompt_data) and (
+            version in (0, last) or bool(evals.eval_interval and version % evals.eval_interval == 0)
+        )
+        exports = version > 0 and version == last
+        return [stage for stage, wanted in ((checkpoint, saves), (evaluate, scores), (export, exports)) if wanted]
 
     return due
+
+
+def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
+    session.record(prefix, commit)
+    num_samples = sum(file.rows or 0 for file in commit.files)
+    return RolloutRef(
+        key=commit_key(prefix), rollout_id=commit.index, num_samples=num_samples, policy_version=commit.policy_version
+    )

@@ -44,14 +44,29 @@ def test_direction_and_owners(path: Path) -> None:
         head = name.split(".")
         assert head[0] not in FORBIDDEN[package], f"{where} imports {name}: against flows -> stages -> engines -> storage"
         if head[0] in OWNERS:
-            assert any(str(where).startswith(owner) for owner in OWNERS[head[0]]), f"{where} imports {name}: only {OWNERS[head[0]]} may"
+            assert any(str(where).startswith(owner) for owner in OWNERS[head[0]]), (
+                f"{where} imports {name}: only {OWNERS[head[0]]} may"
+            )
         if package == "stages" and where.parts[1] in STAGES and head[0] == "stages" and len(head) > 1 and head[1] in STAGES:
             assert head[1] == where.parts[1], f"{where} imports {name}: one stage imports another"
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.name == "config.py"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_configs_import_only_pydantic_and_ours(path: Path) -> None:
-    allowed = {"__future__", "typing", "collections", "pathlib", "pydantic", "storage", "stages", "engines", "tomllib", "hashlib", "json", "re"}
+    allowed = {
+        "__future__",
+        "typing",
+        "collections",
+        "pathlib",
+        "pydantic",
+        "storage",
+        "stages",
+        "engines",
+        "tomllib",
+        "hashlib",
+        "json",
+        "re",
+    }
     found = {name.split(".")[0] for name in imports(path)}
     assert found <= allowed, f"{path} imports {found - allowed}"
 

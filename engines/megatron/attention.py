@@ -1,9 +1,9 @@
 """Causal self-attention over packed sequences for Megatron layers when TransformerEngine is absent, rotary embedding included.
 
-Megatron-core's own `DotProductAttention` refuses packs and context parallelism, and its unfused rotary embedding for packs cuts and
-joins every sequence in every layer. Here both work on the whole stream: cosines and sines are looked up once per micro-batch by
-position. On CUDA the kernel is torch's own variable-length flash attention; on a CPU sequences of similar length are padded into
-batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks (differentiably).
+Megatron-core's own `DotProductAttention` refuses packs and context parallelism, and its unfused rotary embedding for packs cuts
+and joins every sequence in every layer. Here both work on the whole stream: cosines and sines are looked up once per micro-batch
+by position. In bf16 on CUDA the kernel is torch's own variable-length flash attention; otherwise sequences of similar length are
+padded into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
-    """Attention over padded batches. Padding stands right of every sequence, where a causal mask hides it; its own rows are dropped."""
+    """Attention over padded batches. Padding stands right of every sequence, where a causal mask hides it; its rows go."""
     out: Tensor | None = None
     for bucket in buckets:
         batch, num_queries, num_keys = bucket.shape

@@ -7,7 +7,7 @@
     pin_memory=True          -> pin_memory=False
 
 Only modules below `megatron.core` are touched; nothing else covers them all (literals, type-name strings, default arguments).
-Training over gloo then gives Hugging Face's gradients to 3e-6 under every parallelism. The module refuses to load where CUDA is there.
+Training over gloo then gives Hugging Face's gradients to 3e-6 under every parallelism. This module refuses to load beside CUDA.
 """
 
 from __future__ import annotations

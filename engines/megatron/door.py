@@ -1,8 +1,8 @@
 """The door to Megatron-core: call `open_door()` before the first `import megatron.core`, everywhere.
 
-It refuses any version but the one that was tried, repairs what 0.16.1 gets wrong when TransformerEngine is absent, and on a machine
-without CUDA lets the CPU door (`cpu_door.py`) make the same code run there. The global `torch` stays untouched. Building models,
-process groups and optimizers is for the other files of this package.
+It refuses any version but the one that was tried, repairs what 0.16.1 gets wrong when TransformerEngine is absent, and on a
+machine without CUDA lets the CPU door (`cpu_door.py`) make the same code run there. The global `torch` stays untouched. Building
+models, process groups and optimizers is for the other files of this package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def open_door() -> None:
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON_VERSION:
         raise RuntimeError(
-            f"found megatron-core {found}, need exactly {MEGATRON_VERSION} (the doors patch its source): pip install megatron-core=={MEGATRON_VERSION}"
+            f"found megatron-core {found}, need exactly {MEGATRON_VERSION} (the doors patch its source): "
+            f"pip install megatron-core=={MEGATRON_VERSION}"
         )
     early = next((name for name in sys.modules if name.startswith("megatron.core")), None)
     if early:

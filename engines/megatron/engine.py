@@ -1,16 +1,17 @@
 """One rank of a Megatron-core trainer: the model, its gradients, the optimizer and the schedule.
 
-It knows no samples, no losses and no rollouts: `stages/train/step.py` hands in packs and a function of hidden states. Packing is free
-of padding (`packing.py` adds what tensor and context parallelism need and takes it away again). Files beside this one hold the parts:
-`model.py`, `optimizer.py`, `checkpoint.py`, `weights.py`.
+It knows no samples, no losses and no rollouts: `stages/train/step.py` hands in packs and a function of hidden states. Packs are
+free of padding (`packing.py` adds what tensor and context parallelism need and takes it away again). Files beside this one hold
+the parts: `model.py`, `optimizer.py`, `checkpoint.py`, `weights.py`.
 
 What the loss must be:
 
-    Gradients are plain sums, over micro-batches and over data- and context-parallel ranks; Megatron multiplies by nothing (no
-    num_microbatches, no world size). So `loss_fn` returns this micro-batch's share of the step's loss, with denominators of the whole
-    step: the loss of the step is the sum of what all micro-batches on all ranks return. Every tensor-parallel rank computes it alike.
+    loss_fn(hidden [r, H], head, packed) -> (loss: scalar tensor, or None in a forward-only pass; outputs: detached values)
 
-    loss_fn(hidden [r, H], head, packed) -> (loss: scalar tensor, or None in a forward-only pass; outputs: dict of detached tensors)
+    Gradients are plain sums, over micro-batches and over data- and context-parallel ranks; Megatron multiplies by nothing (no
+    num_microbatches, no world size). So `loss_fn` returns this micro-batch's share of the step's loss, with denominators of the
+    whole step: the loss of the step is the sum of what all micro-batches on all ranks return. Every tensor-parallel rank
+    computes it alike.
 
 `r` is the number of tokens of the pack, except under context parallelism: there a rank has some of them only, and
 `rows_of(packed)` says which.
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
+from engines.megatron.args import check_megatron_args
 from engines.megatron.door import MEGATRON_VERSION
 from engines.megatron.model import PolicyModel, build_model, transformer_config
 from engines.megatron.packing import Packed, PackedStream, pack_stream
@@ -57,7 +59,8 @@ class MegatronEngine:
         shape: of the model.
         layout: as given to `init_parallel`.
         dtype: of weights and computation; sums of gradients and the optimizer are fp32 in either case.
-        optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters, lr_decay_iters.
+        optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters,
+            lr_decay_iters.
         overrides: the user's `megatron` options (fields of Megatron's own dataclasses).
         seed: of random initial weights.
         deterministic: refuse kernels whose result varies from call to call.
@@ -76,7 +79,7 @@ class MegatronEngine:
     ) -> None:
         self.shape, self.layout, self.dtype, self.deterministic = shape, layout or ParallelLayout(), dtype, deterministic
         self.device = device()
-        overrides = overrides or {}
+        overrides = check_megatron_args(overrides or {})
         if deterministic:
             use_deterministic_kernels()
         torch.manual_seed(seed)
@@ -95,9 +98,10 @@ class MegatronEngine:
         # the third argument, a number of tokens to divide by, stays away: the loss brings its own denominators
         config.finalize_model_grads_func = lambda model, num_tokens=None, **options: finalize_model_grads(model, None, **options)
         if self.wrapped[0].ddp_config.overlap_grad_reduce:
-            config.no_sync_func = [chunk.no_sync for chunk in self.wrapped] if len(self.wrapped) > 1 else self.wrapped[0].no_sync
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    # -- where this rank is ---------------------------------------------------------------------------------------------------------
+    # ---- where this rank is -------------------------------------------------------------------------------------------------
 
     @property
     def data_parallel(self) -> tuple[int, int]:
@@ -120,10 +124,10 @@ class MegatronEngine:
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def rows_of(self, packed: Packed) -> Tensor | None:
-        """[r] positions in the pack of the tokens whose hidden states this rank's `loss_fn` gets; None: all, in order. Not collective."""
+        """[r] places in the pack of the tokens whose hidden states this rank's `loss_fn` gets; None: all. Not collective."""
         return self._stream(packed).origin if self.layout.context > 1 else None
 
-    # -- one optimizer step ---------------------------------------------------------------------------------------------------------
+    # ---- one optimizer step -------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget gradients."""
@@ -171,7 +175,9 @@ class MegatronEngine:
 
     def _stream(self, packed: Packed) -> PackedStream:
         rank, size = self.context_parallel
-        return pack_stream(packed, self.device, self.layout.tensor if self.config.sequence_parallel else 1, size, rank)
+        tensor = self.layout.tensor if self.config.sequence_parallel else 1
+        bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention knows half precisions only
+        return pack_stream(packed, self.device, tensor, size, rank, bucketed)
 
     def step(self, increment: int = 1) -> tuple[bool, float]:
         """Clip, update the weights, and move the schedule on by `increment`.
@@ -189,7 +195,7 @@ class MegatronEngine:
         """Learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
+    # ---- weights and checkpoints --------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `weights.named_weights`."""

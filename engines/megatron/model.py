@@ -43,7 +43,6 @@ class PolicyModel(GPTModel):
         self.num_padded = padding if self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1 else 0
 
     def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
-        assert stream.token_ids is not None and stream.positions is not None
         if stream.cos_sin is None:
             stream.cos_sin = cosines_and_sines(stream.positions, self.shape.head_dim, self.shape.rotary_base)
         return super().forward(stream.token_ids[None], stream.positions[None], None, packed_seq_params=stream)
@@ -64,12 +63,19 @@ class PolicyModel(GPTModel):
         state = super().sharded_state_dict(*args, **kwargs)
         return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
+    @torch.no_grad()
+    def zero_padding(self) -> None:
+        """Clear the vocabulary's rows that no token has: never used, but part of checkpoints and digests."""
+        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            weights.append(self.output_layer.weight)
+        for weight in weights if self.num_padded else ():
+            weight[-self.num_padded :].zero_()
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's part of the vocabulary. [n, H] -> [n, V / tensor-parallel ranks]"""
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-        )
-        logits = F.linear(hidden, weight)
+        tied = self.share_embeddings_and_output_weights
+        logits = F.linear(hidden, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
         if self.num_padded:
             hide = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - self.num_padded
             logits = logits.masked_fill(hide, PADDED_LOGIT)
@@ -84,21 +90,38 @@ def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
 def transformer_config(
     shape: ModelShape, layout: ParallelLayout | None = None, dtype: str = "fp32", overrides: dict[str, Any] | None = None
 ) -> TransformerConfig:
-    """Megatron's configuration of a model. `overrides` are the user's `megatron` options and win over everything but the shape.
+    """Megatron's configuration of a model.
+
+    Args:
+        shape: of the model.
+        layout: parallel sizes.
+        dtype: "fp32" or "bf16".
+        overrides: the user's `megatron` options under field names; those that this configuration has are taken from it.
 
     Raises:
         ValueError: the shape and the layout do not fit, or an override contradicts the model.
     """
     layout = layout or ParallelLayout()
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    chosen = {name: value for name, value in (overrides or {}).items() if name in known}  # the others are the optimizer's
     fixed = {**_shape_fields(shape), **_layout_fields(layout, dtype)}
+    return TransformerConfig(**with_overrides(TransformerConfig, _defaults(torch.cuda.is_available()), overrides or {}, fixed))
+
+
+def with_overrides(
+    config_class: type, defaults: dict[str, Any], overrides: dict[str, Any], fixed: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of one of Megatron's dataclasses: our defaults, what the user says of its fields, what is settled elsewhere.
+
+    Raises:
+        ValueError: the user contradicts what is settled elsewhere.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}
+    chosen = {name: value for name, value in overrides.items() if name in known}
     for name, value in chosen.items():
         if name in fixed and value != fixed[name]:
             raise ValueError(
-                f"megatron option {name} = {value!r}, but the checkpoint, the layout or the dtype says {fixed[name]!r}: leave the option out"
+                f"megatron option {name} = {value!r}, but the checkpoint or Penstock's own options say {fixed[name]!r}: drop it"
             )
-    return TransformerConfig(**{**_defaults(torch.cuda.is_available()), **chosen, **fixed})
+    return {**defaults, **chosen, **fixed}
 
 
 def _shape_fields(shape: ModelShape) -> dict[str, Any]:
@@ -164,14 +187,14 @@ def build_model(
     config = transformer_config(shape, layout, dtype, overrides)
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None) for stage in stages]
+    for chunk in chunks:
+        chunk.zero_padding()
     return [chunk.cuda() if torch.cuda.is_available() else chunk for chunk in chunks]
 
 
 def build_meta_model(shape: ModelShape) -> PolicyModel:
     """The whole model without memory, for its names, shapes and sharding (`sharded_state_dict`). Needs a world of one rank."""
-    assert parallel_state.get_model_parallel_group().size() == 1, (
-        "the meta model is the whole model: call init_parallel with a world of 1"
-    )
+    assert parallel_state.get_model_parallel_group().size() == 1, "a meta model is a whole model: it needs a world of one rank"
     config = transformer_config(shape, overrides={"use_cpu_initialization": True})
     with torch.device("meta"):
         return _build_chunk(shape, config, None)

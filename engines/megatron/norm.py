@@ -1,7 +1,7 @@
 """RMSNorm for Megatron layers when TransformerEngine is absent.
 
-Megatron-core's own torch norm refuses sequence parallelism. All that is needed is to mark the weight, so that its gradient is summed
-over the tensor-parallel ranks, each of which saw only its part of the sequence.
+Megatron-core's own torch norm refuses sequence parallelism. All that is needed is to mark the weight, so that its gradient is
+summed over the tensor-parallel ranks, each of which saw only its part of the sequence.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ between them out but looks parameters up as if it were there: moments are shifte
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,37 +18,23 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from engines.megatron.model import PolicyModel
+from engines.megatron.model import PolicyModel, with_overrides
 
-REQUIRED = (
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "lr_decay_style",
-    "lr_warmup_iters",
-)
+ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+SCHEDULE = ("lr_decay_style", "lr_warmup_iters")  # and lr_decay_iters, unless the style is constant
 HYPERPARAMETERS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "fused")
 
 
 def wrap(chunks: list[PolicyModel], config: TransformerConfig, overrides: dict[str, Any]) -> list[DistributedDataParallel]:
     """Give the chunks gradient buffers that are summed over data- and context-parallel ranks."""
-    chosen = dict(
+    defaults = dict(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
         check_for_nan_in_grad=True,  # a NaN raises before any weight is touched
         overlap_grad_reduce=False,
-        overlap_param_gather=False,
     )
-    ddp_config = DistributedDataParallelConfig(**{**chosen, **_known(DistributedDataParallelConfig, overrides)})
-    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer:
-        raise ValueError(
-            "Penstock trains with the distributed optimizer and without overlap_param_gather: leave these megatron options out"
-        )
-    return [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    fixed = dict(use_distributed_optimizer=True, overlap_param_gather=False)  # weights are whole whenever somebody looks at them
+    ddp = DistributedDataParallelConfig(**with_overrides(DistributedDataParallelConfig, defaults, overrides, fixed))
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
 
 
 def build_optimizer(
@@ -60,15 +45,14 @@ def build_optimizer(
     Args:
         wrapped: model chunks.
         config: the model's.
-        options: see `REQUIRED`.
+        options: `ADAM` and `SCHEDULE`.
         overrides: the user's `megatron` options.
     """
-    missing = [name for name in REQUIRED if name not in options]
+    missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
     assert not missing, f"optimizer options without {missing}"
-    ours = {name: options[name] for name in REQUIRED[:7]}
-    fixed = dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
-    optimizer_config = OptimizerConfig(**{**_known(OptimizerConfig, overrides), **ours, **fixed})
-    optimizer = get_megatron_optimizer(optimizer_config, wrapped)
+    settled = {name: options[name] for name in ADAM}
+    settled |= dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**with_overrides(OptimizerConfig, {}, overrides, settled)), wrapped)
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group["fused"] = True  # one kernel, no temporaries as large as the model
@@ -78,11 +62,6 @@ def build_optimizer(
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     return optimizer
-
-
-def _known(config_class: type, overrides: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in overrides.items() if name in names}
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -106,18 +85,17 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
 
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Take moments and step counts from a checkpoint; hyperparameters stay those of this run."""
-    own = [
-        {key: group[key] for key in HYPERPARAMETERS if key in group}
-        for inner in inner_optimizers(optimizer)
-        for group in inner.param_groups
-    ]
+    own = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in _groups(optimizer)]
     optimizer.load_state_dict(state)
-    groups = [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
-    for group, hyperparameters in zip(groups, own, strict=True):
+    for group, hyperparameters in zip(_groups(optimizer), own, strict=True):
         group.update(hyperparameters)
     for inner in inner_optimizers(optimizer):
         for param, param_state in inner.state.items():
             param_state["step"] = param_state["step"].to(param.device, torch.float32, copy=True)
+
+
+def _groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    return [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
@@ -131,7 +109,7 @@ def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> Op
         decay = warmup + 1  # not used
     elif decay is None or decay <= warmup:
         raise ValueError(
-            f"--lr-decay-style {style} with {warmup} warm-up steps and --lr-decay-iters {decay}: give a number above {warmup}"
+            f"--lr-decay-style {style} with {warmup} warm-up steps ends at --lr-decay-iters {decay}: give a number above {warmup}"
         )
     return OptimizerParamScheduler(
         optimizer,

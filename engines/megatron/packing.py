@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 
@@ -26,18 +25,21 @@ class Packed(Protocol):
 
 
 @dataclass
-class PackedStream(PackedSeqParams):
-    """Megatron's packed-sequence parameters, and ours beside them. Lengths are this rank's: t tokens, k keys that they see."""
+class PackedStream:
+    """What Megatron's layers hand through to our attention as `packed_seq_params`. Here are t tokens, which see k keys."""
 
-    token_ids: Tensor | None = None  # [t]
-    positions: Tensor | None = None  # [t]
+    token_ids: Tensor  # [t]
+    positions: Tensor  # [t]
+    cu_seqlens_q: Tensor  # [S + 1] int32
+    cu_seqlens_kv: Tensor  # [S + 1] int32
+    max_seqlen_q: int
+    max_seqlen_kv: int
     cos_sin: tuple[Tensor, Tensor] | None = None  # rotary embedding, [t, 1, head_dim] each, fp32
-    key_rows: Tensor | None = (
-        None  # [k] rows of the keys gathered over context-parallel ranks, rank after rank; None: t keys, as they are
-    )
-    buckets: list[Bucket] | None = None  # for attention on a CPU
+    key_rows: Tensor | None = None  # [k] rows of the keys gathered over context-parallel ranks; None: the t keys, as they are
+    buckets: list[Bucket] | None = None  # for attention without a variable-length kernel
     real: Tensor | None = None  # [r] rows of this rank that are no padding; None: all
     origin: Tensor | None = None  # [r] where these r tokens stand in the caller's pack; None: same place
+    qkv_format: str = "thd"  # Megatron's word for packed
 
 
 @dataclass
@@ -51,8 +53,15 @@ class Bucket:
     key_places: Tensor  # in [B * K]
     mask: Tensor | None  # [B, 1, Q, K] for B sequences of other query than key lengths; None: plain causal
 
+    def to(self, device: torch.device) -> Bucket:
+        """The same on a device."""
+        indices = (self.query_rows, self.query_places, self.key_rows, self.key_places)
+        return Bucket(self.shape, *(index.to(device) for index in indices), None if self.mask is None else self.mask.to(device))
 
-def pack_stream(packed: Packed, device: torch.device, tensor: int = 1, context: int = 1, context_rank: int = 0) -> PackedStream:
+
+def pack_stream(
+    packed: Packed, device: torch.device, tensor: int = 1, context: int = 1, context_rank: int = 0, bucketed: bool = True
+) -> PackedStream:
     """Lay a pack out for this rank.
 
     Args:
@@ -61,20 +70,21 @@ def pack_stream(packed: Packed, device: torch.device, tensor: int = 1, context: 
         tensor: sequence-parallel ranks, whose number must divide the stream (1 without sequence parallelism).
         context: number of context-parallel ranks.
         context_rank: this one's.
+        bucketed: prepare attention for a device or a dtype without a variable-length kernel.
     """
     if tensor == context == 1:
         stream = _plain_stream(packed, device)
     else:
         stream = _split_stream(packed, device, tensor, context, context_rank)
-    if device.type == "cpu":
-        stream.buckets = make_buckets(stream.cu_seqlens_q.tolist(), stream.cu_seqlens_kv.tolist())
+    if bucketed:
+        buckets = make_buckets(stream.cu_seqlens_q.tolist(), stream.cu_seqlens_kv.tolist())
+        stream.buckets = [bucket.to(device) for bucket in buckets]
     return stream
 
 
 def _plain_stream(packed: Packed, device: torch.device) -> PackedStream:
     cu_seqlens = packed.cu_seqlens.to(device, torch.int32)
     return PackedStream(
-        qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=packed.max_seqlen,
@@ -119,7 +129,6 @@ def _split_stream(packed: Packed, device: torch.device, tensor: int, context: in
     tokens = packed.token_ids.cpu()
     token_ids = torch.where(origin >= 0, tokens[origin.clamp_min(0)], 0)
     return PackedStream(
-        qkv_format="thd",
         cu_seqlens_q=_cumulative(query_lengths).to(device),
         cu_seqlens_kv=_cumulative(key_lengths).to(device),
         max_seqlen_q=max(query_lengths),
@@ -160,7 +169,9 @@ def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]
         if query_starts[index + 1] > query_starts[index]:
             groups.setdefault(_round_up(end - start), []).append(index)
     groups_in_order = [group for _, group in sorted(groups.items())]
-    return [_bucket([query_starts[i : i + 2] for i in group], [key_starts[i : i + 2] for i in group]) for group in groups_in_order]
+    return [
+        _bucket([query_starts[i : i + 2] for i in group], [key_starts[i : i + 2] for i in group]) for group in groups_in_order
+    ]
 
 
 def _round_up(length: int) -> int:

@@ -36,8 +36,8 @@ class ParallelLayout(BaseModel):
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise ValueError(
-                f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline {self.pipeline} "
-                f"x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
+                f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline "
+                f"{self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
             )
         return world_size // ranks
 

@@ -42,13 +42,15 @@ class ModelShape(BaseModel):
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+                f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
+                "tokenizer)"
             )
         config: dict[str, Any] = json.loads(path.read_text())
         architecture = (config.get("architectures") or ["none"])[0]
         if architecture not in FAMILIES:
             raise ValueError(
-                f"{path} names the architecture {architecture!r}; Penstock converts {', '.join(FAMILIES)}: use a checkpoint of one of these"
+                f"{path} names the architecture {architecture!r}; Penstock converts {', '.join(FAMILIES)}: use a checkpoint of "
+                "one of these"
             )
         rope = config.get("rope_parameters") or {}  # transformers 5 moved rope_theta here
         heads = config["num_attention_heads"]

@@ -1,5 +1,5 @@
-"""What is outside Megatron needs of its weights: full tensors under global names (for publishing and export), hashes (to prove that a
-replay came to the same policy), and copies in host memory (a frozen reference in the actor's own model slot).
+"""What the world outside Megatron needs of its weights: full tensors under global names (for publishing), hashes (to prove that
+a replay came to the same policy), and copies in host memory (a frozen reference in the actor's own model slot).
 
 Translating names and shapes to Hugging Face's is for `storage/layouts`.
 """
@@ -40,22 +40,18 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Every full tensor of the model, one at a time, on every rank, in the same order. A collective over tensor and pipeline ranks:
-    run it to the end."""
-    tensor_group, pipeline_group = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+    """Every full tensor of the model, one at a time, on every rank, in the same order. A collective over tensor and pipeline
+    ranks: run it to the end. A tensor may be the live weight itself: copy what you keep."""
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     for chunk in chunks:
         local = dict(local_parameters(chunk))
-        own = [
-            Entry(name, _full_shape(param, tensor_group.size()), param.dtype, pipeline_group.rank())
-            for name, param in local.items()
-        ]
+        ranks, stage = tensor_group.size(), pipeline_group.rank()
+        own = [Entry(name, _full_shape(param, ranks), param.dtype, stage) for name, param in local.items()]
         stages: list[list[Entry]] = [[] for _ in range(pipeline_group.size())]
         dist.all_gather_object(stages, own, group=pipeline_group)
-        for entry in (entry for stage in stages for entry in stage):
-            if entry.stage == pipeline_group.rank():
+        for entry in (entry for entries in stages for entry in entries):
+            if entry.stage == stage:
                 full = _gather(entry.name, local[entry.name], tensor_group)
             else:
                 full = torch.empty(entry.shape, dtype=entry.dtype, device=_device(chunk))
@@ -98,7 +94,7 @@ def _gather(name: str, param: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
 
 
 def digest(chunks: list[PolicyModel]) -> dict[str, str]:
-    """xxh3-64 of every local shard, keyed by its global name and place in the layout. Equal digests = equal policies, bit for bit."""
+    """xxh3-64 of every local shard, by global name and place in the layout. Equal digests = equal policies, bit for bit."""
     group = parallel_state.get_tensor_model_parallel_group()
     place = f"@{group.rank()}/{group.size()}" if group.size() > 1 else ""
     return {

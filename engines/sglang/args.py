@@ -1,7 +1,7 @@
 """SGLang's own flags (`--sglang-*` on our command line): which exist, and how a dictionary becomes a command line.
 
-The names are read from the source of the installed SGLang by `ast`, so asking costs neither torch nor SGLang's imports. The values
-are checked by SGLang's parser when the server starts. 0.5.15.post1 declares them in one dataclass, 0.5.21 in several structs.
+The names are read from the source of the installed SGLang by `ast`, so asking costs neither torch nor SGLang's imports. The
+values are checked by SGLang's parser when the server starts. 0.5.15.post1 declares them in one dataclass, 0.5.21 in twelve.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line(args: dict[str, Any]) -> list[str]:
-    """Command-line words for SGLang: `True` gives a bare flag, `False` and `None` give nothing, lists several values, tables JSON."""
+    """Command-line words for SGLang: `True` is a bare flag, `False` and `None` nothing, a list several values, a table JSON."""
     known = sglang_flags()
     words: list[str] = []
     for name, value in args.items():
@@ -116,17 +116,9 @@ def _read_flags(root: Path) -> dict[str, ServerFlag]:
 def _annotated_field(node: ast.AnnAssign) -> dict[str, ServerFlag]:
     """`name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` in a class body; anything else gives nothing."""
     annotation, target = node.annotation, node.target
-    is_field = (
-        isinstance(annotation, ast.Subscript)
-        and isinstance(annotation.value, ast.Name)
-        and annotation.value.id in ("A", "Annotated")
-    )
-    if not (
-        is_field
-        and isinstance(annotation, ast.Subscript)
-        and isinstance(annotation.slice, ast.Tuple)
-        and isinstance(target, ast.Name)
-    ):
+    if not (isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple) and isinstance(target, ast.Name)):
+        return {}
+    if ast.unparse(annotation.value) not in ("A", "Annotated"):
         return {}
     kind, *extras = annotation.slice.elts
     options = {keyword.arg: keyword.value for extra in extras if isinstance(extra, ast.Call) for keyword in extra.keywords}

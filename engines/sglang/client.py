@@ -1,4 +1,7 @@
-"""Asynchronous generation over several engines: who gets which request, time limits, retries. Prompts and rewards are the callers'."""
+"""Asynchronous generation over several engines: who gets which request, time limits, retries.
+
+What is asked and what becomes of the answers is the callers' business.
+"""
 
 from __future__ import annotations
 
@@ -78,16 +81,15 @@ class EngineClient:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Retriable) as error:
                 tried.append(url)
                 if attempt + 1 == self.num_tries:
-                    raise ConnectionError(
-                        f"no engine answered after {self.num_tries} tries (last {url}: {error}): see the engines' logs"
-                    ) from error
+                    tries = f"{self.num_tries} tries (the last one at {url}: {error})"
+                    raise ConnectionError(f"no engine answered in {tries}: see the engines' logs") from error
                 await asyncio.sleep(min(10.0, 0.25 * 4**attempt) * random.uniform(0.5, 1.5))
             finally:
                 self._load[url] -= n
         raise AssertionError("unreachable")
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
-        """Pause all engines. After "in_place" the cache of running requests stays, and weights must be published without a flush."""
+        """Pause all engines. "retract" puts running requests back into the queue, so that the cache can be flushed."""
         await self._on_all("/pause_generation", {"mode": mode})
 
     async def go_on(self) -> None:

@@ -1,36 +1,36 @@
-"""Starts one SGLang server; the only file of ours that runs in the server's interpreter (which may be another one than the trainer's).
+"""Starts one SGLang server: a script, `python launch.py <sglang flags>`, for the server's interpreter.
 
-Runs as a script, `python launch.py <sglang flags>`, and imports nothing of Penstock. It owns three things: the server dies with the
-process that started it, SGLang's spawned children included; a side folder `<prefix>/sglang-site` joins the import path if there is
-one (torchvision lives there, see CONTRIBUTING.md); and without CUDA the CPU door of `cpu_site/` opens. SGLang imports `__main__`
-again in every child it spawns, so all of that is at top level and holds in the children too.
+That may be another one than the trainer's, so nothing of Penstock is imported. The script owns three things: the server dies with
+the process that started it, SGLang's spawned children included; a folder `<prefix>/sglang-site` joins the import path if there is
+one (torchvision lives there: among the others it breaks transformers on CPU); and without CUDA the door of `cpu_site/` opens.
+SGLang imports `__main__` again in every child it spawns, so all of that is at top level and holds in the children too.
 """
 
 import ctypes
 import os
 import signal
 import sys
-from multiprocessing import parent_process
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started the server; SGLang's children know theirs
+PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started this one
 PR_SET_PDEATHSIG = 1
 # The user's flags follow these on the command line, and the last one wins.
-CPU_FLAGS = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 "
-    "--sleep-on-idle "  # an idle server would burn a whole core
-    "--max-total-tokens 16384"  # SGLang would take most of the machine's memory for the cache
-).split()
+CPU_FLAGS = [
+    *("--device", "cpu", "--dtype", "float32"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    "--sleep-on-idle",  # an idle server would burn a whole core
+    *("--max-total-tokens", "16384"),  # SGLang would take most of the machine's memory for the cache
+]
 
 
 def die_with_parent() -> None:
-    """SIGKILL for us when the parent goes, also if it went before we asked for that."""
-    spawner = parent_process()
-    parent = spawner.pid if spawner else int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    """SIGKILL for us when the parent goes, also if it went before we asked for that. SGLang's own children start here, too."""
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"the process {parent} that started this server is gone")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for those that we spawn
 
 
 def prepare_imports() -> bool:

@@ -94,7 +94,8 @@ class _Engine:
         import ray
 
         self._url: str | None = None
-        self.actor: Any = ray.remote(SGLangServer).options(**self.slot.options).remote(self.spec, self.index, self.slot.gpu_ids)
+        remote_class: Any = ray.remote(SGLangServer)
+        self.actor = remote_class.options(**self.slot.options).remote(self.spec, self.index, self.slot.gpu_ids)
         self._start: Any = self.actor.start.remote()
 
     def url(self) -> str:

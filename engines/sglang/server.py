@@ -1,7 +1,7 @@
 """One SGLang server: a real one, on GPUs or on CPU, as a supervised child process.
 
-`SGLangServer` is a plain class; the pool makes it a Ray actor. The server never outlives it: it stays in the actor's session, asks
-for SIGKILL at its parent's death (`launch.py`), and so do the children SGLang spawns. Restarting is the pool's business.
+`SGLangServer` is a plain class; the pool makes it a Ray actor. The server never outlives it: it stays in the actor's session and
+asks for SIGKILL when its parent dies (`launch.py`), and so do SGLang's own children. Restarting is the pool's business.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class ServerSpec(BaseModel):
     """Address to listen on. SGLang executes what it unpickles, so anything but loopback needs a closed network."""
     port: int = 0
     """Port of the first engine, counting up for the others; 0 chooses free ones."""
+    weight_version: str = "default"
+    """What the engine calls the weights that it loads."""
     args: dict[str, Any] = {}
     """SGLang's own flags with underscored names."""
     tensor_parallel: int = 1
@@ -80,15 +82,12 @@ class SGLangServer:
             if last_try or self.spec.port or "address already in use" not in self.log_tail(200).lower():
                 break
             self.stop()
-        died = (
-            f"ended with code {self._process.poll()}"
-            if not self.alive()
-            else f"did not answer within {self.spec.start_timeout:.0f} s"
-        )
-        tail = self.log_tail(25)
+        code = self._process.poll() if self._process else None
+        died = f"did not answer within {self.spec.start_timeout:.0f} s" if code is None else f"ended with code {code}"
+        tail, log = self.log_tail(25), self._log
         self.stop()
         raise RuntimeError(
-            f"the SGLang server for {self.spec.model_path} {died} while starting. Its log is {self._log}, and ends with:\n{tail}"
+            f"the SGLang server for {self.spec.model_path} {died} while starting. The end of its log, {log}:\n{tail}"
         )
 
     def url(self) -> str:
@@ -132,7 +131,7 @@ class SGLangServer:
     def _launch(self) -> None:
         spec = self.spec
         self._port = spec.port + self.index if spec.port else free_port()
-        ours = {"model_path": spec.model_path, "host": spec.host, "port": self._port, "tp_size": spec.tensor_parallel}
+        ours = {"model_path": spec.model_path, "host": spec.host, "port": self._port, "tp_size": spec.tensor_parallel, "weight_version": spec.weight_version}
         command = [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(spec.args)]
         directory = Path(spec.log_dir or tempfile.gettempdir())
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """The weight-update wire of SGLang: how tensors become its payloads, and the order of calls of one update.
 
-The only place that knows the wire format: SGLang unpickles nothing but its own bucket class. Tensors do not travel through HTTP; the
-payload carries handles (CUDA IPC on a GPU, shared memory on CPU) and the server copies from where they lie. From which model the
-tensors come and how they are named is the publisher's business (`engines/weights`).
+The only place that knows the wire format: SGLang unpickles nothing but its own bucket class. Tensors do not travel through HTTP:
+the payload carries handles (CUDA IPC on a GPU, shared memory on CPU) and the server copies from where they lie. Which tensors go,
+in buckets of what size, is the publisher's business (`engines/weights`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ class FlatBucket:
 
 
 def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[tuple[list[Named], bool]]:
-    """Cut a stream of tensors into buckets of at most `max_bytes` (a larger tensor is a bucket of its own), with whether it is the last."""
+    """Cut a stream of tensors into buckets of at most `max_bytes`, each with whether it is the last.
+
+    A larger tensor is a bucket of its own.
+    """
     bucket: list[Named] = []
     size = 0
     for name, tensor in named:

@@ -3,8 +3,8 @@
     tensor    the engines copy from the trainer's memory: CUDA IPC on the same GPU, shared memory on CPU. Same host, same torch.
     disk      the trainer writes a Hugging Face directory, the engines read it. Anywhere both can see.
 
-A publisher runs inside the trainer's rank 0. It gets full tensors under Hugging Face names, one after another; gathering them over the
-ranks is the trainer's business, and so is that its other ranks take part while rank 0 iterates.
+A publisher runs inside the trainer's rank 0. It gets full tensors under Hugging Face names, one after another; gathering them is
+the trainer's business, and so is that its other ranks take part while rank 0 iterates.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def make_publisher(
         from importlib.util import find_spec
 
         if find_spec("sglang") is None:
-            raise ValueError(
-                "weights cannot be handed over in memory, for SGLang is not installed in the trainer's interpreter: install it or use disk"
-            )
+            raise ValueError("SGLang is not installed in the trainer's interpreter: install it, or publish over disk")
         from engines.weights.tensor import TensorPublisher
 
         return TensorPublisher(urls)

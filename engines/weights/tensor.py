@@ -30,6 +30,5 @@ def _check_shared_memory(bucket: list[tuple[str, Tensor]]) -> None:
     """Shared memory that runs full kills the writer with SIGBUS instead of an error."""
     needed, free = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket), shared_memory_bytes()
     if needed > free:
-        raise ValueError(
-            f"/dev/shm has {free >> 20} MiB free, a bucket of weights needs {needed >> 20} MiB: enlarge it (docker run --shm-size) or publish over disk"
-        )
+        found = f"/dev/shm has {free >> 20} MiB free, a bucket of weights needs {needed >> 20} MiB"
+        raise ValueError(f"{found}: enlarge it (docker run --shm-size) or publish over disk")

@@ -1,6 +1,6 @@
 """From graded samples to the numbers of an evaluation. Pure: it can be done again at any time from the committed shards.
 
-A sample that failed (its grader hung or raised) counts as reward 0 and as not passed, and `failed_ratio` says how many there were.
+A sample that failed (its grader hung or raised) counts as reward 0 and not passed; `failed_ratio` says how many there were.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def score(
         require_pass_rate: pass@k must be there.
 
     Returns:
-        `eval/<name>` (mean reward), `eval/<name>-truncated_ratio`, `eval/<name>-failed_ratio`, `eval/<name>/response_len/...`, and
-        `eval/<name>-pass@k` for k = 1, 2, 4, ... up to the data set's own samples per prompt, whenever the rewards say what passes.
+        `eval/<name>` (mean reward), `eval/<name>-truncated_ratio`, `eval/<name>-failed_ratio`, `eval/<name>/response_len/...`,
+        and, whenever the rewards say what passes, `eval/<name>-pass@k` for k = 1, 2, 4, ... up to the set's samples per prompt.
 
     Raises:
         ValueError: pass@k is required and the rewards do not say what passes.
@@ -45,8 +45,8 @@ def score(
         if require_pass_rate:
             other = next(reward for reward in rewards if reward not in (0.0, 1.0))
             raise ValueError(
-                f"data set {name} has the reward {other:g}, and pass@k needs 0 and 1: say with --pass-threshold from which reward on a "
-                "response passes, choose another entry with --eval-reward-key, or leave out --log-passrate"
+                f"data set {name} has the reward {other:g}, and pass@k needs 0 and 1: say with --pass-threshold from "
+                "which reward on a response passes, choose another entry with --eval-reward-key, or leave out --log-passrate"
             )
         return out
     threshold = 1.0 if pass_threshold is None else pass_threshold
@@ -65,7 +65,7 @@ def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold at least one of the c that pass: 1 - C(n-c, k) / C(n, k)."""
+    """Probability that k of n samples, drawn without replacement, hold one of the c that pass: 1 - C(n-c, k) / C(n, k)."""
     assert 0 <= c <= n and 1 <= k <= n
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 

@@ -82,7 +82,7 @@ async def _serve_async(connection: Connection, settings: Settings, function: Cal
                 value = await asyncio.wait_for(function(sample), settings.timeout)
                 outcome = outcome_of(sample, settings, lambda _: value)
             except TimeoutError:
-                outcome = failed("timeout")
+                outcome = failed(f"timeout: more than {settings.timeout:g} s")
             except Exception as error:
                 outcome = failed(f"{type(error).__name__}: {error}")
         connection.send((index, outcome))

@@ -34,7 +34,7 @@ def demonstration_stage(
     state: dict[str, Any] | None = None,
     stamp: dict[str, Any] | None = None,
 ) -> Commit:
-    """Commit `rollout_batch_size` demonstrations as round `rollout_id`, unless it is committed already. Arguments as in `rollout_stage`.
+    """Commit `rollout_batch_size` demonstrations as one round, unless it is committed already. Arguments as in `rollout_stage`.
 
     Raises:
         ValueError: the data changed, or a row cannot be learnt from.
@@ -122,8 +122,8 @@ def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer) -> list[l
         before = so_far[index]
         if not text.startswith(before):
             raise ValueError(
-                "the chat template writes earlier turns anew when a conversation goes on (thinking removed, for instance), so it cannot "
-                "be cut into turns: give one row per answer, with the assistant's turn last"
+                "the chat template writes earlier turns anew when a conversation goes on (thinking removed, for "
+                "instance), so it cannot be cut into turns: give one row per answer, with the assistant's turn last"
             )
         pieces[index].append((text[len(before) :], is_assistant))
         so_far[index] = text
@@ -133,8 +133,8 @@ def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer) -> list[l
 def _messages(prompt: Prompt) -> Messages:
     if not isinstance(prompt.content, list) or not any(message["role"] == "assistant" for message in prompt.content):
         raise ValueError(
-            f"row {prompt.row} of file {prompt.file + 1} of --prompt-data has no assistant's turn, and SFT learns from nothing else: "
-            "name the column of messages with --input-key"
+            f"row {prompt.row} of file {prompt.file + 1} of --prompt-data has no assistant's turn, and SFT learns from "
+            "nothing else: name the column of messages with --input-key"
         )
     return prompt.content
 

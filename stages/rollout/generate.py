@@ -1,8 +1,8 @@
 """From prompts to samples: one request per group, a bounded number in flight, every token and log-prob as the engine gave it.
 
-The engine's ids are the truth: the response text is decoded from them, never the other way round. Every sample records the policy version
-that the engine reported with it, and another version than expected is an error, not a label. Rewards are begun here, as soon as a
-group is done, and awaited by the caller.
+The engine's ids are the truth: the response text is decoded from them, never the other way round. Every sample records the policy
+versions that the engine reported with it, and another one than expected is an error, not a label. Grading is begun here, as soon
+as a group is done, and awaited by the caller.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from stages.rewards.outcome import Outcome
+from engines.sglang.client import EngineClient, Generation
+from stages.rewards.outcome import Outcome, failed
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import Prompt
 from stages.rollout.tokenizer import PromptTokenizer
@@ -24,24 +24,6 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}  # finish reason
 
 Submit = Callable[[Sample], "Future[Outcome]"]  # begins to grade a sample
 Progress = Callable[[int, int], None]  # samples done, samples in all
-
-
-class Generation(Protocol):
-    """What an engine gives for one sample."""
-
-    token_ids: list[int]  # [R]
-    logprobs: list[float]  # [R]
-    finish_reason: str
-    weight_version: str
-    cached_tokens: int
-
-
-class Client(Protocol):
-    """What this stage needs of engines.sglang.client.EngineClient."""
-
-    async def generate(self, input_ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Generation]:
-        """`n` responses to one prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class Generated:
 
 
 def plan_groups(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, id_prefix: str = "") -> list[GroupPlan]:
-    """Render and tokenise. Group ids count the prompts issued in the run, so they are the same whenever the round is done again."""
+    """Render and tokenise. Group ids count the prompts issued in the run: a round that is done again has the same ones."""
     texts = tokenizer.render([prompt.content for prompt in prompts])
     return [
         GroupPlan(prompt, f"{id_prefix}{prompt.issue:09d}", text, token_ids)
@@ -102,7 +84,7 @@ def sampling_params(config: RolloutConfig) -> dict[str, Any]:
 
 
 async def generate(
-    connect: Callable[[], AbstractAsyncContextManager[Client]],
+    client: EngineClient,
     groups: Sequence[GroupPlan],
     origin: Origin,
     config: RolloutConfig,
@@ -115,7 +97,7 @@ async def generate(
     """All groups, in order.
 
     Args:
-        connect: opens the engine client; called inside the event loop.
+        client: of the engines; closed at the end.
         groups: what to generate.
         origin: run, round and policy version; engines must report exactly these.
         config: sampling, samples per prompt, time limit.
@@ -133,71 +115,81 @@ async def generate(
     slots = asyncio.Semaphore(max(1, num_in_flight // n))
     done = 0
 
-    async def one(client: Client, group: GroupPlan) -> tuple[list[Sample], list[Future[Outcome]], int]:
+    async def one(group: GroupPlan) -> list[tuple[Sample, Future[Outcome], int]]:
         nonlocal done
+        samples = [_blank_sample(group, index, origin) for index in range(n)]
+        refusal: ValueError | None = None
         async with slots:
-            generations = await client.generate(group.token_ids, params, n)
-        samples = _samples(group, generations, origin, config, tokenizer)
+            try:
+                generations = await client.generate(group.token_ids, params, n)
+            except ValueError as error:  # of this prompt alone (it is too long, say), which is no reason to end the run
+                refusal = error
         done += n
         if on_progress is not None:
             on_progress(done, n * len(groups))
-        return samples, [submit(sample) for sample in samples], sum(generation.cached_tokens for generation in generations)
+        if refusal is not None:
+            return [(sample, _refused(refusal), 0) for sample in samples]
+        assert len(generations) == n, f"{len(generations)} responses for {n} samples"
+        texts = tokenizer.decode([g.token_ids for g in generations], skip_special_tokens=config.rollout_skip_special_tokens)
+        for sample, generation, text in zip(samples, generations, texts):
+            _add_response(sample, generation, text, origin)
+        return [(sample, submit(sample), generation.cached_tokens) for sample, generation in zip(samples, generations)]
 
+    deadline = asyncio.timeout(config.rollout_timeout)
     try:
-        async with asyncio.timeout(config.rollout_timeout), connect() as client, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(client, group)) for group in groups]
+        async with deadline, client, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(group)) for group in groups]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the others were cancelled because of it, or failed alike
-    results = [task.result() for task in running]
+    except TimeoutError:
+        if deadline.expired():
+            raise TimeoutError(
+                f"{done} of {n * len(groups)} samples within --rollout-timeout {config.rollout_timeout:g} s"
+            ) from None
+        raise
+    results = [result for task in running for result in task.result()]
     return Generated(
-        samples=[sample for samples, _, _ in results for sample in samples],
-        outcomes=[outcome for _, outcomes, _ in results for outcome in outcomes],
+        samples=[sample for sample, _, _ in results],
+        outcomes=[outcome for _, outcome, _ in results],
         num_cached_tokens=sum(cached for _, _, cached in results),
     )
 
 
-def _samples(
-    group: GroupPlan, generations: Sequence[Generation], origin: Origin, config: RolloutConfig, tokenizer: PromptTokenizer
-) -> list[Sample]:
-    assert len(generations) == config.n_samples_per_prompt, f"{len(generations)} responses for one prompt"
-    prompt, length = group.prompt, len(group.token_ids)
-    texts = tokenizer.decode([g.token_ids for g in generations], skip_special_tokens=config.rollout_skip_special_tokens)
-    samples = []
-    for index, (generation, text) in enumerate(zip(generations, texts)):
-        assert len(generation.token_ids) == len(generation.logprobs), "the engine gave another number of log-probs than tokens"
-        sample_id = f"{group.group_id}-{index:02d}"
-        samples.append(
-            Sample(
-                sample_id=sample_id,
-                group_id=group.group_id,
-                trajectory_id=sample_id,
-                rollout_id=origin.rollout_id,
-                prompt=group.text,
-                response=text,
-                label=prompt.label,
-                token_ids=group.token_ids + generation.token_ids,
-                loss_mask=[0] * length + [1] * len(generation.token_ids),
-                rollout_logprobs=[0.0] * length + generation.logprobs,
-                status=_status(generation, sample_id),
-                policy_versions=_versions(generation, origin, sample_id),
-                metadata={**prompt.metadata, "source": {"epoch": prompt.epoch, "file": prompt.file, "row": prompt.row}},
-            )
-        )
-    return samples
+def _blank_sample(group: GroupPlan, index: int, origin: Origin) -> Sample:
+    prompt, sample_id = group.prompt, f"{group.group_id}-{index:02d}"
+    return Sample(
+        sample_id=sample_id,
+        group_id=group.group_id,
+        trajectory_id=sample_id,
+        rollout_id=origin.rollout_id,
+        prompt=group.text,
+        label=prompt.label,
+        token_ids=list(group.token_ids),
+        loss_mask=[0] * len(group.token_ids),
+        rollout_logprobs=[0.0] * len(group.token_ids),
+        policy_versions=(origin.policy_version, origin.policy_version),
+        metadata={**prompt.metadata, "source": {"epoch": prompt.epoch, "file": prompt.file, "row": prompt.row}},
+    )
 
 
-def _status(generation: Generation, sample_id: str) -> Status:
+def _add_response(sample: Sample, generation: Generation, text: str, origin: Origin) -> None:
     if generation.finish_reason not in STATUS:
-        raise RuntimeError(
-            f"sample {sample_id} ended with {generation.finish_reason!r}: the engine was stopped; the round is done again"
-        )
-    return STATUS[generation.finish_reason]
+        raise RuntimeError(f"sample {sample.sample_id} ended with {generation.finish_reason!r}: its engine was stopped")
+    for version in (generation.first_weight_version, generation.weight_version):
+        if version != origin.weight_version:
+            raise RuntimeError(
+                f"sample {sample.sample_id} was generated by weights {version!r}, expected {origin.weight_version!r}: "
+                "the engine must be given this policy again"
+            )
+    assert len(generation.token_ids) == len(generation.logprobs), "the engine gave another number of log-probs than tokens"
+    sample.response = text
+    sample.token_ids += generation.token_ids
+    sample.loss_mask += [1] * len(generation.token_ids)
+    sample.rollout_logprobs += generation.logprobs
+    sample.status = STATUS[generation.finish_reason]
 
 
-def _versions(generation: Generation, origin: Origin, sample_id: str) -> tuple[int, int]:
-    if generation.weight_version != origin.weight_version:
-        raise RuntimeError(
-            f"sample {sample_id} was generated by weights {generation.weight_version!r}, expected {origin.weight_version!r}: "
-            "the engine must be given this policy again"
-        )
-    return origin.policy_version, origin.policy_version
+def _refused(error: ValueError) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(failed(f"refused by the engine: {error}"))
+    return future

@@ -1,7 +1,8 @@
 """The rollout stage: prompts in, graded samples in committed shards out. Evaluation is the same stage on other prompts.
 
-It is safe to call twice: what is committed is returned, and what is not is done again from the data-source state of the round before, so no
-prompt is lost and none is served twice. Files are written under a private prefix and become true with the commit, which comes last.
+It is safe to call twice: what is committed is returned, and what is not is done again from the data-source state of the round
+before, so no prompt is lost and none is served twice. Files are written under a private prefix and become true with the commit,
+which comes last.
 """
 
 from __future__ import annotations
@@ -9,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from engines.sglang.client import EngineClient
 from stages.rewards.grading import Grader
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
-from stages.rollout.generate import Client, Generated, Origin, Progress, generate, plan_groups
+from stages.rollout.generate import Generated, Origin, Progress, generate, plan_groups
 from stages.rollout.metrics import rollout_metrics
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import Commit, Kind, RunKeys
 from storage.sample import Sample, Status
 from storage.shards import write_shards
 from storage.store import Store
-
-Connect = Callable[[Sequence[str]], AbstractAsyncContextManager[Client]]
 
 
 def rollout_stage(
@@ -46,7 +45,7 @@ def rollout_stage(
     summarise: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
     stamp: dict[str, Any] | None = None,
     on_progress: Progress | None = None,
-    connect: Connect | None = None,
+    connect: Callable[..., EngineClient] = EngineClient,
 ) -> Commit:
     """Generate, grade and commit one round, unless it is committed already.
 
@@ -66,27 +65,28 @@ def rollout_stage(
         kind: "rollout" or "eval".
         id_prefix: before all ids, to keep those of evaluations apart from those of rollouts.
         summarise: the summary's numbers from the samples.
-        stamp: further fields of the commit (`config_hash`, `code_version`, `inputs`).
+        stamp: further fields of the commit (`config_hash`, `code_version`).
         on_progress: called with (samples done, samples in all).
-        connect: opens a client for the engines; SGLang's if not given.
+        connect: makes the client of the engines from their URLs and a `timeout`.
 
     Raises:
-        ValueError: the data changed, the reward is wrong, or grading failed for every sample.
-        RuntimeError: an engine died, aborted or serves another policy; worth trying again.
+        ValueError: the data changed, or the reward is wrong.
+        RuntimeError: an engine aborted or serves another policy, or every single sample failed; worth trying again.
+        ConnectionError: no engine answers; worth trying again.
         TimeoutError: generation took longer than `config.rollout_timeout`.
     """
     if commit := store.committed(prefix):
         return commit
     seconds: dict[str, float] = {}
-    with _timed(seconds, "prepare"):
+    with timed(seconds, "prepare"):
         prompts, after = source.take(source.restore(state), num_prompts or config.rollout_batch_size)
         groups = plan_groups(prompts, tokenizer, id_prefix)
         origin = Origin(run, rollout_id, policy_version)
     with grader_of(config) if grader is None else nullcontext(grader) as grading:
-        with _timed(seconds, "generate"):
+        with timed(seconds, "generate"):
             generated = asyncio.run(
                 generate(
-                    partial(connect or _sglang, urls),
+                    connect(list(urls), timeout=config.rollout_timeout),
                     groups,
                     origin,
                     config,
@@ -96,9 +96,9 @@ def rollout_stage(
                     on_progress=on_progress,
                 )
             )
-        with _timed(seconds, "reward"):  # what grading takes beyond generation
+        with timed(seconds, "reward"):  # what grading takes beyond generation
             samples = _graded(generated)
-    with _timed(seconds, "write"):
+    with timed(seconds, "write"):
         attempt = store.new_attempt(prefix)
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
@@ -111,9 +111,9 @@ def rollout_stage(
             attempt=attempt,
             files=out.files,
             seconds=seconds,
-            summary=summarise(samples) | _speed(generated, seconds),
+            summary=summarise(samples) | speed_metrics(generated, seconds, len(urls) * config.rollout_num_gpus_per_engine),
             state={"data_source": after.model_dump(mode="json")},
-            **({"run": run} | (stamp or {})),
+            **({"run": run, "inputs": inputs_of(config)} | (stamp or {})),
         ),
     )
 
@@ -129,7 +129,7 @@ def state_before(store: Store, keys: RunKeys, rollout_id: int) -> dict[str, Any]
     previous = store.committed(keys.rollout(rollout_id - 1))
     if previous is None:
         raise ValueError(
-            f"round {rollout_id} needs the data position after round {rollout_id - 1}, which is not committed: do that round first"
+            f"round {rollout_id} begins where round {rollout_id - 1} left the data, which is not committed: do that round first"
         )
     return previous.state["data_source"]
 
@@ -146,10 +146,9 @@ def grader_of(config: RolloutConfig) -> Grader:
     )
 
 
-def _sglang(urls: Sequence[str]) -> AbstractAsyncContextManager[Client]:
-    from engines.sglang.client import EngineClient
-
-    return EngineClient(list(urls))
+def inputs_of(config: RolloutConfig) -> dict[str, str]:
+    """What a round consumes, for the record."""
+    return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}
 
 
 def _graded(generated: Generated) -> list[Sample]:
@@ -157,13 +156,15 @@ def _graded(generated: Generated) -> list[Sample]:
         outcome.result().apply(sample)
     failures = [sample for sample in generated.samples if sample.status is Status.FAILED]
     if len(failures) == len(generated.samples):
-        raise ValueError(
-            f"grading failed for all {len(failures)} samples, the first with {failures[0].metadata['error']!r}: repair the reward function"
+        reason = failures[0].metadata["error"]
+        raise RuntimeError(
+            f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward function or the data"
         )
     return generated.samples
 
 
-def _speed(generated: Generated, seconds: dict[str, float]) -> dict[str, float]:
+def speed_metrics(generated: Generated, seconds: dict[str, float], num_gpus: int) -> dict[str, float]:
+    """How fast it went. Where there are no GPUs an engine counts as one."""
     num_response = sum(sum(sample.loss_mask) for sample in generated.samples)
     num_prompt = sum(len(sample.token_ids) for sample in generated.samples) - num_response
     longest = max(sum(sample.loss_mask) for sample in generated.samples)
@@ -171,13 +172,13 @@ def _speed(generated: Generated, seconds: dict[str, float]) -> dict[str, float]:
         "rollout/prefix_cache_hit_rate": generated.num_cached_tokens / max(num_prompt, 1),
         "rollout/avg_cached_tokens_per_sample": generated.num_cached_tokens / len(generated.samples),
         "perf/rollout_time": sum(seconds.values()),
-        "perf/rollout_tokens_per_sec": num_response / max(seconds["generate"], 1e-9),
-        "perf/longest_sample_tokens_per_sec": longest / max(seconds["generate"], 1e-9),
+        "perf/tokens_per_gpu_per_sec": num_response / seconds["generate"] / num_gpus,
+        "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
     }
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start

@@ -11,6 +11,9 @@ from typing import Any
 
 from stages.rollout.data_source import Messages
 
+# Without any of these AutoTokenizer makes an empty tokenizer from config.json's model_type and says nothing (transformers 5.12).
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+
 
 class PromptTokenizer:
     """A checkpoint's tokenizer and chat template.
@@ -24,16 +27,15 @@ class PromptTokenizer:
     """
 
     def __init__(self, directory: str | Path, *, apply_chat_template: bool) -> None:
+        if not any((Path(directory) / name).is_file() for name in VOCABULARIES):
+            raise ValueError(f"{directory} has no tokenizer: put tokenizer.json and tokenizer_config.json beside the weights")
         from transformers import AutoTokenizer  # takes seconds and brings torch
 
         try:
             self.inner: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ValueError(
-                f"{directory} has no tokenizer that loads ({reason}): put tokenizer.json and "
-                "tokenizer_config.json beside the weights"
-            ) from error
+            raise ValueError(f"the tokenizer in {directory} does not load ({reason}): restore its files") from error
         if apply_chat_template and not self.inner.chat_template:
             raise ValueError(
                 f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or leave out --apply-chat-template"

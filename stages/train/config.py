@@ -8,6 +8,11 @@ from pydantic import model_validator
 
 from storage.config import StageConfig, option
 
+OPTIMIZER_FIELDS = {
+    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+}
+
 
 class TrainConfig(StageConfig):
     """Algorithm, batches, optimizer, parallelism and placement of the trainer."""
@@ -150,6 +155,11 @@ class TrainConfig(StageConfig):
         return self.num_ranks // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The fields of the optimizer section."""
+        return self.model_dump(include=OPTIMIZER_FIELDS)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

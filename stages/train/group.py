@@ -101,8 +101,8 @@ class TrainerGroup:
 
     # ---- commands -------------------------------------------------------------------------------------------------------
 
-    def load(self, base: str, checkpoint: str | None, version: int) -> None:
-        """Hold policy `version`, read from a checkpoint's directory or (None) the base model's, which is also the reference."""
+    def load(self, base: str | None, checkpoint: str | None, version: int) -> None:
+        """Hold policy `version`, read from these directories; see `TrainActor.load`."""
         self._call("load", base, checkpoint, version)
 
     def train(self, rollout: Commit, version: int) -> Trained:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from stages.train.group import TrainerGroup
@@ -68,15 +69,16 @@ def _restore(
     if on_progress is not None:
         on_progress(f"loading checkpoint {newest}" if newest else "loading the starting weights")
     group.ensure_started()
-    with store.reading(_record(store, base.key)) as base_directory:
-        if not newest:
-            group.load(str(base_directory), None, 0)
-            return 0
-        commit = _committed(store, keys.checkpoint(newest))
-        with store.reading(commit) as directory:
-            group.load(str(base_directory), str(directory), newest)
-    fingerprint, digest = group.fingerprint(), group.digest()
-    if _bitwise(commit.state, fingerprint) and digest != commit.state["digest"]:
+    commit = _committed(store, keys.checkpoint(newest)) if newest else None
+    with ExitStack() as open_for_reading:
+        needs_base = commit is None or group.spec.config.use_kl_loss
+        model = open_for_reading.enter_context(store.reading(_record(store, base.key))) if needs_base else None
+        checkpoint = open_for_reading.enter_context(store.reading(commit)) if commit else None
+        group.load(model and str(model), checkpoint and str(checkpoint), newest)
+    if commit is None:
+        return 0
+    digest = group.digest()
+    if _bitwise(commit.state, group.fingerprint()) and digest != commit.state["digest"]:
         raise ReplayError(
             f"checkpoint {keys.checkpoint(newest)} loads other weights than were saved: "
             f"{_difference(commit.state['digest'], digest)}"
@@ -109,6 +111,7 @@ def train_round(
     rollout = _committed(store, keys.rollout(rollout_id))
     ensured = time.perf_counter()
     trained = group.train(rollout, rollout_id)
+    spent = time.perf_counter() - ensured
     commit = Commit(
         kind="step",
         run=keys.run,
@@ -117,8 +120,8 @@ def train_round(
         inputs={"rollout": commit_key(keys.rollout(rollout_id))},
         config_hash=config_hash,
         code_version=code_version,
-        seconds={"restore": ensured - start, "train": time.perf_counter() - ensured, **trained.seconds},
-        summary=trained.metrics,
+        seconds={"restore": ensured - start, **trained.seconds, "dispatch": spent - sum(trained.seconds.values())},
+        summary={**trained.metrics, "perf/train_time": spent},
         state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
     )
     standing = store.commit(prefix, commit)

@@ -1,4 +1,4 @@
-"""Run by `test_megatron_layouts.py` as one of two processes: the same step under every layout of two ranks, compared with Hugging Face.
+"""One of two processes that `test_megatron_layouts.py` starts: the same step under every layout, compared with Hugging Face.
 
 usage: megatron_ranks.py RANK DIRECTORY
 """
@@ -13,7 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_reference import LENGTHS, OPTIMIZER, SHAPE, hf_loss, hf_model, make_pack, put_weights, shard, targets_of, to_megatron
+from megatron_reference import (
+    LENGTHS,
+    OPTIMIZER,
+    SHAPE,
+    hf_loss,
+    hf_model,
+    make_pack,
+    put_weights,
+    shard,
+    targets_of,
+    to_megatron,
+)
 from torch import Tensor
 
 from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
@@ -73,7 +84,9 @@ def run(name: str, rank: int, directory: Path, hf: Any, untied: bool) -> None:
     if data_size * engine.context_parallel[1] == 1:  # otherwise the optimizer shards them
         for chunk in engine.chunks:
             for key, param in local_parameters(chunk):
-                error = (param.main_grad - shard(key, grads[key], param, tensor_rank, tensor_size)).abs().max() / grads[key].abs().max()
+                error = (param.main_grad - shard(key, grads[key], param, tensor_rank, tensor_size)).abs().max() / grads[
+                    key
+                ].abs().max()
                 assert error < 1e-5, (name, key, error)
     _, norm = engine.step()
     expected = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
@@ -86,7 +99,27 @@ def run(name: str, rank: int, directory: Path, hf: Any, untied: bool) -> None:
         assert torch.equal(tensor, full[key]), (name, key)
     if not untied:
         check_checkpoint(engine, directory / f"checkpoint-{name}", mine, loss_fn)
+        check_other_layout(engine, directory, mine, loss_fn)
     shutdown_parallel()
+
+
+def check_other_layout(engine: Any, directory: Path, packs: list[Any], loss_fn: Any) -> None:
+    """Load what the first layout saved: the same weights; make a step: the same weights but for rounding."""
+    assert engine.load(directory / "checkpoint-data") == {"version": 2}
+    weights = [{key: tensor.clone() for key, tensor in engine.named_weights()}]
+    engine.zero_grad()
+    engine.forward_backward(packs, loss_fn)
+    engine.step()
+    weights.append({key: tensor.clone() for key, tensor in engine.named_weights()})
+    known = directory / "weights.pt"
+    if not known.exists():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save(weights, known)
+        dist.barrier()
+    for tolerance, ours, theirs in zip((0, 1e-5), weights, torch.load(known)):
+        for key, tensor in ours.items():
+            assert (tensor - theirs[key]).abs().max() <= tolerance, key
 
 
 def check_checkpoint(engine: Any, directory: Path, packs: list[Any], loss_fn: Any) -> None:

@@ -1,11 +1,11 @@
-"""A tiny random Qwen3 of Hugging Face, the same weights in Megatron's names, and naive losses: what the Megatron tests compare with.
+"""A tiny random Qwen3 of Hugging Face, its weights under Megatron's names, naive losses: what the Megatron tests compare with.
 
 The mapping is written down here once more, on purpose: a mistake in `storage/layouts` must not hide one in the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ def shard(name: str, full: Tensor, param: Any, rank: int, ranks: int) -> Tensor:
     if ranks == 1 or not getattr(param, "tensor_model_parallel", False):
         return full
     if "linear_fc1" in name:
-        return torch.cat([half.chunk(ranks, param.partition_dim)[rank] for half in full.chunk(2, param.partition_dim)], param.partition_dim)
+        return torch.cat(
+            [half.chunk(ranks, param.partition_dim)[rank] for half in full.chunk(2, param.partition_dim)], param.partition_dim
+        )
     if missing := -full.shape[param.partition_dim] % ranks:  # only the vocabulary, along its rows
         full = torch.cat([full, full.new_zeros(missing, full.shape[1])])
     return full.chunk(ranks, param.partition_dim)[rank]
@@ -133,8 +135,14 @@ def put_weights(engine: Any, full: dict[str, Tensor]) -> None:
         for chunk in engine.chunks:
             for name, param in local_parameters(chunk):
                 param.copy_(shard(name, full[name], param, rank, ranks))
-            if chunk.share_embeddings_and_output_weights and hasattr(chunk, "output_layer") and chunk.output_layer.weight is not None:
-                chunk.output_layer.weight.copy_(shard("", full["embedding.word_embeddings.weight"], chunk.output_layer.weight, rank, ranks))
+            if (
+                chunk.share_embeddings_and_output_weights
+                and hasattr(chunk, "output_layer")
+                and chunk.output_layer.weight is not None
+            ):
+                chunk.output_layer.weight.copy_(
+                    shard("", full["embedding.word_embeddings.weight"], chunk.output_layer.weight, rank, ranks)
+                )
     engine.optimizer.reload_model_params()
 
 
@@ -154,7 +162,3 @@ def hf_loss(model: Any, packs: list[Pack]) -> Tensor:
                 logits = model(input_ids=tokens[None]).logits[0, :-1]
                 total = total + F.cross_entropy(logits, tokens[1:], reduction="sum")
     return total
-
-
-def without_padding(shape: ModelShape = SHAPE, **changes: Any) -> ModelShape:
-    return shape.model_copy(update=changes) if changes else replace(shape)  # type: ignore[type-var]

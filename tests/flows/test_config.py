@@ -16,7 +16,12 @@ def test_every_flag_stands_for_one_option_and_every_option_is_a_sentence() -> No
 
 
 def test_split_keeps_values_with_their_flag() -> None:
-    assert split(["--a", "1", "2", "--b", "--c=x", "--d-e", "-1"]) == [("--a", ["1", "2"]), ("--b", []), ("--c", ["x"]), ("--d-e", ["-1"])]
+    assert split(["--a", "1", "2", "--b", "--c=x", "--d-e", "-1"]) == [
+        ("--a", ["1", "2"]),
+        ("--b", []),
+        ("--c", ["x"]),
+        ("--d-e", ["-1"]),
+    ]
     with pytest.raises(ValueError, match="'word' stands before"):
         split(["word"])
 
@@ -30,15 +35,21 @@ def test_our_flags_reach_their_sections_and_are_converted() -> None:
 
 
 def test_aliases_and_repeated_flags() -> None:
-    config = parse([*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"])
+    config = parse(
+        [*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"]
+    )
     assert config.rollout.input_key == "question"
     assert config.eval.eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
 
 
 def test_a_switch_can_be_turned_off_and_takes_no_word(tmp_path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n[eval]\neval_prompt_data = [["a", "x"]]\n')
-    config = parse([*MODEL, "--config", str(file), "--no-use-kl-loss", "--sglang-log-level", "info", "--eval-prompt-data", "b", "y"])
+    file.write_text(
+        '[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n[eval]\neval_prompt_data = [["a", "x"]]\n'
+    )
+    config = parse(
+        [*MODEL, "--config", str(file), "--no-use-kl-loss", "--sglang-log-level", "info", "--eval-prompt-data", "b", "y"]
+    )
     assert not config.train.use_kl_loss
     assert config.rollout.sglang == {"context_length": 8192, "log_level": "info"}
     assert config.eval.eval_prompt_data == [("b", "y")], "flags win over files"
@@ -47,7 +58,17 @@ def test_a_switch_can_be_turned_off_and_takes_no_word(tmp_path) -> None:
 
 
 def test_engine_families() -> None:
-    config = parse([*MODEL, "--sglang-mem-fraction-static", "0.4", "--recompute-granularity", "full", "--moe-token-dispatcher-type", "alltoall"])
+    config = parse(
+        [
+            *MODEL,
+            "--sglang-mem-fraction-static",
+            "0.4",
+            "--recompute-granularity",
+            "full",
+            "--moe-token-dispatcher-type",
+            "alltoall",
+        ]
+    )
     assert config.rollout.sglang == {"mem_fraction_static": 0.4}
     assert config.train.megatron == {"recompute_granularity": "full", "moe_token_dispatcher_type": "alltoall"}
 
@@ -60,7 +81,10 @@ def test_engine_families() -> None:
         (["--rollout-batch-size", "x"], r"--rollout-batch-size 'x': input should be a valid integer"),
         (["--rollout-batch-size"], "--rollout-batch-size needs a value"),
         (["--eval-prompt-data", "aime"], "takes 2 words at a time"),
-        (["--rollout-batch-size", "3", "--n-samples-per-prompt", "3", "--global-batch-size", "4"], "3 x --n-samples-per-prompt 3 = 9 samples, but"),
+        (
+            ["--rollout-batch-size", "3", "--n-samples-per-prompt", "3", "--global-batch-size", "4"],
+            "3 x --n-samples-per-prompt 3 = 9 samples, but",
+        ),
         (["--config", "nowhere.toml"], "config file nowhere.toml does not exist"),
         (["--run", "a/b"], "--run 'a/b'"),
     ],
@@ -87,5 +111,7 @@ def test_a_config_survives_json_and_its_hash_sees_identity_only() -> None:
     assert config_hash(longer) == config_hash(config)
     other = validated(config.model_dump() | {"train": config.train.model_dump() | {"lr": 1e-3}})
     assert config_hash(other) != config_hash(config)
-    assert set(part(config, "identity")) | set(part(config, "schedule")) | set(part(config, "placement")) == {f"{s}.{n}" for s, n, _ in options()}
+    assert set(part(config, "identity")) | set(part(config, "schedule")) | set(part(config, "placement")) == {
+        f"{s}.{n}" for s, n, _ in options()
+    }
     assert {extra_of(field)["change"] for _, _, field in options()} == {"identity", "schedule", "placement"}

@@ -30,7 +30,16 @@ def command(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple
     words = [
         *("--run", KEYS.run, "--store", str(root / "store"), "--hf-checkpoint", str(tiny_model)),
         *("--prompt-data", str(root / "data" / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
-        *("--apply-chat-template", "--rollout-shuffle", "--rm-type", "random", "--num-rollout", str(ROUNDS), "--save-interval", "2"),
+        *(
+            "--apply-chat-template",
+            "--rollout-shuffle",
+            "--rm-type",
+            "random",
+            "--num-rollout",
+            str(ROUNDS),
+            "--save-interval",
+            "2",
+        ),
         *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES), "--rollout-max-response-len", "200"),
         *("--lr", "1e-3", "--rollout-sampling", "ignore_eos=true"),
     ]
@@ -77,7 +86,9 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: tuple[list[str],
     # in the middle of a train step: round 2 is generated, not trained
     run_until(words, log, lambda: has(KEYS.rollout(2)), delay=0.02)
     assert not has(KEYS.step(2)), "the step was over before the kill"
-    assert first == (store.read(f"{KEYS.rollout(0)}.commit.json"), store.read(f"{KEYS.step(0)}.commit.json")), "a committed stage ran again"
+    assert first == (store.read(f"{KEYS.rollout(0)}.commit.json"), store.read(f"{KEYS.step(0)}.commit.json")), (
+        "a committed stage ran again"
+    )
 
     finished = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]

@@ -1,7 +1,7 @@
 """Stands in for `sgl_kernel` on a machine without CUDA, where the package has no build.
 
-SGLang imports names from it but, with `--attention-backend torch_native --sampling-backend pytorch`, calls none of them. Any name can
-be imported; calling one says what is missing.
+SGLang imports names from it but, with `--attention-backend torch_native --sampling-backend pytorch`, calls none of them. Any
+name can be imported; calling one says what is missing.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 if torch.cuda.is_available():
-    raise ImportError(
-        "the CPU stand-in for sgl_kernel was imported on a machine with CUDA: install the sgl_kernel that SGLang pins"
-    )
+    raise ImportError("this stand-in for sgl_kernel was imported on a machine with CUDA: install the real one")
 
 __version__ = "0.0.0+cpu"
 
@@ -22,9 +20,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def kernel(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"sgl_kernel.{name} has no CPU build: use --sglang-attention-backend torch_native and --sglang-sampling-backend pytorch"
-        )
+        flags = "--sglang-attention-backend torch_native --sglang-sampling-backend pytorch"
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU build: use {flags}")
 
     kernel.__name__ = name
     return kernel

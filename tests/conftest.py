@@ -1,0 +1,57 @@
+"""Fixtures that start real things once per session: a tiny model, Ray, one SGLang server. All of it ends with the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from engines.cluster import Cluster
+    from engines.sglang.pool import EnginePool
+
+# pytest puts this folder first on the import path, where its `engines`, `storage` and so on would hide the real packages.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: the machine is shared with Ray and SGLang
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Qwen3 with its character tokenizer, as a Hugging Face directory. Read only."""
+    from flows.demo_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    from flows.demo_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Ray of the session's own. A process can have only one: a test that runs a whole flow does so in a subprocess."""
+    from engines.cluster import Cluster
+
+    cluster = Cluster.start(namespace="penstock-tests", num_cpus=4)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    """One real SGLang server of the tiny model; starting it takes about 25 s. Tests publish the weights they need themselves."""
+    from engines.sglang.pool import EnginePool
+    from engines.sglang.server import ServerSpec
+
+    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), log_dir=str(tmp_path_factory.mktemp("sglang"))))
+    yield pool
+    pool.stop()

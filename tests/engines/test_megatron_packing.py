@@ -1,0 +1,125 @@
+"""Geometry of packs: buckets, the zig-zag split, and attention over both against a naive loop."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engines.megatron.door import open_door
+from tests.engines.megatron_reference import LENGTHS, make_pack
+
+open_door()
+
+from engines.megatron.attention import bucketed_attention, cosines_and_sines, rotate  # noqa: E402
+from engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def random_lengths(seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [
+        generator.choice([1, 2, 3, generator.randint(1, 20), generator.randint(1, 130)]) for _ in range(generator.randint(1, 12))
+    ]
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """One sequence after the other, one query after the other."""
+    out, start = [], 0
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    for length in lengths:
+        for last in range(start, start + length):
+            scores = torch.einsum("hd,khd->hk", query[last], key[start : last + 1]) * 0.25
+            out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[start : last + 1]))
+        start += length
+    return torch.stack(out)
+
+
+def heads(num_tokens: int, seed: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for num_heads in (4, 2, 2):
+        yield torch.randn(num_tokens, num_heads, 16, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bucketed_attention_is_attention(seed: int) -> None:
+    lengths = random_lengths(seed)
+    starts = make_pack(lengths).cu_seqlens.tolist()
+    results = []
+    for attend in (
+        lambda q, k, v: bucketed_attention(q, k, v, make_buckets(starts, starts), 0.25),
+        lambda q, k, v: naive_attention(q, k, v, lengths),
+    ):
+        inputs = list(heads(sum(lengths)))
+        out = attend(*inputs)
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    for ours, naive in zip(*results):
+        torch.testing.assert_close(ours, naive)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_hold_every_token_once_and_waste_little(seed: int) -> None:
+    lengths = random_lengths(seed)
+    starts = make_pack(lengths).cu_seqlens.tolist()
+    buckets = make_buckets(starts, starts)
+    rows = torch.cat([bucket.query_rows for bucket in buckets])
+    assert sorted(rows.tolist()) == list(range(sum(lengths)))
+    for bucket in buckets:
+        sequences, longest, _ = bucket.shape
+        assert (
+            len(set(bucket.query_places.tolist())) == len(bucket.query_places) and bucket.query_places.max() < sequences * longest
+        )
+        assert len(bucket.query_rows) > sequences * longest / 2 or longest <= 16
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_context_parallel_ranks_together_attend_as_one(context: int, tensor: int) -> None:
+    """Gathering the ranks' keys, attending on each rank, and putting the rows back gives attention over the whole pack."""
+    pack = make_pack(LENGTHS)
+    query, key, value = (x.detach() for x in heads(len(pack.token_ids)))
+    streams = [pack_stream(pack, CPU, tensor, context, rank) for rank in range(context)]
+    assert len({len(stream.token_ids) for stream in streams}) == 1 and len(streams[0].token_ids) % tensor == 0
+    gathered_key, gathered_value = (torch.cat([spread(x, stream) for stream in streams]) for x in (key, value))
+    out = torch.full_like(query, torch.nan)
+    for stream in streams:
+        assert torch.equal(stream.token_ids[stream.real], pack.token_ids[stream.origin])
+        assert torch.equal(stream.positions[stream.real], pack.position_ids[stream.origin])
+        keys, values = gathered_key[stream.key_rows], gathered_value[stream.key_rows]
+        attended = bucketed_attention(spread(query, stream), keys, values, stream.buckets, 0.25)
+        out[stream.origin] = attended[stream.real]
+    torch.testing.assert_close(out, naive_attention(query, key, value, LENGTHS))
+
+
+def spread(x: Tensor, stream: PackedStream) -> Tensor:
+    """A rank's share of rows, with something loud in place of padding."""
+    out = torch.full((len(stream.token_ids), *x.shape[1:]), 1e3, dtype=x.dtype)
+    out[stream.real] = x[stream.origin]
+    return out
+
+
+def test_sequence_parallel_padding_is_taken_away_again() -> None:
+    pack = make_pack([5, 6])
+    stream = pack_stream(pack, CPU, tensor=4)
+    assert (
+        len(stream.token_ids) == 12
+        and torch.equal(stream.real, torch.arange(11))
+        and torch.equal(stream.origin, torch.arange(11))
+    )
+    assert stream.cu_seqlens_q.tolist() == [0, 5, 11, 12]
+
+
+def test_rotation_turns_pairs_and_keeps_lengths() -> None:
+    x = torch.randn(50, 2, 16, dtype=torch.float64)
+    cosines, sines = cosines_and_sines(torch.arange(50), 16, 10000.0)
+    turned = rotate(x, cosines.double(), sines.double())
+    pairs = torch.complex(x[..., :8], x[..., 8:])
+    angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
+    expected = pairs * torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
+    torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert F.cosine_similarity(turned[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 stays

@@ -1,0 +1,82 @@
+"""SGLang's flags: read from its source without importing it, checked, and turned into a command line its own parser understands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.sglang.args import check_sglang_args, command_line, sglang_flags
+
+DATACLASS = """
+class ServerArgs:
+    model_path: A[str, Arg(help="x", aliases=["--model"])]
+    tp_size: A[int, Arg(help="x", aliases=["--tensor-parallel-size"])] = 1
+    sleep_on_idle: A[bool, "Sleep."] = False
+    gemm_runner: A[str, Arg(help="x", cli_name="--gemm-backend")] = "auto"
+    handler: A[Optional[int], Arg(help="x", no_cli=True)] = None
+    not_a_flag: int = 3
+
+    def add_cli_args(parser):
+        parser.add_argument("--sampling-backend", type=str)
+        parser.add_argument("--old-switch", action=DeprecatedStoreTrueAction)
+"""
+
+
+def test_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "srt/arg_groups/fields").mkdir(parents=True)
+    (tmp_path / "srt/server_args.py").write_text(DATACLASS)
+    (tmp_path / "srt/arg_groups/fields/more.py").write_text("class More:\n    watchdog: Annotated[float, 'Seconds.'] = 3\n")
+    found = {name: (flag.flag, flag.switch) for name, flag in sglang_flags(tmp_path).items()}
+    assert found == {
+        "model_path": ("--model-path", False),
+        "model": ("--model-path", False),
+        "tp_size": ("--tp-size", False),
+        "tensor_parallel_size": ("--tp-size", False),
+        "sleep_on_idle": ("--sleep-on-idle", True),
+        "gemm_runner": ("--gemm-backend", False),
+        "gemm_backend": ("--gemm-backend", False),
+        "sampling_backend": ("--sampling-backend", False),
+        "old_switch": ("--old-switch", True),
+        "watchdog": ("--watchdog", False),
+    }
+
+
+def test_installed_sglang_is_read_without_importing_it() -> None:
+    program = "import sys; from engines.sglang.args import sglang_flags; n = len(sglang_flags()); print(n, {'torch', 'sglang'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    number, modules = result.stdout.split(maxsplit=1)
+    assert int(number) > 400
+    assert modules.strip() == "set()"
+
+
+def test_check_names_the_nearest_flag() -> None:
+    assert check_sglang_args({"--mem-fraction-static": 0.7, "log_level": "info"}) == {
+        "mem_fraction_static": 0.7,
+        "log_level": "info",
+    }
+    with pytest.raises(ValueError, match="did you mean --sglang-mem-fraction-static"):
+        check_sglang_args({"mem_fraction_statics": 0.7})
+    with pytest.raises(ValueError, match="--sglang-tp-size was given, but Penstock sets it: use --rollout-num-gpus-per-engine"):
+        check_sglang_args({"tp-size": 2})
+
+
+def test_command_line_words() -> None:
+    args = {
+        "mem_fraction_static": 0.7,
+        "disable_radix_cache": True,
+        "sleep_on_idle": "true",
+        "skip_server_warmup": "False",
+        "trust_remote_code": False,
+        "random_seed": None,
+        "cuda_graph_bs_decode": [1, 2],
+        "json_model_override_args": {"rope": 1},
+    }
+    assert command_line(args) == [
+        *("--mem-fraction-static", "0.7", "--disable-radix-cache", "--sleep-on-idle"),
+        *("--cuda-graph-bs-decode", "1", "2", "--json-model-override-args", '{"rope": 1}'),
+    ]

@@ -1,0 +1,155 @@
+"""The client against a small HTTP server that answers as SGLang does, and as a failing one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engines.cluster import free_port
+from engines.sglang.client import EngineClient, parse_generation
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
+    pairs = [[-0.5 * token, token, None] for token in token_ids]
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "output_token_logprobs": pairs,
+            "finish_reason": {"type": "stop", "matched": 1},
+            "weight_version": "run/3",
+            "cached_tokens": 2,
+            **meta,
+        },
+    }
+
+
+def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[Any]]) -> Any:
+    """Run `use` with the addresses of one server for each handler."""
+
+    async def main() -> Any:
+        runners, urls = [], []
+        for handler in handlers:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", handler)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            port = free_port()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            runners.append(runner)
+            urls.append(f"http://127.0.0.1:{port}")
+        try:
+            return await use(urls)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+async def echo(request: web.Request) -> web.Response:
+    body = await request.json()
+    assert body["return_logprob"]
+    return web.json_response([answer([ids[-1], index]) for index, ids in enumerate(body["input_ids"])])
+
+
+def test_one_request_for_a_group() -> None:
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient(urls) as client:
+            return await client.generate([7, 8, 9], {"temperature": 1.0}, n=3)
+
+    generations = with_servers([echo], use)
+    assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
+    assert generations[1].logprobs == [-4.5, -0.5]
+    assert (generations[0].finish_reason, generations[0].weight_version, generations[0].cached_tokens) == ("stop", "run/3", 2)
+
+
+def test_spans_of_versions_and_disagreement() -> None:
+    spans = [{"version": "run/2", "start": 0, "end": 1}, {"version": "run/3", "start": 1, "end": 2}]
+    generation = parse_generation(answer([4, 5], weight_versions=spans))
+    assert (generation.first_weight_version, generation.weight_version) == ("run/2", "run/3")
+    assert parse_generation(answer([])).logprobs == []
+    with pytest.raises(AssertionError, match="disagree"):
+        parse_generation({**answer([4, 5]), "output_ids": [4, 6]})
+
+
+def test_a_failing_engine_is_left_for_another() -> None:
+    async def failing(request: web.Request) -> web.Response:
+        return web.Response(status=503, text="starting")
+
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient([*urls, f"http://127.0.0.1:{free_port()}"]) as client:
+            return [await client.generate([index], {}) for index in range(4)]
+
+    groups = with_servers([failing, echo], use)
+    assert [group[0].token_ids[0] for group in groups] == [0, 1, 2, 3]
+
+
+def test_gives_up_after_its_tries() -> None:
+    calls = []
+
+    async def failing(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        return web.Response(status=500, text="scheduler died")
+
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient(urls, num_tries=2) as client:
+            await client.generate([1], {})
+
+    with pytest.raises(ConnectionError, match="no engine answered in 2 tries.*scheduler died"):
+        with_servers([failing], use)
+    assert len(calls) == 2
+
+
+def test_refusal_and_time_limit_are_not_retried() -> None:
+    calls = []
+
+    async def refusing(request: web.Request) -> web.Response:
+        calls.append("refused")
+        return web.json_response({"error": {"message": "the prompt has 300 tokens"}}, status=400)
+
+    async def slow(request: web.Request) -> web.Response:
+        calls.append("slow")
+        await asyncio.sleep(5)
+        return web.json_response([])
+
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient(urls, timeout=0.2) as client:
+            await client.generate([1], {})
+
+    with pytest.raises(ValueError, match="the prompt has 300 tokens"):
+        with_servers([refusing], use)
+    with pytest.raises(TimeoutError):
+        with_servers([slow], use)
+    assert calls == ["refused", "slow"]
+
+
+def test_least_busy_engine_gets_the_next_group() -> None:
+    served: dict[int, int] = {}
+
+    def counting(name: int, seconds: float) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            served[name] = served.get(name, 0) + 1
+            await asyncio.sleep(seconds)
+            return await echo(request)
+
+        return handle
+
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient(urls) as client:
+            gate = asyncio.Semaphore(4)
+
+            async def one() -> None:
+                async with gate:
+                    await client.generate([1], {})
+
+            await asyncio.gather(*[one() for _ in range(24)])
+            assert set(client._load.values()) == {0}
+
+    with_servers([counting(0, 0.3), counting(1, 0.005)], use)
+    assert served[1] > 2 * served[0] > 0

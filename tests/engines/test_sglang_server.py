@@ -1,0 +1,152 @@
+"""A real SGLang server: generation, weights from memory and from disk, death and replacement."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.sglang import control
+from engines.sglang.client import EngineClient, Generation
+from engines.sglang.pool import EnginePool
+from engines.sglang.server import ServerSpec, SGLangServer
+from engines.weights.publisher import make_publisher
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
+
+
+def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]:
+    async def call() -> list[Generation]:
+        async with EngineClient(pool.urls, timeout=120) as client:
+            return await client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}, n=num)
+
+    return asyncio.run(call())
+
+
+def worst_difference(model_path: Path, generations: list[Generation]) -> float:
+    """Largest difference between the engine's log-probs and Hugging Face's, over all sampled tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    worst = 0.0
+    for generation in generations:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + generation.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        chosen = torch.tensor(generation.token_ids)[:, None]
+        logprobs = logits.float().log_softmax(-1).gather(1, chosen)[:, 0]  # [R]
+        worst = max(worst, (logprobs - torch.tensor(generation.logprobs)).abs().max().item())
+    return worst
+
+
+def weights(model_path: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(model_path / "model.safetensors")
+
+
+def test_publish_changes_weights_and_version(
+    engine_pool: EnginePool, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
+) -> None:
+    make_publisher(engine_pool.urls).publish(weights(tiny_model).items(), "test/1")
+    first = sample(engine_pool)
+    assert engine_pool.weight_versions() == ["test/1"]
+    assert {g.weight_version for g in first} == {"test/1"}
+    assert {g.finish_reason for g in first} == {"length"}
+    assert len({tuple(g.token_ids) for g in first}) > 1  # samples of a group differ
+    assert worst_difference(tiny_model, first) < 1e-4
+
+    start = time.perf_counter()
+    make_publisher(engine_pool.urls).publish(weights(other_tiny_model).items(), "test/2")
+    print(f"published in {time.perf_counter() - start:.3f} s")
+    second = sample(engine_pool)
+    assert {g.weight_version for g in second} == {"test/2"}
+    assert worst_difference(other_tiny_model, second) < 1e-4
+    assert worst_difference(tiny_model, second) > 1e-3  # the check can fail
+
+    disk = make_publisher(engine_pool.urls, "disk", model_path=str(tiny_model), directory=str(tmp_path))
+    disk.publish(weights(tiny_model).items(), "test/3")
+    third = sample(engine_pool)
+    assert {g.weight_version for g in third} == {"test/3"} == set(engine_pool.weight_versions())
+    assert worst_difference(tiny_model, third) < 1e-4
+    assert not list(tmp_path.iterdir())
+
+
+def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tiny_model: Path) -> None:
+    """Requests in flight go on under the new weights, and each says under which ones it began and ended."""
+    publisher = make_publisher(engine_pool.urls)
+    publisher.publish(weights(tiny_model).items(), "test/4")
+
+    async def both() -> list[Generation]:
+        async with EngineClient(engine_pool.urls, timeout=120) as client:
+            running = asyncio.create_task(client.generate(PROMPT, {"max_new_tokens": 200, "ignore_eos": True}, n=4))
+            await asyncio.sleep(0.15)
+            await asyncio.to_thread(publisher.publish, weights(tiny_model).items(), "test/5")
+            return await running
+
+    generations = asyncio.run(both())
+    assert [len(g.token_ids) for g in generations] == [200] * 4
+    assert {(g.first_weight_version, g.weight_version) for g in generations} == {("test/4", "test/5")}
+    assert worst_difference(tiny_model, generations) < 1e-4
+
+
+def test_a_broken_publish_never_passes_for_a_version(engine_pool: EnginePool, tiny_model: Path) -> None:
+    def broken():
+        yield from list(weights(tiny_model).items())[:3]
+        raise RuntimeError("the trainer died")
+
+    publisher = make_publisher(engine_pool.urls)
+    publisher.bucket_bytes = 1  # every tensor travels alone
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        publisher.publish(broken(), "test/6")
+    assert engine_pool.weight_versions() == ["updating:test/6"]
+    publisher.publish(weights(tiny_model).items(), "test/6")
+    assert worst_difference(tiny_model, sample(engine_pool)) < 1e-4
+
+
+def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) -> None:
+    assert not engine_pool.ensure_alive()
+    old = engine_pool.pids()[0]
+    family = psutil.Process(old).children(recursive=True)
+    os.kill(old, signal.SIGKILL)
+    psutil.wait_procs(family, timeout=10)
+    assert not any(child.is_running() for child in family)
+    assert engine_pool.ensure_alive()
+    assert engine_pool.weight_versions() == ["default"]
+    assert worst_difference(tiny_model, sample(engine_pool)) < 1e-4
+
+
+def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
+    """Also when it is killed in the middle of the start, before SGLang has any say."""
+    program = (
+        "import os, signal; from engines.sglang.server import *\n"
+        f"server = SGLangServer(ServerSpec(model_path={str(tiny_model)!r}, log_dir={str(tmp_path)!r}))\n"
+        "server._launch(); print(server.pid(), flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(1)
+        parent.kill()
+    assert not psutil.wait_procs([server], timeout=10)[1]
+
+
+def test_failed_start_shows_the_log(tmp_path: Path) -> None:
+    server = SGLangServer(ServerSpec(model_path=str(tmp_path / "nothing"), log_dir=str(tmp_path), start_timeout=120))
+    with pytest.raises(RuntimeError, match=r"(?s)ended with code 1 while starting.*nothing"):
+        server.start()
+    assert not server.alive()
+
+
+def test_no_answer_is_server_gone() -> None:
+    with pytest.raises(control.ServerGone, match="did not answer"):
+        control.weight_version("http://127.0.0.1:9", timeout=1)

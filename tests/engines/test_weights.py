@@ -1,0 +1,169 @@
+"""Buckets and payloads of weights, and the order of calls of an update, without a server."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.sglang.wire import FlatBucket, buckets
+from engines.weights.disk import write_weights
+from engines.weights.publisher import make_publisher
+from engines.weights.tensor import TensorPublisher
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3, 4), (1,), (16, 2), (5,), (2, 2, 2)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    return [
+        (f"layer.{i}", torch.randn(size, generator=generator).to(dtype)) for i, (size, dtype) in enumerate(zip(sizes, dtypes))
+    ]
+
+
+@pytest.mark.parametrize("max_bytes", [1, 10, 60, 140, 10_000])
+def test_buckets_keep_order_and_bound(max_bytes: int) -> None:
+    named = tensors()
+    cut = list(buckets(iter(named), max_bytes))
+    assert [name for bucket, _ in cut for name, _ in bucket] == [name for name, _ in named]
+    assert [last for _, last in cut] == [False] * (len(cut) - 1) + [True]
+    for bucket, _ in cut:
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+        assert size <= max_bytes or len(bucket) == 1
+
+
+def test_payload_carries_the_tensors_bit_for_bit() -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    named = tensors()
+    named[2] = ("layer.2", named[2][1].T)  # not contiguous
+    before = torch.multiprocessing.get_sharing_strategy()
+    flat = FlatBucket(named)
+    for _ in range(2):  # one for each receiver
+        content = MultiprocessingSerializer.deserialize(flat.payload())
+        received = FlattenedTensorBucket(
+            flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
+        ).reconstruct_tensors()
+        assert [name for name, _ in received] == [name for name, _ in named]
+        assert all(got.dtype == sent.dtype and torch.equal(got, sent) for (_, got), (_, sent) in zip(received, named))
+    assert torch.multiprocessing.get_sharing_strategy() == before
+
+
+def test_disk_weights_are_a_model_directory(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors.index.json").write_text("old")
+    write_weights(tmp_path / "out", iter(tensors()), source, shard_bytes=60)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    assert (tmp_path / "out/config.json").exists()
+    assert len(set(index.values())) > 1
+    for name, tensor in tensors():
+        assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor)
+
+
+def test_publishers_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name both"):
+        make_publisher(["http://x"], "disk")
+
+
+class Engine:
+    """Answers an update's calls like SGLang of one release, and remembers them."""
+
+    def __init__(self, release: str, refuse_bucket: int | None = None) -> None:
+        self.release, self.refuse_bucket = release, refuse_bucket
+        self.calls: list[str] = []
+        self.version = "default"
+        self.flushes: list[bool] = []
+        self.session_open = False
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, {"version": engine.release, "tp_size": 2})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                ok, message = engine.take(self.path, body)
+                self.reply(200 if ok else 400, {"success": ok, "message": message})
+
+            def reply(self, status: int, content: dict[str, Any]) -> None:
+                text = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *args: Any) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def take(self, path: str, body: dict[str, Any]) -> tuple[bool, str]:
+        self.calls.append(path)
+        if path == "/begin_weight_update":
+            was_open, self.session_open = self.session_open, True
+            return not was_open, "a weight-update session is already open"
+        if path == "/end_weight_update":
+            self.session_open = False
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/update_weights_from_tensor":
+            assert body["load_format"] == "flattened_bucket"
+            assert len(set(body["serialized_named_tensors"])) == 2  # one payload for each of its ranks
+            self.flushes.append(body["flush_cache"])
+            return len(self.flushes) != self.refuse_bucket, "shape mismatch"
+        return True, ""
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(*request.param)
+    yield engine
+    engine.server.shutdown()
+    engine.server.server_close()
+
+
+@pytest.mark.parametrize("engine", [("0.5.21",), ("0.5.15.post1",), ("0.5.22.dev3",)], indirect=True, ids=str)
+def test_calls_of_an_update(engine: Engine) -> None:
+    engine.session_open = engine.release != "0.5.15.post1"  # left by a trainer that died
+    TensorPublisher([engine.url], bucket_bytes=100).publish(iter(tensors()), "run/7")
+    begin, end = ["/begin_weight_update", "/end_weight_update"], ["/end_weight_update"]
+    if engine.release == "0.5.15.post1":
+        begin, end = [], []
+    assert engine.calls == [
+        *("/pause_generation", "/update_weight_version"),
+        *(begin + begin[:1]),
+        *["/update_weights_from_tensor"] * len(engine.flushes),
+        *(*end, "/update_weight_version", "/continue_generation"),
+    ]
+    assert engine.flushes == [False] * (len(engine.flushes) - 1) + [True]
+    assert engine.version == "run/7"
+
+
+@pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
+def test_a_refused_bucket_leaves_no_version_and_no_pause(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        TensorPublisher([engine.url], bucket_bytes=1).publish(iter(tensors()), "run/7")
+    assert engine.version == "updating:run/7"
+    assert engine.calls[-2:] == ["/end_weight_update", "/continue_generation"]
+
+
+def test_foreign_classes_are_refused_by_the_wire() -> None:
+    """Why the buckets are SGLang's own classes: its unpickler takes nothing else."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    with pytest.raises((RuntimeError, pickle.UnpicklingError)):
+        MultiprocessingSerializer.deserialize(MultiprocessingSerializer.serialize(Path("x"), output_str=True))

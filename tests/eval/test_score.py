@@ -1,0 +1,73 @@
+"""Scores of an evaluation, against brute force."""
+
+import itertools
+import random
+
+import pytest
+
+from stages.eval.config import EvalConfig
+from stages.eval.score import pass_at_k, pass_rates, score
+from storage.sample import Sample, Status
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_rates_use_the_groups_own_size() -> None:
+    rates = pass_rates([[True, False, False, False], [False] * 5])
+    assert list(rates) == [1, 2, 4]
+    assert rates == pytest.approx({1: 0.125, 2: 0.25, 4: 0.5})
+
+
+def make(group: str, reward: float | None, status: Status = Status.COMPLETED, tokens: int = 2) -> Sample:
+    return Sample("s", group, "s", 0, token_ids=[1] * tokens, loss_mask=[1] * tokens, reward=reward, status=status)
+
+
+def test_score() -> None:
+    found = score([make("a", 1.0), make("a", 0.0, Status.TRUNCATED, 6), make("b", None, Status.FAILED), make("b", 1.0)], "aime")
+    assert found["eval/aime"] == 0.5
+    assert found["eval/aime-truncated_ratio"] == found["eval/aime-failed_ratio"] == 0.25
+    assert found["eval/aime/response_len/mean"] == 3 and found["eval/aime/response_len/max"] == 6
+    assert found["eval/aime-pass@1"] == 0.5 and found["eval/aime-pass@2"] == 1.0
+
+
+def test_order_of_samples_does_not_matter() -> None:
+    rng = random.Random(0)
+    samples = [make(f"{i % 5}", float(rng.random() < 0.4), tokens=rng.randint(1, 9)) for i in range(20)]
+    expected = score(samples, "x")
+    rng.shuffle(samples)
+    assert score(samples, "x") == pytest.approx(expected)
+
+
+def test_pass_is_never_guessed() -> None:
+    graded = [make("a", -1.0), make("a", 1.0)]
+    assert not any("pass@" in name for name in score(graded, "x"))
+    with pytest.raises(ValueError, match=r"data set x has the reward -1.*--pass-threshold"):
+        score(graded, "x", require_pass_rate=True)
+    assert score(graded, "x", pass_threshold=1.0)["eval/x-pass@1"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "given", [[["a", "x.jsonl"], ["b", "y.jsonl"]], ["a", "x.jsonl", "b", "y.jsonl"], {"a": "x.jsonl", "b": "y.jsonl"}]
+)
+def test_data_sets_in_every_spelling(given: object) -> None:
+    assert EvalConfig(eval_prompt_data=given).eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [(["a"], "NAME PATH"), (["a/b", "x"], "cannot name"), (["a", "x", "a", "y"], "two data sets")]
+)
+def test_data_sets_that_are_none(given: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(eval_prompt_data=given)
+
+
+def test_what_is_not_said_is_inherited() -> None:
+    assert EvalConfig().overrides("x.jsonl") == {"prompt_data": ["x.jsonl"], "rollout_shuffle": False, "n_samples_per_prompt": 1}
+    said = EvalConfig(eval_temperature=0.0, eval_top_p=0.7, n_samples_per_eval_prompt=16, eval_max_response_len=9).overrides("x")
+    assert (said["rollout_temperature"], said["rollout_top_p"], said["rollout_max_response_len"]) == (0.0, 0.7, 9)
+    assert said["n_samples_per_prompt"] == 16

@@ -1,0 +1,158 @@
+"""The order of prompts: exact after any interruption, complete in every epoch, unmoved by data that is added."""
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scripted_engine import write_jsonl
+
+from stages.rollout.config import RolloutConfig
+from stages.rollout.data_source import Prompt, PromptSource, check_prompt_data
+
+
+def source_of(*sizes: int, shuffle: bool = True, seed: int = 42) -> PromptSource:
+    files = [[f'["{file}:{row}","",{{}}]'.encode() for row in range(size)] for file, size in enumerate(sizes)]
+    return PromptSource(files, shuffle=shuffle, seed=seed)
+
+
+def names(prompts: list[Prompt]) -> list[str]:
+    return [str(prompt.content) for prompt in prompts]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> None:
+    rng = random.Random(trial)
+    sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
+    whole, _ = source_of(*sizes).take(source_of(*sizes).restore(None), 60)
+    source, saved, pieces = source_of(*sizes), None, []
+    while len(pieces) < 60:
+        count = min(rng.randint(1, 25), 60 - len(pieces))
+        state = source.restore(saved)
+        prompts, after = source.take(state, count)
+        if rng.random() < 0.3:  # a crash before the commit: the same state gives the same prompts again
+            assert source_of(*sizes).take(state, count) == (prompts, after)
+        pieces += prompts
+        saved = after.model_dump(mode="json")
+        if rng.random() < 0.5:
+            source = source_of(*sizes)  # a new process
+    assert pieces == whole
+    assert [prompt.issue for prompt in pieces] == list(range(60))
+
+
+def test_every_epoch_holds_every_prompt_once_in_another_order() -> None:
+    source = source_of(7, 4)
+    prompts, state = source.take(source.restore(None), 33)  # one take over three epochs
+    epochs = [names(prompts[start : start + 11]) for start in (0, 11, 22)]
+    assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == 11 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert (state.epoch, state.cursor, state.issued) == (2, 11, 33)
+    assert names(source_of(7, 4, seed=1).take(source.restore(None), 11)[0]) != epochs[0]
+
+
+def test_without_shuffle_files_follow_each_other() -> None:
+    source = source_of(2, 2, shuffle=False)
+    assert names(source.take(source.restore(None), 5)[0]) == ["0:0", "0:1", "1:0", "1:1", "0:0"]
+
+
+def test_order_is_pinned() -> None:
+    """Resumed runs live on this order: if this test fails, they would repeat and skip prompts."""
+    source = source_of(8)
+    assert [prompt.row for prompt in source.take(source.restore(None), 16)[0]] == [5, 6, 4, 0, 3, 1, 7, 2, 7, 3, 1, 2, 0, 6, 5, 4]
+
+
+def test_appended_rows_and_files_leave_the_old_order_alone() -> None:
+    old = source_of(6)
+    _, state = old.take(old.restore(None), 4)
+    rest = names(old.take(state, 2)[0])
+    new = source_of(9, 2)  # three rows appended to the first file, and a second file
+    resumed = new.restore(state.model_dump(mode="json"))
+    assert [(s.file, s.start, s.rows) for s in resumed.segments] == [(0, 0, 6), (0, 6, 3), (1, 0, 2)]
+    prompts, after = new.take(resumed, 7)
+    assert names(prompts)[:2] == rest, "the old permutation goes on"
+    assert set(names(prompts)[2:]) == {"0:6", "0:7", "0:8", "1:0", "1:1"}, "the rest of the epoch is what was appended"
+    second_epoch = names(new.take(after, 11)[0])
+    assert len(set(second_epoch)) == 11
+    expected = names(old.take(old.take(old.restore(None), 6)[1], 6)[0])
+    assert second_epoch[:6] == expected, "in the next epoch the old segment has the order it would have had"
+
+
+def test_changed_or_removed_rows_are_refused() -> None:
+    source = source_of(5, 3)
+    saved = source.take(source.restore(None), 2)[1].model_dump(mode="json")
+    changed = source_of(5, 3)
+    changed.files[1][0] = b'["other","",{}]'
+    with pytest.raises(ValueError, match=r"rows 0 to 2 of file 2 .* have changed"):
+        changed.restore(saved)
+    with pytest.raises(ValueError, match="has 4 rows; this run has seen 5"):
+        source_of(4, 3).restore(saved)
+    with pytest.raises(ValueError, match="file 2 of --prompt-data has 0 rows"):
+        source_of(5).restore(saved)
+
+
+ROWS = [
+    {"question": "1+1=", "answer": 2, "extra": {"rm_type": "math"}, "unused": [1]},
+    {"question": [{"role": "user", "content": "é"}], "answer": "x", "extra": '{"level": 3}'},
+    {"question": "2+2=", "answer": None, "extra": None},
+]
+
+
+def test_jsonl_is_read(tmp_path: Path) -> None:
+    config = RolloutConfig(
+        prompt_data=write_jsonl(tmp_path / "rows.jsonl", ROWS), input_key="question", label_key="answer", metadata_key="extra"
+    )
+    source = PromptSource.open(config)
+    prompts, _ = source.take(source.restore(None), 3)
+    assert [prompt.content for prompt in prompts] == [row["question"] for row in ROWS]
+    assert [prompt.label for prompt in prompts] == ["2", "x", ""]
+    assert [prompt.metadata for prompt in prompts] == [{"rm_type": "math"}, {"level": 3}, {}]
+
+
+def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
+    rows = [{"q": [{"role": "user", "content": f"{i}"}], "a": str(i), "metadata": '{"i": 1}'} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    files = [
+        PromptSource.open(RolloutConfig(prompt_data=str(tmp_path / name), input_key="q", label_key="a")).files
+        for name in ("rows.parquet", "rows.jsonl")
+    ]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.jsonl", None, "absent.jsonl does not exist"),
+        ("empty.jsonl", "\n", "empty.jsonl is empty"),
+        ("broken.jsonl", '{"input": "a"}\n{"input": \n', r"broken.jsonl:2: malformed line"),
+        ("list.jsonl", "[1]\n", r"list.jsonl:1: found a JSON list"),
+        (
+            "column.jsonl",
+            '{"input": "a"}\n\n{"prompt": "b", "id": 1}\n',
+            r"column.jsonl:3 has no column 'input'; it has 'prompt', 'id'",
+        ),
+        ("number.jsonl", '{"input": 5}\n', "number.jsonl:1: column 'input' holds 5; a prompt is text"),
+        ("metadata.jsonl", '{"input": "a", "metadata": "{"}\n', "metadata.jsonl:1: column 'metadata' is text but not JSON"),
+        ("messages.jsonl", '{"input": [{"role": "user", "content": "a"}]}\n', "messages.jsonl row 0.*--apply-chat-template"),
+        ("rows.csv", "a,b\n", "rows.csv is neither JSONL"),
+        ("fake.parquet", "no", "fake.parquet is not a Parquet file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
+
+
+def test_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="no column 'label'; it has 'prompt', 'answer': name one of them with --label-key"):
+        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"), input_key="prompt", label_key="label"))
+
+
+def test_demonstrations_need_an_assistant(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(ValueError, match="no conversation with an assistant's turn"):
+        check_prompt_data(RolloutConfig(prompt_data=path, input_key="messages"), demonstrations=True)
