@@ -125,9 +125,11 @@ class Cluster:
         """
         import ray
 
+        remote: Any = ray.remote
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
-        task = ray.remote(**options, **({"runtime_env": {"env_vars": env}} if env else {}))(fn)
-        reference = task.remote(*args, **kwargs)
+        if env:
+            options["runtime_env"] = {"env_vars": env}
+        reference = remote(**options)(fn).remote(*args, **kwargs)
         try:
             return ray.get(reference, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:

@@ -23,6 +23,7 @@ def post_train(config: PostTrainConfig) -> None:
         if session.generates_with(session.num_trained()):
             session.start_engines()
         tasks.convert(session)
+        tasks.restore(session)
         due = tasks.schedule(session)
         for stage in due(0):
             stage(session, 0)

@@ -18,6 +18,7 @@ def sft(config: PostTrainConfig) -> None:
     """
     with Session("sft", config) as session:
         tasks.convert(session)
+        tasks.restore(session)
         due = tasks.schedule(session)
         for r in session.rounds():
             demonstrations = tasks.demonstrate(session, r)

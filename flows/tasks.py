@@ -71,6 +71,14 @@ def convert(session: Session) -> CheckpointRef:
     return session.begin_at(session.cluster.run(convert_hf, session.store, session.config.convert.hf_checkpoint))
 
 
+@stage("restore")
+def restore(session: Session) -> None:
+    """Build the trainer with the policy the run has come to, while the engines load. Nothing to do if all rounds are trained."""
+    version = session.num_trained()
+    if version < session.config.run.num_rollout:
+        session.trainer_at(version)
+
+
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""

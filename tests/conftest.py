@@ -48,10 +48,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """One real SGLang server of the tiny model; starting it takes about 25 s. Tests publish the weights they need themselves."""
+    """One real SGLang server of the tiny model; starting it takes 25 s or more. Tests publish the weights they need themselves."""
     from engines.sglang.pool import EnginePool
     from engines.sglang.server import ServerSpec
 
-    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), log_dir=str(tmp_path_factory.mktemp("sglang"))))
+    args = {"dtype": "bfloat16", "mem_fraction_static": 0.3} if cluster.num_gpus else {}
+    log_dir = str(tmp_path_factory.mktemp("sglang"))
+    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), args=args, log_dir=log_dir))
     yield pool
     pool.stop()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [t, heads * head_dim]
         stream = packed_seq_params
         assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "this attention runs on packed sequences only"
-        query, key = rotate(query, *stream.cos_sin), rotate(key, *stream.cos_sin)
+        turn = _fused_rotate() if query.is_cuda else rotate
+        query, key = turn(query, *stream.cos_sin), turn(key, *stream.cos_sin)
         if stream.key_rows is not None:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.context_group)[stream.key_rows]
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.context_group)[stream.key_rows]
@@ -80,6 +83,12 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate the halves of every head; computed in fp32 like the engine's kernel does. x: [t, heads, head_dim]"""
     first, second = x.chunk(2, dim=-1)
     return (x * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
+
+
+@cache
+def _fused_rotate() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One kernel forwards and one backwards; for any number of tokens."""
+    return torch.compile(rotate, dynamic=True)
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:

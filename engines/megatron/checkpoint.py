@@ -39,7 +39,7 @@ class PlainWriter(TorchDistSaveShardedStrategy):
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=8 if torch.cuda.is_available() else 1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 

@@ -40,7 +40,7 @@ class EnginePool:
     def ensure_alive(self) -> bool:
         """Replace every engine that is dead or does not answer. Returns whether any was.
 
-        A new engine serves the model directory's weights and calls them "default".
+        A new engine serves the model directory's weights and calls them `spec.weight_version`.
 
         Raises:
             RuntimeError: as `urls`.

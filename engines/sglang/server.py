@@ -131,7 +131,13 @@ class SGLangServer:
     def _launch(self) -> None:
         spec = self.spec
         self._port = spec.port + self.index if spec.port else free_port()
-        ours = {"model_path": spec.model_path, "host": spec.host, "port": self._port, "tp_size": spec.tensor_parallel, "weight_version": spec.weight_version}
+        ours = {
+            "model_path": spec.model_path,
+            "host": spec.host,
+            "port": self._port,
+            "tp_size": spec.tensor_parallel,
+            "weight_version": spec.weight_version,
+        }
         command = [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(spec.args)]
         directory = Path(spec.log_dir or tempfile.gettempdir())
         directory.mkdir(parents=True, exist_ok=True)

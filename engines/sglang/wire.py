@@ -138,7 +138,9 @@ class FlatBucket:
         self.device = bucket[0][1].device
         if self.device.type == "cuda":
             monkey_patch_torch_reductions()  # names the GPU by its UUID: sender and server may number them differently
-        packed = FlattenedTensorBucket(named_tensors=[(name, tensor.detach().contiguous()) for name, tensor in bucket])
+        # SGLang views the bytes where they lie: wide types first, or a float32 could begin at an odd offset behind a bfloat16.
+        aligned = sorted(bucket, key=lambda item: -item[1].element_size())
+        packed = FlattenedTensorBucket(named_tensors=[(name, tensor.detach().contiguous()) for name, tensor in aligned])
         self._content = {"flattened_tensor": packed.get_flattened_tensor(), "metadata": packed.get_metadata()}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads on a stream of its own

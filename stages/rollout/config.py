@@ -64,6 +64,9 @@ class RolloutConfig(StageConfig):
     rollout_stop_token_ids: list[int] = option(default_factory=list)
     """Further token ids that end a response, beside the model's own end token."""
 
+    rollout_sampling: dict[str, Any] = option(default_factory=dict)
+    """Any further SGLang sampling parameter by its own name, e.g. min_p=0.05 or ignore_eos=true."""
+
     rollout_skip_special_tokens: bool = option(False)
     """Leave special tokens such as the end token out of the response text (tokens are kept in any case)."""
 

@@ -80,7 +80,7 @@ def sampling_params(config: RolloutConfig) -> dict[str, Any]:
         params |= {"stop": config.rollout_stop, "no_stop_trim": True}
     if config.rollout_stop_token_ids:
         params["stop_token_ids"] = config.rollout_stop_token_ids
-    return params
+    return params | config.rollout_sampling
 
 
 async def generate(

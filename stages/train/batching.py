@@ -159,7 +159,8 @@ class Packed:
             device: where the loss is computed; the engine moves the tokens itself.
             rows: [r] positions (in T) of this rank's hidden states under context parallelism; None = all T.
         """
-        kept, trained = slice(None), self.trained
+        kept: slice | Tensor = slice(None)
+        trained = self.trained
         if rows is not None:
             place = torch.full((len(self.token_ids),), -1)
             place[rows.cpu()] = torch.arange(len(rows))

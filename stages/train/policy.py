@@ -74,7 +74,7 @@ def _restore(
         needs_base = commit is None or group.spec.config.use_kl_loss
         model = open_for_reading.enter_context(store.reading(_record(store, base.key))) if needs_base else None
         checkpoint = open_for_reading.enter_context(store.reading(commit)) if commit else None
-        group.load(model and str(model), checkpoint and str(checkpoint), newest)
+        group.load(str(model) if model else None, str(checkpoint) if checkpoint else None, newest)
     if commit is None:
         return 0
     digest = group.digest()

@@ -101,7 +101,7 @@ def test_gives_up_after_its_tries() -> None:
         async with EngineClient(urls, num_tries=2) as client:
             await client.generate([1], {})
 
-    with pytest.raises(ConnectionError, match="no engine answered in 2 tries.*scheduler died"):
+    with pytest.raises(ConnectionError, match=r"no engine answered in 2 tries.*scheduler died"):
         with_servers([failing], use)
     assert len(calls) == 2
 

@@ -1,9 +1,10 @@
-"""A real SGLang server: generation, weights from memory and from disk, death and replacement."""
+"""A real SGLang server, on the GPU if there is one: generation, weights from memory and from disk, death and replacement."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from engines.cluster import Cluster
 from engines.sglang import control
 from engines.sglang.client import EngineClient, Generation
 from engines.sglang.pool import EnginePool
@@ -21,6 +25,8 @@ from engines.weights.publisher import make_publisher
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 1e-4 if DEVICE == "cpu" else 0.05  # fp32, bf16; two of the random models differ by 0.9
 PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
 
 
@@ -34,7 +40,6 @@ def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]
 
 def worst_difference(model_path: Path, generations: list[Generation]) -> float:
     """Largest difference between the engine's log-probs and Hugging Face's, over all sampled tokens."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -48,10 +53,8 @@ def worst_difference(model_path: Path, generations: list[Generation]) -> float:
     return worst
 
 
-def weights(model_path: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return load_file(model_path / "model.safetensors")
+def weights(model_path: Path) -> dict[str, torch.Tensor]:
+    return load_file(model_path / "model.safetensors", device=DEVICE)
 
 
 def test_publish_changes_weights_and_version(
@@ -63,21 +66,19 @@ def test_publish_changes_weights_and_version(
     assert {g.weight_version for g in first} == {"test/1"}
     assert {g.finish_reason for g in first} == {"length"}
     assert len({tuple(g.token_ids) for g in first}) > 1  # samples of a group differ
-    assert worst_difference(tiny_model, first) < 1e-4
+    assert worst_difference(tiny_model, first) < TOLERANCE
 
-    start = time.perf_counter()
     make_publisher(engine_pool.urls).publish(weights(other_tiny_model).items(), "test/2")
-    print(f"published in {time.perf_counter() - start:.3f} s")
     second = sample(engine_pool)
     assert {g.weight_version for g in second} == {"test/2"}
-    assert worst_difference(other_tiny_model, second) < 1e-4
-    assert worst_difference(tiny_model, second) > 1e-3  # the check can fail
+    assert worst_difference(other_tiny_model, second) < TOLERANCE
+    assert worst_difference(tiny_model, second) > 3 * TOLERANCE  # the check can fail
 
     disk = make_publisher(engine_pool.urls, "disk", model_path=str(tiny_model), directory=str(tmp_path))
     disk.publish(weights(tiny_model).items(), "test/3")
     third = sample(engine_pool)
     assert {g.weight_version for g in third} == {"test/3"} == set(engine_pool.weight_versions())
-    assert worst_difference(tiny_model, third) < 1e-4
+    assert worst_difference(tiny_model, third) < TOLERANCE
     assert not list(tmp_path.iterdir())
 
 
@@ -96,7 +97,7 @@ def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tin
     generations = asyncio.run(both())
     assert [len(g.token_ids) for g in generations] == [200] * 4
     assert {(g.first_weight_version, g.weight_version) for g in generations} == {("test/4", "test/5")}
-    assert worst_difference(tiny_model, generations) < 1e-4
+    assert worst_difference(tiny_model, generations) < TOLERANCE
 
 
 def test_a_broken_publish_never_passes_for_a_version(engine_pool: EnginePool, tiny_model: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_broken_publish_never_passes_for_a_version(engine_pool: EnginePool, ti
         publisher.publish(broken(), "test/6")
     assert engine_pool.weight_versions() == ["updating:test/6"]
     publisher.publish(weights(tiny_model).items(), "test/6")
-    assert worst_difference(tiny_model, sample(engine_pool)) < 1e-4
+    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
 def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) -> None:
@@ -122,7 +123,7 @@ def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) ->
     assert not any(child.is_running() for child in family)
     assert engine_pool.ensure_alive()
     assert engine_pool.weight_versions() == ["default"]
-    assert worst_difference(tiny_model, sample(engine_pool)) < 1e-4
+    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
 def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
@@ -138,6 +139,23 @@ def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
         time.sleep(1)
         parent.kill()
     assert not psutil.wait_procs([server], timeout=10)[1]
+
+
+def test_stop_ends_a_server_that_is_still_starting(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    pool = EnginePool(cluster, ServerSpec(model_path=str(model), log_dir=str(tmp_path)))
+    deadline = time.monotonic() + 60
+    while not (servers := servers_of(model)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert servers
+    pool.stop()
+    psutil.wait_procs(servers, timeout=15)
+    assert not servers_of(model)
+
+
+def servers_of(model: Path) -> list[psutil.Process]:
+    """Every process with the model on its command line."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(model) in (process.info["cmdline"] or [])]
 
 
 def test_failed_start_shows_the_log(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The promise: kill the whole process tree in the middle of a stage, give the same command again, and nothing is lost or done twice."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,15 +106,18 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: tuple[list[str],
     assert len(set(ids)) == ROUNDS * PROMPTS * SAMPLES
 
     # the final weights are those that training gives from the committed rollouts, without any kill, bit for bit
-    assert replayed_digest(store, words) == digest(store, ROUNDS - 1)
+    assert replayed_digest(store, words, tmp_path) == digest(store, ROUNDS - 1)
 
 
-def replayed_digest(store: Store, words: list[str]) -> dict[str, str]:
+def replayed_digest(store: Store, words: list[str], tmp_path: Path) -> dict[str, str]:
     """Weights of a fresh trainer that trains all committed rollouts from the base model, in one go, in another process."""
+    clean = tmp_path / "clean"
+    without = shutil.ignore_patterns("checkpoints", "exports", "evals", "tracking", "mlflow")
+    shutil.copytree(store.root, clean, ignore=without)
+    flags = words[words.index("train") + 1 :]
     program = Path(__file__).with_name("replay.py")
     result = subprocess.run(
-        [sys.executable, str(program), *words[words.index("train") + 1 :]], capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
+        [sys.executable, str(program), *flags, "--store", str(clean)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

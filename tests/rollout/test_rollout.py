@@ -171,12 +171,14 @@ def test_a_rollout_that_takes_too_long_is_given_up(tmp_path: Path, tokenizer: Pr
 
 
 def test_overhead_is_small(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    """256 short samples a round: everything but the engine in well under a second (about 0.03 s on an idle core)."""
+    """256 short samples a round: everything beside the engine takes about 0.03 s. CPU time, for the machine may be busy."""
     bench = Bench(tmp_path, tokenizer, num_rows=100, rollout_batch_size=32, n_samples_per_prompt=8)
-    bench.round(0)
-    start = time.perf_counter()
-    bench.round(1)
-    assert time.perf_counter() - start < 0.5
+    spent = []
+    for r in range(4):
+        start = time.process_time()
+        bench.round(r)
+        spent.append(time.process_time() - start)
+    assert min(spent) < 0.1
 
 
 def test_metrics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -15,6 +16,8 @@ import torch
 
 from engines.cluster import Cluster
 from engines.megatron.shape import ModelShape
+from engines.sglang.client import EngineClient
+from engines.sglang.pool import EnginePool
 from stages.convert.to_torch_dist import convert_hf
 from stages.train.config import TrainConfig
 from stages.train.group import TrainerGroup
@@ -163,6 +166,40 @@ def test_a_failed_call_ends_the_group_and_is_raised_as_it_is(world: SimpleNamesp
     with pytest.raises(AssertionError, match="asked to train policy 7"):
         group.train(world.store.committed(KEYS.rollout(0)), 7)
     assert group.state() is None
+
+
+def test_an_engine_that_was_published_to_agrees_with_the_trainer_on_its_samples(
+    world: SimpleNamespace, engine_pool: EnginePool
+) -> None:
+    store, base, group = world.store, world.base, world.trainer
+    ensure_policy(store, KEYS, group, 3, base=base)
+    group.publish(engine_pool.urls, "run/3")
+    assert engine_pool.weight_versions() == ["run/3"]
+
+    prompts = [[2, *range(10 + i, 15 + i), 1, 3] for i in range(4)]
+    rows = asyncio.run(generated(engine_pool.urls, prompts))
+    attempt = store.new_attempt(KEYS.rollout(3))
+    with store.writing(attempt) as out:
+        write_shards(out.path, rows)
+    store.commit(KEYS.rollout(3), Commit(kind="rollout", index=3, attempt=attempt, files=out.files))
+    assert train_round(store, KEYS, group, 3, base=base).summary["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+async def generated(urls: list[str], prompts: list[list[int]]) -> list[Sample]:
+    """Eight samples of each prompt, as the engine makes them."""
+    rows = []
+    async with EngineClient(urls) as client:
+        for g, prompt in enumerate(prompts):
+            sampling = {"temperature": TEMPERATURE, "max_new_tokens": 12}
+            for i, answer in enumerate(await client.generate(prompt, sampling, n=8)):
+                assert answer.weight_version == "run/3"
+                logprobs = [0.0] * len(prompt) + answer.logprobs
+                mask = [0] * len(prompt) + [1] * len(answer.token_ids)
+                name, ids = f"3-{g}-{i}", prompt + answer.token_ids
+                rows.append(
+                    Sample(name, f"g{g}", name, 3, token_ids=ids, loss_mask=mask, rollout_logprobs=logprobs, reward=i % 2.0)
+                )
+    return rows
 
 
 @pytest.mark.parametrize(
