@@ -41,6 +41,7 @@ def make_tiny_model(
     vocab: int = 64,
     tied: bool = True,
     dtype: str = "float32",
+    max_length: int = MAX_LENGTH,
 ) -> Path:
     """Write a random Qwen3 with its tokenizer as a Hugging Face directory. The same arguments give the same bytes.
 
@@ -50,6 +51,7 @@ def make_tiny_model(
         groups: key/value heads.
         vocab: rows of the embedding; the tokenizer uses 54 of them.
         tied: whether the output head is the embedding.
+        max_length: positions the model knows.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -64,7 +66,7 @@ def make_tiny_model(
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-6,
@@ -80,11 +82,11 @@ def make_tiny_model(
         model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
     model.to(getattr(torch, dtype)).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    make_tokenizer(max_length).save_pretrained(directory)
     return Path(directory)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(max_length: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
     """One token per character, six special tokens; the chat template makes `<|user|>37+8=<|end|><|assistant|>` of a problem."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -100,7 +102,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|end|>",
         unk_token="<|unk|>",
         padding_side="left",
-        model_max_length=MAX_LENGTH,
+        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE

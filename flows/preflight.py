@@ -39,6 +39,7 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
 
 
 def _check_data(flow: str, config: PostTrainConfig) -> None:
+    from stages.rewards.grading import check_reward
     from stages.rollout.data_source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer
 
@@ -51,6 +52,8 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or demonstrations)
     if flow != "evaluate" and config.run.num_rollout:
         check_prompt_data(config.rollout, demonstrations=demonstrations)
+    if flow != "sft":
+        check_reward(config.rollout.rm_type, config.rollout.custom_rm_path)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
     for _, path in config.eval.eval_prompt_data:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,10 @@ def _reward(store: Store, keys: RunKeys, rollout_id: int) -> float | None:
 @cache
 def code_version() -> str:
     """Release, and the git commit if this is a checkout."""
-    release = version("penstock")
+    try:
+        release = version("penstock")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH, not installed
+        release = "uninstalled"
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return release

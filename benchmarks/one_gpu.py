@@ -1,0 +1,55 @@
+"""The whole loop on one GPU: a Qwen3-0.6B shape with random bf16 weights, trainer and engine on the same device, weights over CUDA IPC.
+
+    python benchmarks/one_gpu.py DIRECTORY [further `penstock train` options]
+
+Prints seconds per stage, tokens per second and the gap between the trainer's and the engine's log-probs, from the run's commits.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from flows import environment
+from flows.demo_model import CHARACTERS, make_tiny_model
+from flows.flags import parse
+from flows.registry import start
+from flows.runs import open_store
+from storage.refs import RunKeys
+
+RECIPE = Path(__file__).parent.parent / "configs/recipes/qwen3-0.6b-1gpu.toml"
+QWEN3_0_6B = {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936}
+PROMPT_TOKENS = 128
+
+
+def main(directory: Path, words: list[str]) -> int:
+    environment.prepare()
+    model, prompts = directory / "model", directory / "prompts.jsonl"
+    if not model.exists():
+        make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=4096)
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = parse(
+        [
+            *("--config", str(RECIPE), "--run", "one-gpu", "--store", str(directory / "store"), "--hf-checkpoint", str(model)),
+            *("--prompt-data", str(prompts), "--rollout-sampling", "ignore_eos=true", *words),
+        ]
+    )
+    code = start("post_train", config)
+    report(config)
+    return code
+
+
+def report(config) -> None:
+    store, keys = open_store(config.run), RunKeys(config.run.run)
+    for r in store.committed_indices(f"{keys.prefix}/steps"):
+        rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+        print(f"\nround {r}")
+        for commit in (rollout, step):
+            print("  seconds ", {name: round(value, 3) for name, value in commit.seconds.items()})
+            print("  numbers ", {name: round(value, 6) for name, value in commit.summary.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
