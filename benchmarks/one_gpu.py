@@ -26,7 +26,7 @@ def main(directory: Path, words: list[str]) -> int:
     environment.prepare()
     model, prompts = directory / "model", directory / "prompts.jsonl"
     if not model.exists():
-        make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=4096)
+        make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
     rng = random.Random(0)
     rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -205,9 +205,12 @@ def _seconds(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dic
 
 
 def _show_eval(commit: Commit) -> str:
-    numbers = {name.removeprefix("eval/"): value for name, value in commit.summary.items() if name.startswith("eval/")}
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in list(numbers.items())[:6])
-    return f"  evaluated after {commit.index} rounds: {shown}"
+    shown = []
+    for task, reward in eval_rewards(commit).items():
+        others = {name.removeprefix(f"eval/{task}-"): value for name, value in commit.summary.items() if name.startswith(f"eval/{task}-")}
+        details = ", ".join(f"{name} {value:.3f}" for name, value in others.items())
+        shown.append(f"{task} {reward:.3f} ({details})" if details else f"{task} {reward:.3f}")
+    return f"  evaluated after {commit.index} rounds: {', '.join(shown)}"
 
 
 _EVENTS: dict[str, Callable[[Commit], str]] = {

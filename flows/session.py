@@ -6,12 +6,13 @@ Processes start at first use and are replaceable at any time: whatever a task ne
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flows.config import PostTrainConfig, config_hash
 from flows.display import Display
@@ -112,7 +113,8 @@ class Session:
 
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage has failed: say so, and fence the trainer."""
-        self.display.note(f"{stage} failed ({type(error).__name__}: {error}); what it needs is restored from the store")
+        first_line = str(error).partition("\n")[0]
+        self.display.note(f"{stage} failed ({type(error).__name__}: {first_line}); what it needs is restored from the store")
         self.fence()
 
     # ---- what rollouts need ---------------------------------------------------------------------------------------------
@@ -183,7 +185,13 @@ class Session:
         if set(self._engines.weight_versions()) != {wanted}:
             trainer = self.trainer_at(version)
             start = time.perf_counter()
-            trainer.publish(self._engines.urls, wanted, transport=self._transport)
+            trainer.publish(
+                self._engines.urls,
+                wanted,
+                transport=self._transport,
+                model_path=self._model_path,
+                directory=self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir(),
+            )
             seconds = time.perf_counter() - start
             self.display.published(seconds)
             self.tracker.log(
@@ -212,7 +220,11 @@ class Session:
         return self.config.rollout.rollout_num_gpus is None
 
     @property
-    def _transport(self) -> str:
+    def _model_path(self) -> str:
+        return str(Path(self.config.convert.hf_checkpoint).resolve())
+
+    @property
+    def _transport(self) -> Literal["tensor", "disk"]:
         """Memory is shared on one machine without GPUs, and between processes on the same GPU; else the disk carries the weights."""
         in_memory = self._colocated or not self.cluster.num_gpus
         return self.config.run.update_weight_transport or ("tensor" if in_memory else "disk")
@@ -240,7 +252,7 @@ class Session:
         has_gpus = self.cluster.num_gpus > 0
         num_gpus = rollout.rollout_num_gpus or train.num_ranks
         spec = ServerSpec(
-            model_path=str(Path(self.config.convert.hf_checkpoint).resolve()),
+            model_path=self._model_path,
             weight_version=self.weight_version(0),  # what it loads is what every policy of the run begins with
             port=rollout.sglang_port,
             args=rollout.sglang,

@@ -53,7 +53,7 @@ class MegatronFlag:
 @cache
 def megatron_flags() -> dict[str, MegatronFlag]:
     """All options by name, other spellings included."""
-    flags = {}
+    flags: dict[str, MegatronFlag] = {}
     for file, owner in SOURCES.items():
         for name, annotation in _fields(_core() / file, owner).items():
             flags.setdefault(name, MegatronFlag(name, annotation, owner))

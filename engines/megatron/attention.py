@@ -135,6 +135,7 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedS
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # the last query sees the last key
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 groups the heads without being asked
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(
-        query, key, value, stream.cu_seqlens_q, stream.cu_seqlens_kv, stream.max_seqlen_q, stream.max_seqlen_kv, **options
-    )
+    starts, longest = (stream.cu_seqlens_q, stream.cu_seqlens_kv), (stream.max_seqlen_q, stream.max_seqlen_kv)
+    attended = varlen_attn(query, key, value, *starts, *longest, **options)
+    assert isinstance(attended, Tensor)  # a tuple only for those who ask for more
+    return attended

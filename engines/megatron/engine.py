@@ -34,7 +34,7 @@ from torch import Tensor
 
 from engines.megatron.args import check_megatron_args
 from engines.megatron.door import MEGATRON_VERSION
-from engines.megatron.model import PolicyModel, build_model, transformer_config
+from engines.megatron.model import PolicyModel, build_model
 from engines.megatron.packing import Packed, PackedStream, pack_stream
 from engines.megatron.parallel import ParallelLayout, device
 from engines.megatron.shape import ModelShape
@@ -83,23 +83,23 @@ class MegatronEngine:
         if deterministic:
             use_deterministic_kernels()
         torch.manual_seed(seed)
-        self.config = transformer_config(shape, self.layout, dtype, overrides)
-        self.chunks: list[PolicyModel] = build_model(shape, self.layout, dtype, overrides)
+        self.chunks = build_model(shape, self.layout, dtype, overrides)
+        self.config = self.chunks[0].config  # one for all chunks
         self.wrapped = wrap(self.chunks, self.config, overrides)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
-        for chunk in self.wrapped:
-            self._connect(chunk.config)
-            chunk.train()
+        self._connect()
 
-    def _connect(self, config: Any) -> None:
+    def _connect(self) -> None:
         """Megatron's schedules find these in the model's configuration."""
-        config.grad_scale_func = self.optimizer.scale_loss
-        # the third argument, a number of tokens to divide by, stays away: the loss brings its own denominators
-        config.finalize_model_grads_func = lambda model, num_tokens=None, **options: finalize_model_grads(model, None, **options)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        # the number of tokens, by which it would divide, stays away: the loss brings its own denominators
+        self.config.finalize_model_grads_func = lambda model, num_tokens=None, **options: finalize_model_grads(
+            model, None, **options
+        )
         if self.wrapped[0].ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.wrapped]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     # ---- where this rank is -------------------------------------------------------------------------------------------------
 
@@ -260,7 +260,8 @@ def use_deterministic_kernels() -> None:
     """For the whole process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging help that costs a pass over every new tensor
+    # a debugging help that costs a pass over every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _cpu_name() -> str:

@@ -56,7 +56,9 @@ class Bucket:
     def to(self, device: torch.device) -> Bucket:
         """The same on a device."""
         indices = (self.query_rows, self.query_places, self.key_rows, self.key_places)
-        return Bucket(self.shape, *(index.to(device) for index in indices), None if self.mask is None else self.mask.to(device))
+        query_rows, query_places, key_rows, key_places = (index.to(device) for index in indices)
+        mask = None if self.mask is None else self.mask.to(device)
+        return Bucket(self.shape, query_rows, query_places, key_rows, key_places, mask)
 
 
 def pack_stream(

@@ -19,10 +19,10 @@ class ParallelLayout(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tensor: int = Field(1, ge=1)
-    pipeline: int = Field(1, ge=1)
-    context: int = Field(1, ge=1)
-    expert: int = Field(1, ge=1)
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    context: int = Field(default=1, ge=1)
+    expert: int = Field(default=1, ge=1)
     expert_tensor: int | None = None
     virtual_pipeline: int | None = None
     sequence_parallel: bool = False

@@ -69,28 +69,27 @@ def _device(chunk: PolicyModel) -> torch.device:
     return next(chunk.parameters()).device
 
 
-def _is_sharded(param: nn.Parameter) -> bool:
-    return getattr(param, "tensor_model_parallel", False) and param.partition_dim >= 0
+def _sharded_axis(param: nn.Parameter) -> int | None:
+    """The axis along which tensor-parallel ranks share a parameter; None if each has all of it."""
+    axis = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else -1
+    return axis if axis >= 0 else None
 
 
 def _full_shape(param: nn.Parameter, ranks: int) -> tuple[int, ...]:
-    shape = list(param.shape)
-    if _is_sharded(param):
-        shape[param.partition_dim] *= ranks
-    return tuple(shape)
+    return tuple(size * ranks if axis == _sharded_axis(param) else size for axis, size in enumerate(param.shape))
 
 
 def _gather(name: str, param: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
     """Join the shards. Those of a gated MLP's first matrix hold a piece of the gate and one of the up projection."""
-    data = param.detach()
-    if group.size() == 1 or not _is_sharded(param):
+    data, axis = param.detach(), _sharded_axis(param)
+    if group.size() == 1 or axis is None:
         return data
     shards = [torch.empty_like(data) for _ in range(group.size())]
     dist.all_gather(shards, data.contiguous(), group=group)
     if "linear_fc1" in name:
-        gates, ups = zip(*(shard.chunk(2, param.partition_dim) for shard in shards))
+        gates, ups = zip(*(shard.chunk(2, axis) for shard in shards))
         shards = [*gates, *ups]
-    return torch.cat(shards, param.partition_dim)
+    return torch.cat(shards, axis)
 
 
 def digest(chunks: list[PolicyModel]) -> dict[str, str]:
@@ -98,14 +97,14 @@ def digest(chunks: list[PolicyModel]) -> dict[str, str]:
     group = parallel_state.get_tensor_model_parallel_group()
     place = f"@{group.rank()}/{group.size()}" if group.size() > 1 else ""
     return {
-        name + (place if _is_sharded(param) else ""): xxhash.xxh3_64_hexdigest(_bytes(param))
+        name + ("" if _sharded_axis(param) is None else place): xxhash.xxh3_64_hexdigest(_bytes(param))
         for chunk in chunks
         for name, param in local_parameters(chunk)
     }
 
 
 def _bytes(param: nn.Parameter) -> memoryview:
-    return memoryview(param.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return param.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 Snapshot = list[Tensor]

@@ -76,18 +76,27 @@ def _plan(engine: MegatronEngine, batch: Batch, advantages: np.ndarray, config: 
     rank, size = engine.data_parallel
     capacity = config.max_tokens_per_gpu * config.context_parallel_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
-    num_trajectories = int(batch.trajectory_index.max(initial=-1)) + 1
     lengths, num_trained = np.diff(batch.offsets), batch.num_trained
     steps = []
-    for rows in optimizer_steps(
-        batch.trajectory_index, config.global_batch_size or num_trajectories // (config.num_steps_per_rollout or 1)
-    ):
+    for rows in optimizer_steps(batch.trajectory_index, _global_batch_size(batch, config)):
         weights = _token_weights(batch, rows, config)
         rows = rows[num_trained[rows] > 0]  # a sample without trained tokens has no part in the loss
         bins = plan_microbatches(lengths[rows].tolist(), capacity, multiple)
         packs = [pack(batch, rows[microbatch].tolist(), weights, advantages) for microbatch in bins[rank::size]]
         steps.append([packed.on(engine.device, engine.rows_of(packed)) for packed in packs])
     return steps
+
+
+def _global_batch_size(batch: Batch, config: TrainConfig) -> int:
+    """Trajectories per optimizer step: as configured, else the rollout shared out over the steps."""
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    num_trajectories, num_steps = int(batch.trajectory_index.max(initial=-1)) + 1, config.num_steps_per_rollout or 1
+    if num_trajectories % num_steps:
+        raise ValueError(
+            f"the rollout holds {num_trajectories} trajectories, which --num-steps-per-rollout {num_steps} does not divide"
+        )
+    return num_trajectories // num_steps
 
 
 def _token_weights(batch: Batch, rows: np.ndarray, config: TrainConfig) -> np.ndarray:  # [S]

@@ -265,7 +265,7 @@ class Lineage:
 
     def _eval_data(self, key: str, commit: Commit) -> Dataset:
         """The prompts of an evaluation: the same data set for every version of the policy, so that MLflow can compare them."""
-        path = commit.inputs.get("data") or self._where(commit)
+        path = commit.inputs.get("prompt_data/0") or self._where(commit)
         digest = hashlib.sha256(path.encode()).hexdigest()[:8]
         return _dataset(_task(key), digest, path, None, {})
 
@@ -289,9 +289,10 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def eval_rewards(commit: Commit) -> dict[str, float]:
-    """Task -> mean reward of an evaluation's commit: its metric `eval/<task>` or `eval/<task>/mean_reward`."""
-    names = {name: name.removesuffix("/mean_reward").split("/") for name in commit.summary}
-    return {parts[1]: commit.summary[name] for name, parts in names.items() if parts[0] == "eval" and len(parts) == 2}
+    """Task -> mean reward of an evaluation's commit: `eval/<task>`, without `eval/<task>-pass@4` and the like."""
+    names = [name for name in commit.summary if name.startswith("eval/") and name.count("/") == 1]
+    tasks = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
+    return {name.removeprefix("eval/"): commit.summary[name] for name in tasks}
 
 
 def reward_curve(run: str, training: dict[int, float], evals: dict[str, dict[int, float]]) -> Figure:

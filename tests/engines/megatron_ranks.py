@@ -48,7 +48,8 @@ def run(name: str, rank: int, directory: Path, hf: Any, untied: bool) -> None:
     from engines.megatron.weights import local_parameters
 
     full = to_megatron({key: value.detach() for key, value in hf.state_dict().items()}, shape)
-    engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER)
+    buckets = {"overlap_grad_reduce": True, "bucket_size": 3000} if name == "data" else {}  # padding between gradient buckets
+    engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER, overrides=buckets)
     put_weights(engine, full)
     data_rank, data_size = engine.data_parallel
     mine = PACKS[data_rank::data_size]

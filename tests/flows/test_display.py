@@ -90,7 +90,7 @@ def test_the_summary_adds_up() -> None:
         Commit(
             kind="eval",
             index=version,
-            summary={"eval/heldout": 0.3 * version, "eval/heldout/pass@8": 1.0},
+            summary={"eval/heldout": 0.3 * version, "eval/heldout-pass@8": 1.0},
             seconds={"generate": 1.0},
         )
         for version in (3, 0)
@@ -107,6 +107,8 @@ def test_the_summary_adds_up() -> None:
     assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
 
 
-@pytest.mark.parametrize("name", ["eval/aime", "eval/aime/mean_reward"])
-def test_the_reward_of_an_evaluation_is_found(name: str) -> None:
-    assert eval_rewards(Commit(kind="eval", summary={name: 0.5, "eval/aime/pass@4": 1.0, "perf/x": 2.0})) == {"aime": 0.5}
+def test_the_reward_of_an_evaluation_is_found_among_its_other_numbers() -> None:
+    summary = {"eval/aime-24": 0.5, "eval/aime-24-pass@4": 1.0, "eval/aime-24/response_len/mean": 9.0, "perf/rollout_time": 2.0}
+    commit = Commit(kind="eval", index=2, summary=summary)
+    assert eval_rewards(commit) == {"aime-24": 0.5}
+    assert "  evaluated after 2 rounds: aime-24 0.500 (pass@4 1.000)\n" in shown(commits=[commit])

@@ -240,6 +240,14 @@ def test_s3_answers_that_s3fs_does_not_know(
     assert answers == []
 
 
+@pytest.mark.parametrize("uri", ["memory://", "memory://a/b/"])
+def test_a_store_can_be_opened_again_by_its_own_uri(uri: str) -> None:
+    """Actors get `store.uri`; a URI without a path must keep its scheme."""
+    store = Store(uri)
+    assert Store(store.uri, probe=False).fs is store.fs
+    assert Store(store.uri, probe=False).root == store.root
+
+
 # ---- commit records -----------------------------------------------------------------------------------------------------
 
 

@@ -44,14 +44,14 @@ def commits() -> list[tuple[str, Commit]]:
         if r % 2:
             version, task = r + 1, "heldout"
             saved = Commit(kind="checkpoint", index=version, policy_version=version, attempt="runs/demo/c", created_at=at + 2)
-            scores = {"eval/heldout/mean_reward": 0.5, "eval/heldout/pass@4": 0.75}
+            scores = {"eval/heldout": 0.5, "eval/heldout-pass@4": 0.75}
             score = Commit(
                 kind="eval",
                 index=version,
                 policy_version=version,
                 summary=scores,
                 created_at=at + 3,
-                inputs={"data": "/data/h.jsonl"},
+                inputs={"prompt_data/0": "/data/h.jsonl"},
             )
             found += [(commit_key(KEYS.checkpoint(version)), saved), (commit_key(KEYS.eval(version, task)), score)]
     return found
@@ -83,6 +83,7 @@ def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], co
         tracker.record(key, commit)
     waiting = tracker.close(timeout=60)
     assert tracker.problem is None
+    assert not (directory / "refused.jsonl").exists()
     return waiting
 
 
@@ -117,8 +118,8 @@ def test_what_people_see(database: Path, tmp_path: Path) -> None:
     scored = client.get_logged_model(train.outputs.model_outputs[0].model_id)
     assert scored.params["uri"] == "/store/runs/demo/c"
     assert {(m.key, m.value, m.dataset_name) for m in scored.metrics} == {
-        ("eval/heldout/mean_reward", 0.5, "heldout"),
-        ("eval/heldout/pass_at_4", 0.75, "heldout"),
+        ("eval/heldout", 0.5, "heldout"),
+        ("eval/heldout-pass_at_4", 0.75, "heldout"),
     }
 
 
@@ -132,6 +133,7 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
     ]
     found = [i.dataset for run in runs for i in run.inputs.dataset_inputs]
     assert len(found) == 6
+    assert len({(dataset.name, dataset.digest) for dataset in found}) == 5  # both evaluations used the same data
     for dataset in found:
         assert mlflow.data.get_source(dataset).to_dict()["uri"].startswith("/")
         assert "mlflow_colspec" in json.loads(dataset.schema or '{"mlflow_colspec": []}')
