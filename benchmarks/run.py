@@ -1,0 +1,155 @@
+"""`make bench`: what the pipeline costs beside the work itself, always as a ratio or a share measured in the same run.
+
+1. Where a round's time goes with the tiny recipe: generation, grading and training, and everything else.
+2. The rollout stage with its commit against the same requests sent straight to the same SGLang server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from flows import environment
+from flows.config import read_toml, validated
+from flows.demo import RECIPES
+from flows.demo_model import make_tiny_data, make_tiny_model
+from flows.runs import open_store
+from storage.refs import RunKeys
+from storage.store import Store
+
+WARM_UP_ROUNDS = 5
+WORK = {"generate": "generation", "reward": "grading", "update": "training", "ref_logprobs": "training", "old_logprobs": "training"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="of the tiny recipe")
+    parser.add_argument("--prompts", type=int, default=64, help="of the rollout comparison, 8 samples of 256 tokens each")
+    parser.add_argument("--repeats", type=int, default=2, help="of the rollout comparison, alternating")
+    options = parser.parse_args()
+    environment.prepare()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        root = Path(scratch)
+        make_tiny_model(root / "model")
+        make_tiny_data(root / "data")
+        round_breakdown(root, options.rounds)
+        rollout_against_engine(root, options.prompts, options.repeats)
+
+
+def recipe(root: Path, **sections: dict) -> object:
+    values = read_toml(RECIPES / "demo-grpo.toml")
+    values["convert"] = {"hf_checkpoint": str(root / "model")}
+    values["rollout"]["prompt_data"] = [str(root / "data" / "train.jsonl")]
+    del values["eval"], values["run"]["save_interval"]
+    for section, entries in sections.items():
+        values[section] |= entries
+    return validated(values)
+
+
+# ---- 1. a round ---------------------------------------------------------------------------------------------------------------
+
+
+def round_breakdown(root: Path, rounds: int) -> None:
+    """Run the tiny recipe through the real flow and take its commits apart."""
+    from flows.registry import start
+
+    config = recipe(root, run={"run": "bench", "store": str(root / "store"), "num_rollout": rounds})
+    assert start("post_train", config) == 0
+    store, keys = open_store(config.run), RunKeys("bench")
+    published = publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
+    shares: dict[str, list[float]] = {}
+    for r in range(WARM_UP_ROUNDS, rounds):
+        before, step, rollout = store.committed(keys.step(r - 1)), store.committed(keys.step(r)), store.committed(keys.rollout(r))
+        assert before and step and rollout
+        wall = step.created_at - before.created_at
+        parts = {"publish": published.get(r - 1, 0.0)}
+        for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
+            label = WORK.get(name, name)
+            parts[label] = parts.get(label, 0.0) + seconds
+        parts["Prefect, commits, the rest"] = wall - sum(parts.values())
+        work = sum(parts[label] for label in ("generation", "grading", "training"))
+        for label, seconds in {**parts, "round": wall, "outside the work": wall - work}.items():
+            shares.setdefault(label, []).append(seconds)
+    print(f"\nWhere a round's time goes (tiny recipe, 256 samples, median of {rounds - WARM_UP_ROUNDS} rounds, seconds)")
+    medians = {label: statistics.median(values) for label, values in shares.items()}
+    for label in [*(name for name in medians if name not in ("round", "outside the work")), "round", "outside the work"]:
+        print(f"  {label:<28}{medians[label]:8.3f}  {medians[label] / medians['round']:6.1%}")
+
+
+def publish_seconds(outbox: Path) -> dict[int, float]:
+    """Round -> seconds of the weight publish after it."""
+    lines = [json.loads(line) for line in outbox.read_text().splitlines()]
+    key = "perf/update_weights_time"
+    return {line["step"]: line["metrics"][key] for line in lines if line.get("type") == "metrics" and key in line["metrics"]}
+
+
+# ---- 2. the rollout stage -------------------------------------------------------------------------------------------------------
+
+
+def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
+    """Tokens per second of the whole stage and of the bare requests, in turns on one server."""
+    from engines.cluster import Cluster
+    from engines.sglang.pool import EnginePool
+    from engines.sglang.server import ServerSpec
+    from stages.rollout.data_source import PromptSource
+    from stages.rollout.generate import plan_groups, sampling_params
+    from stages.rollout.rollout import grader_of, rollout_stage
+    from stages.rollout.tokenizer import PromptTokenizer
+
+    long = {"rollout_batch_size": prompts, "rollout_max_response_len": 240, "rollout_sampling": {"ignore_eos": True}}
+    config = recipe(root, rollout=long, train={"global_batch_size": None}).rollout
+    source, tokenizer = PromptSource.open(config), PromptTokenizer(root / "model", apply_chat_template=True)
+    store = Store(str(root / "store"))
+    cluster = Cluster.start()
+    try:
+        args = {"max_total_tokens": 160_000}
+        pool = EnginePool(cluster, ServerSpec(model_path=str(root / "model"), weight_version="bench/0", args=args))
+        bodies = [
+            {"input_ids": [group.token_ids] * config.n_samples_per_prompt, "sampling_params": sampling_params(config), "return_logprob": True}
+            for group in plan_groups(source.take(source.restore(None), prompts)[0], tokenizer, "")
+        ]
+        asyncio.run(bare(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
+        speeds: dict[str, list[float]] = {"bare": [], "stage": []}
+        with grader_of(config) as grader:
+            for turn in range(repeats):
+                start = time.perf_counter()
+                tokens = asyncio.run(bare(pool.urls[0], bodies))
+                speeds["bare"].append(tokens / (time.perf_counter() - start))
+                start = time.perf_counter()
+                commit = rollout_stage(
+                    store, f"bench/{turn}", run="bench", rollout_id=0, policy_version=0, urls=pool.urls, source=source,
+                    tokenizer=tokenizer, config=config, grader=grader,
+                )  # fmt: skip
+                stage_seconds = time.perf_counter() - start
+                speeds["stage"].append(tokens / stage_seconds)
+                assert commit.summary["rollout/response_len/mean"] == 240
+        ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["bare"])
+        print(f"\nThe rollout stage against the bare engine ({prompts} x 8 samples of 240 tokens, last stage {stage_seconds:.1f} s)")
+        for name, values in speeds.items():
+            print(f"  {name:<8}{statistics.median(values):10,.0f} tokens/s   (each: {', '.join(f'{value:,.0f}' for value in values)})")
+        print(f"  ratio   {ratio:10.3f}")
+        pool.stop()
+    finally:
+        cluster.stop()
+
+
+async def bare(url: str, bodies: list[dict]) -> int:
+    """All requests at once, as raw as they come. Returns the number of generated tokens."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(body: dict) -> int:
+            async with session.post(f"{url}/generate", json=body) as response:
+                return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
+
+        return sum(await asyncio.gather(*map(one, bodies)))
+
+
+if __name__ == "__main__":
+    main()
