@@ -179,7 +179,7 @@ def _literal(words: list[str]) -> Any:
             return kind(word)
         except ValueError:
             continue
-    return {"true": True, "false": False, "none": None}.get(word.lower(), word)
+    return {"true": True, "false": False}.get(word.lower(), word)
 
 
 def _joined(old: Any, new: Any) -> Any:
