@@ -28,7 +28,7 @@ lint: setup  ## ruff, formatter, types
 	$(BIN)/mypy
 
 up: setup  ## Prefect server, a worker and the MLflow UI on loopback; prints the links
-	@$(BIN)/python -m flows.services up
+	@$(BIN)/python -m flows.services up $(if $(STORE),--store $(STORE))
 
 bench: setup  ## where the time of a round goes; the rollout stage against the bare engine
 	@$(BIN)/python benchmarks/run.py

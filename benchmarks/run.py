@@ -25,22 +25,32 @@ from storage.refs import RunKeys
 from storage.store import Store
 
 WARM_UP_ROUNDS = 5
-WORK = {"generate": "generation", "reward": "grading", "update": "training", "ref_logprobs": "training", "old_logprobs": "training"}
+WORK = {
+    "generate": "generation",
+    "reward": "grading",
+    "update": "training",
+    "ref_logprobs": "training",
+    "old_logprobs": "training",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="of the tiny recipe")
-    parser.add_argument("--prompts", type=int, default=64, help="of the rollout comparison, 8 samples of 256 tokens each")
-    parser.add_argument("--repeats", type=int, default=2, help="of the rollout comparison, alternating")
+    parser.add_argument("--rounds", type=int, default=30, help="of the tiny recipe; 0 leaves this part out")
+    parser.add_argument(
+        "--prompts", type=int, default=64, help="of the rollout comparison, 8 samples of 256 tokens each; 0 leaves this part out"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="of the rollout comparison: bare, stage, stage, bare")
     options = parser.parse_args()
     environment.prepare()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         root = Path(scratch)
-        make_tiny_model(root / "model")
+        make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
-        round_breakdown(root, options.rounds)
-        rollout_against_engine(root, options.prompts, options.repeats)
+        if options.rounds:
+            round_breakdown(root, options.rounds)
+        if options.prompts:
+            rollout_against_engine(root, options.prompts, options.repeats)
 
 
 def recipe(root: Path, **sections: dict) -> object:
@@ -103,7 +113,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
     from stages.rollout.rollout import grader_of, rollout_stage
     from stages.rollout.tokenizer import PromptTokenizer
 
-    long = {"rollout_batch_size": prompts, "rollout_max_response_len": 240, "rollout_sampling": {"ignore_eos": True}}
+    long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
     config = recipe(root, rollout=long, train={"global_batch_size": None}).rollout
     source, tokenizer = PromptSource.open(config), PromptTokenizer(root / "model", apply_chat_template=True)
     store = Store(str(root / "store"))
@@ -112,37 +122,59 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
         args = {"max_total_tokens": 160_000}
         pool = EnginePool(cluster, ServerSpec(model_path=str(root / "model"), weight_version="bench/0", args=args))
         bodies = [
-            {"input_ids": [group.token_ids] * config.n_samples_per_prompt, "sampling_params": sampling_params(config), "return_logprob": True}
+            {
+                "input_ids": [group.token_ids] * config.n_samples_per_prompt,
+                "sampling_params": sampling_params(config),
+                "return_logprob": True,
+            }
             for group in plan_groups(source.take(source.restore(None), prompts)[0], tokenizer, "")
         ]
         asyncio.run(bare(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
-        speeds: dict[str, list[float]] = {"bare": [], "stage": []}
+        stage_seconds: list[float] = []
         with grader_of(config) as grader:
-            for turn in range(repeats):
-                start = time.perf_counter()
-                tokens = asyncio.run(bare(pool.urls[0], bodies))
-                speeds["bare"].append(tokens / (time.perf_counter() - start))
-                start = time.perf_counter()
+
+            def stage() -> int:
                 commit = rollout_stage(
-                    store, f"bench/{turn}", run="bench", rollout_id=0, policy_version=0, urls=pool.urls, source=source,
+                    store, f"bench/{len(stage_seconds)}", run="bench", rollout_id=0, policy_version=0, urls=pool.urls, source=source,
                     tokenizer=tokenizer, config=config, grader=grader,
                 )  # fmt: skip
-                stage_seconds = time.perf_counter() - start
-                speeds["stage"].append(tokens / stage_seconds)
-                assert commit.summary["rollout/response_len/mean"] == 240
+                stage_seconds.append(sum(commit.seconds.values()))
+                return round(commit.summary["rollout/response_len/mean"] * commit.summary["rollout/num_samples"])
+
+            work = {"bare": lambda: asyncio.run(bare(pool.urls[0], bodies)), "stage": stage}
+            speeds: dict[str, list[float]] = {name: [] for name in work}
+            for name in [*work, *reversed(work)] * repeats:  # in turns, so that a slow minute hits both
+                asyncio.run(flush(pool.urls[0]))  # a full cache makes whoever comes second evict
+                start = time.perf_counter()
+                tokens = work[name]()
+                speeds[name].append(tokens / (time.perf_counter() - start))
         ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["bare"])
-        print(f"\nThe rollout stage against the bare engine ({prompts} x 8 samples of 240 tokens, last stage {stage_seconds:.1f} s)")
+        print(
+            f"\nThe rollout stage against the bare engine ({prompts} x 8 samples of 256 tokens, {statistics.median(stage_seconds):.1f} s a stage)"
+        )
         for name, values in speeds.items():
-            print(f"  {name:<8}{statistics.median(values):10,.0f} tokens/s   (each: {', '.join(f'{value:,.0f}' for value in values)})")
+            print(
+                f"  {name:<8}{statistics.median(values):10,.0f} tokens/s   (each: {', '.join(f'{value:,.0f}' for value in values)})"
+            )
         print(f"  ratio   {ratio:10.3f}")
         pool.stop()
     finally:
         cluster.stop()
 
 
+async def flush(url: str) -> None:
+    """Empty the server's prefix cache."""
+    from engines.sglang.client import EngineClient
+
+    async with EngineClient([url]) as client:
+        await client.flush_cache()
+
+
 async def bare(url: str, bodies: list[dict]) -> int:
     """All requests at once, as raw as they come. Returns the number of generated tokens."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
 
         async def one(body: dict) -> int:
             async with session.post(f"{url}/generate", json=body) as response:

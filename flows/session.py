@@ -59,6 +59,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         for end in (self._stack.close, self.end_engines, self.fence, self._end_cluster):
             end()
+        self.display.close()
         waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=30)
         if waiting:
             self.display.note(
