@@ -1,12 +1,15 @@
-"""Conversion alone: a Hugging Face checkpoint as torch_dist in the store, ready for any run."""
+"""Conversion alone: a Hugging Face checkpoint as torch_dist in the store, ready for any run. It belongs to no run, so it needs no name."""
 
 from __future__ import annotations
 
-from prefect import flow
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
 
-from flows import tasks
 from flows.config import PostTrainConfig
-from flows.session import Session
+from flows.preflight import preflight
+from flows.runs import open_store
+from storage.refs import CheckpointRef
+from storage.store import Store
 
 
 @flow(name="convert", validate_parameters=True)
@@ -16,5 +19,20 @@ def convert(config: PostTrainConfig) -> None:
     Args:
         config: only `convert` and `run.store` are used.
     """
-    with Session("convert", config) as session:
-        tasks.convert(session)
+    preflight("convert", config)
+    store = open_store(config.run)
+    ref = convert_checkpoint(store, config.convert.hf_checkpoint, config.run.ray_address)
+    print(f"{config.convert.hf_checkpoint} is converted and verified: {ref.uri}")
+
+
+@task(name="convert", retries=2, retry_delay_seconds=2, persist_result=False, cache_policy=NO_CACHE)
+def convert_checkpoint(store: Store, hf_checkpoint: str, ray_address: str | None) -> CheckpointRef:
+    """One conversion in a process of its own; a model that was converted before is only looked up."""
+    from engines.cluster import Cluster
+    from stages.convert.to_torch_dist import convert_hf
+
+    cluster = Cluster.start(ray_address)
+    try:
+        return cluster.run(convert_hf, store, hf_checkpoint)
+    finally:
+        cluster.stop()

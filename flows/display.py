@@ -96,12 +96,18 @@ class Display:
         """Print the summary: over `commits` (all of the run, also from before a resume), or over those shown here."""
         self.close()
         self._print(Text())
-        rows = {"run": self.run, **summary(self._seen if commits is None else commits, self._publish_seconds, self.store_uri)}
-        rows |= {
-            "all runs": f"penstock runs --store {self.store_uri}",
-            "look closer": f"make up STORE={self.store_uri}   (Prefect and MLflow in the browser; prints the links)",
-        }
-        self._rows(rows)
+        self._rows(
+            {
+                "run": self.run,
+                **self.results(commits),
+                "all runs": f"penstock runs --store {self.store_uri}",
+                "look closer": f"make up STORE={self.store_uri}   (Prefect and MLflow in the browser; prints the links)",
+            }
+        )
+
+    def results(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
+        """What came out, title -> text; over `commits`, or over those shown here."""
+        return summary(self._seen if commits is None else commits, self._publish_seconds, self.store_uri)
 
     def close(self) -> None:
         """Take the bar away; the terminal is as before. Safe to call twice."""
@@ -207,7 +213,11 @@ def _seconds(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dic
 def _show_eval(commit: Commit) -> str:
     shown = []
     for task, reward in eval_rewards(commit).items():
-        others = {name.removeprefix(f"eval/{task}-"): value for name, value in commit.summary.items() if name.startswith(f"eval/{task}-")}
+        others = {
+            name.removeprefix(f"eval/{task}-"): value
+            for name, value in commit.summary.items()
+            if name.startswith(f"eval/{task}-")
+        }
         details = ", ".join(f"{name} {value:.3f}" for name, value in others.items())
         shown.append(f"{task} {reward:.3f} ({details})" if details else f"{task} {reward:.3f}")
     return f"  evaluated after {commit.index} rounds: {', '.join(shown)}"

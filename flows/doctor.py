@@ -6,13 +6,12 @@ where a wrong environment shows.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def check_packages() -> list[Finding]:
 def check_torch() -> list[Finding]:
     """torch and the accelerators it sees."""
     code = "import torch; n = torch.cuda.device_count(); print(torch.__version__, '|', ', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'no GPU')"
-    return [_runs("torch works", code, SETUP)]
+    return [_runs("torch works", "-c", code, advice=SETUP)]
 
 
 def check_megatron() -> list[Finding]:
@@ -93,22 +92,16 @@ def check_megatron() -> list[Finding]:
         "from engines.megatron.door import open_door; open_door(); from megatron.core.models.gpt import GPTModel; "
         "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
     )
-    return [_runs("Megatron-core works", code, f"{SETUP}; the line above says what is missing")]
+    return [_runs("Megatron-core works", "-c", code, advice=SETUP)]
 
 
 def check_sglang() -> list[Finding]:
-    """SGLang in its server's own environment."""
-    from engines.sglang.server import server_environment
+    """SGLang as a run starts it: through the launcher, in the server's own environment."""
+    from engines.sglang.server import LAUNCHER
 
-    code = "import sglang, sglang.srt.entrypoints.http_server; print('serves with sglang', sglang.__version__)"
-    return [
-        _runs(
-            "SGLang works",
-            code,
-            f"{SETUP}; on a machine without CUDA torchvision must lie beside, not in site-packages",
-            server_environment(),
-        )
-    ]
+    advice = f"{SETUP}; on a machine without CUDA torchvision must lie in {sys.prefix}/sglang-site, not in site-packages"
+    finding = _runs("SGLang works", str(LAUNCHER), "--help", advice=advice)
+    return [replace(finding, found=f"serves with sglang {version('sglang')}") if finding.ok else finding]
 
 
 def check_machine() -> list[Finding]:
@@ -143,16 +136,9 @@ def check_store() -> list[Finding]:
         return [Finding("store ./penstock-store", False, str(error), "give --store a place where you may write")]
 
 
-def _runs(what: str, code: str, advice: str, environment: dict[str, str] | None = None) -> Finding:
+def _runs(what: str, *words: str, advice: str) -> Finding:
     """Whether a program runs in a fresh interpreter; its last line is what it found."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **(environment or {})},
-    )
+    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
     return Finding(what, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice)
 

@@ -18,4 +18,4 @@ def evaluate(config: PostTrainConfig) -> None:
     """
     with Session("evaluate", config) as session:
         tasks.evaluate(session, 0)
-        session.finish()
+        tasks.finish(session)

@@ -54,7 +54,7 @@ def split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def own_flags() -> dict[str, tuple[str, str, Any]]:
     """Flag -> (section, field name, field), every spelling included."""
-    table = {}
+    table: dict[str, tuple[str, str, Any]] = {}
     for section, name, field in options():
         for spelling in (flag(name), *(f"--{alias}" for alias in extra_of(field)["aliases"])):
             assert spelling not in table, f"{spelling} stands for both {table.get(spelling)} and {section}.{name}"

@@ -33,4 +33,4 @@ def post_train(config: PostTrainConfig) -> None:
             tasks.publish(session, r + 1)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        session.finish()
+        tasks.finish(session)

@@ -6,23 +6,30 @@ Each check raises ValueError with one sentence: found -> needed -> do.
 from __future__ import annotations
 
 import socket
+from functools import cache
 
 from flows.config import PostTrainConfig
-from flows.runs import open_store
+from flows.runs import check_run, open_store
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
 
 
 def preflight(flow: str, config: PostTrainConfig) -> None:
-    """Check a config for a flow.
+    """Check a config for a flow. The second time in a process it costs nothing.
 
     Raises:
         ValueError: the request is wrong.
         StoreError: the store cannot hold a run.
     """
+    _checked(flow, config.model_dump_json())
+
+
+@cache
+def _checked(flow: str, config_json: str) -> None:
     from engines.megatron.args import check_megatron_args
     from engines.megatron.shape import ModelShape
 
+    config = PostTrainConfig.model_validate_json(config_json)
     if flow != "convert" and not config.run.run:
         raise ValueError("--run is missing: name the run, the same name resumes it")
     if not config.convert.hf_checkpoint:
@@ -31,8 +38,9 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
         )
     ModelShape.from_hf(config.convert.hf_checkpoint)
     check_megatron_args(config.train.megatron)
-    open_store(config.run)
+    store = open_store(config.run)
     if flow != "convert":
+        check_run(store, flow, config)
         _check_data(flow, config)
     if flow in GENERATING:
         _check_engines(config)

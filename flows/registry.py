@@ -27,6 +27,8 @@ def start(name: str, config: PostTrainConfig) -> int:
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     try:
         flow(config)
+    except ValueError:  # a wrong request that only showed on the way
+        raise
     except Exception as error:  # the flow has failed for good, its tasks were retried; Prefect keeps the traceback
         print(f"\npenstock: {name} failed: {type(error).__name__}: {error}", file=sys.stderr)
         print(

@@ -26,12 +26,10 @@ def open_store(config: RunConfig) -> Store:
 
 
 def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
-    """Create the run's record, or check that this config may continue it.
-
-    Identity fields must be equal; schedule fields may differ, and then the change is recorded under `runs/<run>/changes/`.
+    """Create the run's record, or check that this config may continue it; a changed schedule is recorded under `runs/<run>/changes/`.
 
     Raises:
-        ValueError: another flow or another identity field; the message names the field, both values, and the way out.
+        ValueError: see `check_run`.
     """
     keys = RunKeys(config.run.run)
     record = {
@@ -41,29 +39,37 @@ def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
         "config_hash": config_hash(config),
         "code_version": code_version(),
         "created_at": time.time(),
-        "parent": None,
     }
     if store.create(keys.record, json.dumps(record, indent=1).encode()):
         return keys
-    old = store.read_json(keys.record)
-    assert old is not None
-    if old["flow"] != flow:
-        raise ValueError(f"run {keys.run!r} was started by `{old['flow']}`, not `{flow}`: give --run another name")
-    before = validated(old["config"])
-    for field, value in part(config, "identity").items():
-        if (was := part(before, "identity")[field]) != value:
-            raise ValueError(
-                f"run {keys.run!r} has {flag(field.split('.')[1])} {was!r}, this command says {value!r}: a run keeps it for life; start "
-                "a new one with another --run"
-            )
-    changed = {field: value for field, value in part(config, "schedule").items() if latest_schedule(store, keys)[field] != value}
-    if changed:
+    check_run(store, flow, config)
+    schedule = part(config, "schedule")
+    if schedule != latest_schedule(store, keys):
         number = len(store.list(f"{keys.prefix}/changes"))
-        store.create(
-            f"{keys.prefix}/changes/{number:06d}.json",
-            json.dumps({"at": time.time(), "schedule": part(config, "schedule")}, indent=1).encode(),
-        )
+        change = {"at": time.time(), "schedule": schedule}
+        store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps(change, indent=1).encode())
     return keys
+
+
+def check_run(store: Store, flow: str, config: PostTrainConfig) -> None:
+    """Whether this config may begin or continue the run of its name.
+
+    Raises:
+        ValueError: another flow or another identity field; the message names the field, both values, and the way out.
+    """
+    keys = RunKeys(config.run.run)
+    record = store.read_json(keys.record)
+    if record is None:
+        return
+    if record["flow"] != flow:
+        raise ValueError(f"run {keys.run!r} was started by `{record['flow']}`, not `{flow}`: give --run another name")
+    before = part(validated(record["config"]), "identity")
+    for field, value in part(config, "identity").items():
+        if before[field] != value:
+            raise ValueError(
+                f"run {keys.run!r} has {flag(field.split('.')[1])} {before[field]!r}, this command says {value!r}: a run keeps it for life; "
+                "start a new one with another --run"
+            )
 
 
 def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
@@ -110,9 +116,7 @@ def run_commits(store: Store, keys: RunKeys) -> list[tuple[str, Commit]]:
     prefixes += [keys.export(i) for i in store.committed_indices(f"{keys.prefix}/exports")]
     for number in store.list(f"{keys.prefix}/evals"):
         names = store.list(f"{keys.prefix}/evals/{number}")
-        prefixes += [
-            keys.eval(int(number), name.removesuffix(commit_key(""))) for name in names if name.endswith(commit_key(""))
-        ]
+        prefixes += [keys.eval(int(number), name.removesuffix(commit_key(""))) for name in names if name.endswith(commit_key(""))]
     found = [(prefix, commit) for prefix in prefixes if (commit := store.committed(prefix))]
     return sorted(found, key=lambda pair: pair[1].created_at)
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flows.config import PostTrainConfig, config_hash
 from flows.display import Display
+from flows.preflight import preflight
 from flows.runs import code_version, open_run, open_store, run_commits
 from storage.refs import CheckpointRef, Commit, commit_key
 from storage.tracking import Tracker, tracking_directory, tracking_uri
@@ -33,10 +34,11 @@ class Session:
     """One flow run's grip on one run. A context manager: leaving it ends every process it started."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
+        preflight(flow, config)
         self.config = config
         self.store = open_store(config.run)
         self.keys = open_run(self.store, flow, config)
-        self.stamp = {"config_hash": config_hash(config), "code_version": code_version()}
+        self.stamp: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._start: CheckpointRef | None = None
         self._stack = ExitStack()
         self._cluster: Cluster | None = None
@@ -108,9 +110,11 @@ class Session:
         assert commit is not None, f"{prefix} is not committed"
         return commit
 
-    def finish(self) -> None:
-        """Show what came of the whole run, rounds before a resume included."""
-        self.display.finish([commit for _, commit in run_commits(self.store, self.keys)])
+    def finish(self) -> dict[str, str]:
+        """Show and return what came of the whole run, rounds before a resume included: title -> text."""
+        commits = [commit for _, commit in run_commits(self.store, self.keys)]
+        self.display.finish(commits)
+        return self.display.results(commits)
 
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage has failed: say so, and fence the trainer."""

@@ -25,4 +25,4 @@ def sft(config: PostTrainConfig) -> None:
             tasks.train(session, demonstrations)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        session.finish()
+        tasks.finish(session)

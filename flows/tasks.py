@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect import task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
@@ -39,7 +40,6 @@ def stage(name: str) -> Callable[[Stage], Stage]:
                 raise
 
         made = task(
-            fenced,
             name=body.__name__,
             task_run_name=name,
             retry_delay_seconds=exponential_backoff(RETRY_DELAY_SECONDS),
@@ -47,7 +47,7 @@ def stage(name: str) -> Callable[[Stage], Stage]:
             retry_condition_fn=_worth_retrying,
             persist_result=False,
             cache_policy=NO_CACHE,
-        )
+        )(fenced)
 
         @functools.wraps(body)
         def call(session: Session, *args: Any) -> Any:
@@ -223,6 +223,12 @@ def export(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(
         key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="hf", policy_version=version
     )
+
+
+def finish(session: Session) -> None:
+    """Say what came of the run: a table in the terminal, and the same as an artifact on the flow run's Prefect page."""
+    table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
+    create_markdown_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", key="summary", description="What came of the run")
 
 
 def schedule(session: Session) -> Callable[[int], list[Stage]]:
