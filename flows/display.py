@@ -7,7 +7,6 @@ stages; the libraries' own log lines are silenced in flows/environment.py.
 from __future__ import annotations
 
 import atexit
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,17 +31,27 @@ class Display:
         config: the flow's parameter; its model, data sets and number of rounds are shown.
         store_uri: where the run lies.
         tracking_uri: the MLflow in use.
+        prefect_page: address of this flow run's page.
         console: where to print; standard output if not given.
     """
 
     def __init__(
-        self, run: str, flow: str, config: Any, store_uri: str, tracking_uri: str = "", *, console: Console | None = None
+        self,
+        run: str,
+        flow: str,
+        config: Any,
+        store_uri: str,
+        tracking_uri: str = "",
+        prefect_page: str = "",
+        *,
+        console: Console | None = None,
     ) -> None:
         # Without a TTY rich would break lines at 80 columns: one line a round must stay one line for grep.
         self.console = console or Console(soft_wrap=True, highlight=False)
         self.run = run
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
+        self.prefect_page = prefect_page
         self.num_rounds = int(config.run.num_rollout)
         self._seen: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
@@ -127,7 +136,7 @@ class Display:
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.eval_prompt_data or []),
             "store": self.store_uri,
             "mlflow": self.tracking_uri,
-            "prefect": os.environ.get("PREFECT_API_URL", "").removesuffix("/api"),
+            "prefect": self.prefect_page,
         }
         self._rows({title: str(value) for title, value in rows.items() if value})
 

@@ -18,6 +18,7 @@ def start(name: str, config: PostTrainConfig) -> int:
         ValueError: the request is wrong; nothing was started.
     """
     from flows.preflight import preflight
+    from flows.services import prefect_api
 
     assert name in FLOWS
     try:
@@ -26,7 +27,8 @@ def start(name: str, config: PostTrainConfig) -> int:
         raise ValueError(str(error)) from error
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     try:
-        flow(config)
+        with prefect_api():
+            flow(config)
     except ValueError:  # a wrong request that only showed on the way
         raise
     except Exception as error:  # the flow has failed for good, its tasks were retried; Prefect keeps the traceback

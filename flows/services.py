@@ -17,7 +17,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -128,9 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     """Start the services, print their links, and wait for Ctrl-C or for one of them to end."""
     signal.signal(signal.SIGTERM, _interrupt)
-    logs = (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "penstock" / "services" / str(prefect_port)
-    )
+    logs = log_directory(prefect_port)
     links = {"Prefect": f"http://{HOST}:{prefect_port}", "MLflow": mlflow_link(database, mlflow_port)}
     services = [prefect_server(prefect_port, logs), prefect_worker(prefect_port, logs)]
     if not database.startswith("http"):
@@ -159,6 +158,34 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     finally:
         for service in reversed(services):
             service.stop()
+
+
+@contextmanager
+def prefect_api() -> Iterator[str]:
+    """A Prefect server for as long as the block runs, unless one is configured (PREFECT_API_URL or a profile). Yields its API's address.
+
+    Prefect would start one by itself, but that one outlives a killed process; ours ends with it, and shows its pages too.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    if configured := PREFECT_API_URL.value():
+        yield configured
+        return
+    port = choose_port("prefect", None, PREFECT_PORT)
+    server = prefect_server(port, log_directory(port))
+    server.start()
+    try:
+        server.wait_ready()
+        with temporary_settings({PREFECT_API_URL: f"http://{HOST}:{port}/api"}):
+            yield f"http://{HOST}:{port}/api"
+    finally:
+        server.stop()
+
+
+def log_directory(port: int) -> Path:
+    """Where the services beside a Prefect server at `port` log."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "penstock" / "services" / str(port)
 
 
 def mlflow_server(port: int, database: str, logs: Path) -> Service:

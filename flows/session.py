@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from prefect.runtime import flow_run
+
 from flows.config import PostTrainConfig, config_hash
 from flows.display import Display
 from flows.preflight import preflight
@@ -45,7 +47,7 @@ class Session:
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
-        self.display = Display(self.keys.run, flow, config, self.store.uri, uri)
+        self.display = Display(self.keys.run, flow, config, self.store.uri, uri, prefect_page=flow_run.ui_url or "")
         self.tracker = Tracker(
             self.keys.run,
             tracking_directory(self.store, self.keys.run),

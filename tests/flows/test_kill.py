@@ -90,7 +90,8 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: tuple[list[str],
         "a committed stage ran again"
     )
 
-    finished = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    resume = [*words[: words.index("train")], "resume", KEYS.run, "--store", store.root]  # or the same command again
+    finished = subprocess.run(resume, capture_output=True, text=True, timeout=300, check=False)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
 
     # no prompt lost or served twice: the groups of the rounds are the first prompts of the data source, each once

@@ -1,0 +1,94 @@
+"""Bad input ends in one sentence and exit code 2 before anything starts: no Prefect, no Ray, no engine."""
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli import main
+
+
+@pytest.fixture
+def good(tmp_path: Path, tiny_model: Path) -> dict[str, str]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(8)))
+    return {
+        "--run": "r",
+        "--store": str(tmp_path / "store"),
+        "--hf-checkpoint": str(tiny_model),
+        "--prompt-data": str(prompts),
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rm-type": "exact_number",
+        "--num-rollout": "1",
+    }
+
+
+def refusal(options: dict[str, str], capsys: pytest.CaptureFixture[str], command: str = "train") -> str:
+    """What `penstock` says; it must be one sentence on stderr, with exit code 2, and Ray must not have been loaded for it."""
+    loaded = "ray" in sys.modules
+    code = main([command, *(word for pair in options.items() for word in pair if word)])
+    out = capsys.readouterr()
+    assert code == 2 and out.out == "" and out.err.startswith("penstock: ") and out.err.count("\n") == 1, out
+    assert ("ray" in sys.modules) == loaded
+    return out.err
+
+
+def test_missing_and_malformed_data(good, tmp_path: Path, capsys) -> None:
+    assert "nowhere.jsonl" in refusal(good | {"--prompt-data": str(tmp_path / "nowhere.jsonl")}, capsys)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "2", \n')
+    assert f"{broken}:2" in refusal(good | {"--prompt-data": str(broken)}, capsys)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "empty.jsonl" in refusal(good | {"--prompt-data": str(empty)}, capsys)
+    said = refusal(good | {"--input-key": "question"}, capsys)
+    assert "'question'" in said and "prompt" in said and "label" in said, "the columns that are there are named"
+
+
+def test_the_model_directory(good, tmp_path: Path, tiny_model: Path, capsys) -> None:
+    assert "config.json does not exist" in refusal(good | {"--hf-checkpoint": str(tmp_path)}, capsys)
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["GPTNeoXForCausalLM"]}))
+    assert "'GPTNeoXForCausalLM'" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
+    (other / "config.json").write_text(json.dumps(config))
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    assert "tokenizer" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
+
+
+def test_the_store_and_the_port(good, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "not writable" in refusal(good | {"--store": str(file / "store")}, capsys)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is taken" in refusal(good | {"--sglang-port": port}, capsys)
+
+
+def test_the_numbers_and_the_flags(good, capsys) -> None:
+    said = refusal(good | {"--rollout-batch-size": "6", "--n-samples-per-prompt": "4", "--global-batch-size": "16"}, capsys)
+    assert "= 24 samples" in said
+    assert "did you mean --rollout-batch-size?" in refusal(good | {"--rollout-batchsize": "6"}, capsys)
+    assert "did you mean --sglang-mem-fraction-static?" in refusal(good | {"--sglang-mem-fraction": "0.3"}, capsys)
+    assert "did you mean --tensor-model-parallel-size?" in refusal(good | {"--tensor-model-parallel": "2"}, capsys)
+    assert "sft_loss" in refusal(good | {"--loss-type": "sft_loss"}, capsys)
+    assert "--run is missing" in refusal({name: value for name, value in good.items() if name != "--run"}, capsys)
+    assert "did you mean train?" in refusal({}, capsys, command="trian")
+
+
+def test_the_reward(good, capsys) -> None:
+    assert "exact_nmber" in refusal(good | {"--rm-type": "exact_nmber"}, capsys)
+
+
+def test_an_unknown_run_cannot_be_resumed(good, capsys) -> None:
+    store = good["--store"]
+    code = main(["resume", "ghost", "--store", store])
+    assert code == 2 and "has no run 'ghost'" in capsys.readouterr().err
