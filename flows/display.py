@@ -244,7 +244,8 @@ _STAGES = {"model": "convert", "rollout": "rollout", "step": "train", "checkpoin
 # label, metrics (the first one present is shown), format
 _COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("rollout/raw_reward",), ".3f"),
-    ("loss", ("train/loss",), ".4f"),
+    ("loss", ("train/loss",), "z.4f"),  # z: on-policy GRPO's loss is 0 but for rounding, and "-0.0000" looks like a bug
+    ("grad", ("train/grad_norm",), ".3f"),
     ("kl", ("train/kl_loss", "train/ppo_kl"), ".1e"),
     ("gap", ("train/train_rollout_logprob_abs_diff",), ".1e"),  # mean |log-prob trainer - engine| on the sampled tokens
     ("length", ("rollout/response_len/mean",), ".1f"),
