@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import PostTrainConfig
 from flows.preflight import preflight
 from flows.runs import open_store
+from stages.convert.config import ConvertConfig
 from storage.refs import CheckpointRef
 from storage.store import Store
 
@@ -21,18 +22,18 @@ def convert(config: PostTrainConfig) -> None:
     """
     preflight("convert", config)
     store = open_store(config.run)
-    ref = convert_checkpoint(store, config.convert.hf_checkpoint, config.run.ray_address)
+    ref = convert_checkpoint(store, config.convert, config.run.ray_address)
     print(f"{config.convert.hf_checkpoint} is converted and verified: {ref.uri}")
 
 
 @task(name="convert", retries=2, retry_delay_seconds=2, persist_result=False, cache_policy=NO_CACHE)
-def convert_checkpoint(store: Store, hf_checkpoint: str, ray_address: str | None) -> CheckpointRef:
+def convert_checkpoint(store: Store, config: ConvertConfig, ray_address: str | None) -> CheckpointRef:
     """One conversion in a process of its own; a model that was converted before is only looked up."""
     from engines.cluster import Cluster
     from stages.convert.to_torch_dist import convert_hf
 
     cluster = Cluster.start(ray_address)
     try:
-        return cluster.run(convert_hf, store, hf_checkpoint)
+        return cluster.run(convert_hf, store, config.hf_checkpoint, timeout=config.convert_timeout)
     finally:
         cluster.stop()

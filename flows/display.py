@@ -84,22 +84,23 @@ class Display:
         """Weights have reached the engines; shown on the line of the next round."""
         self._publish_seconds.append(seconds)
 
-    def commit(self, commit: Commit) -> None:
-        """Show what has just become durable."""
+    def commit(self, commit: Commit) -> str:
+        """Show what has just become durable. Returns the line, empty if the commit has none of its own."""
         self._seen.append(commit)
         if commit.kind == "rollout":
             self._rollouts[commit.index] = commit
             self._describe(f"training on round {commit.index + 1}")
-            return
+            return ""
         if commit.kind == "step":
-            self._print(round_line(commit, self._rollouts.get(commit.index), self.num_rounds, self._publish_seconds))
+            line = round_line(commit, self._rollouts.get(commit.index), self.num_rounds, self._publish_seconds)
             if self._bar is not None and self._rounds_bar is not None:
                 self._bar.update(self._rounds_bar, completed=commit.policy_version)
-            self._describe(
-                f"generating round {commit.index + 2}" if commit.policy_version < self.num_rounds else "last round done"
-            )
-            return
-        self._print(Text(_EVENTS[commit.kind](commit)))
+            next_round = f"generating round {commit.index + 2}"
+            self._describe(next_round if commit.policy_version < self.num_rounds else "last round done")
+        else:
+            line = Text(_EVENTS[commit.kind](commit))
+        self._print(line)
+        return line.plain
 
     def finish(self, commits: Sequence[Commit] | None = None) -> None:
         """Print the summary: over `commits` (all of the run, also from before a resume), or over those shown here."""

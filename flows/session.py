@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from prefect import get_run_logger
 from prefect.runtime import flow_run
 
 from flows.config import PostTrainConfig, config_hash
@@ -90,8 +91,8 @@ class Session:
 
     def record(self, prefix: str, commit: Commit) -> Commit:
         """Show a commit on the terminal and hand it to the tracker (which passes over those it knows)."""
-        if self.tracker.record(commit_key(prefix), commit):
-            self.display.commit(commit)
+        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.commit(commit)):
+            get_run_logger().info(line.strip())  # the same on the Prefect page
         return commit
 
     def begin_at(self, base: CheckpointRef) -> CheckpointRef:

@@ -68,7 +68,8 @@ def convert(session: Session) -> CheckpointRef:
     """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there."""
     from stages.convert.to_torch_dist import convert_hf
 
-    return session.begin_at(session.cluster.run(convert_hf, session.store, session.config.convert.hf_checkpoint))
+    config = session.config.convert
+    return session.begin_at(session.cluster.run(convert_hf, session.store, config.hf_checkpoint, timeout=config.convert_timeout))
 
 
 @stage("restore")
@@ -218,6 +219,7 @@ def export(session: Session, version: int) -> CheckpointRef:
             prefix,
             dtype=session.config.convert.export_dtype,
             inputs={"checkpoint": commit_key(checkpoint)},
+            timeout=session.config.convert.convert_timeout,
         )
     session.record(prefix, commit)
     return CheckpointRef(

@@ -15,3 +15,6 @@ class ConvertConfig(StageConfig):
 
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, change="schedule")
     """Number type of exported weights; by default the one they were trained in."""
+
+    convert_timeout: float = option(7200.0, change="placement", gt=0)
+    """Seconds after which a conversion or an export is given up and tried again."""
