@@ -136,7 +136,7 @@ def split_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
     return rows[num_heldout:], rows[:num_heldout]
 
 
-def lazy_answer(label: str, rng: random.Random, p_right: float = 0.4) -> str:
+def lazy_answer(label: str, rng: random.Random, p_right: float = 0.3) -> str:
     """The exact answer with probability `p_right`, else the answer with its units dropped (45 becomes 40)."""
     return label if rng.random() < p_right else label[:-1] + "0"
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
-from storage.refs import Commit, RunKeys, commit_key
-from storage.store import Store
+from storage.refs import Commit, RunKeys
+from storage.store import Store, committed_prefixes
 
 RECORD_VERSION = 1
 
@@ -108,17 +108,10 @@ def recorded(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
     return record["flow"], validated(values)
 
 
-def run_commits(store: Store, keys: RunKeys) -> list[tuple[str, Commit]]:
-    """Every commit of a run as (prefix, commit), in the order they were made."""
-    prefixes = [keys.step(i) for i in store.committed_indices(f"{keys.prefix}/steps")]
-    prefixes += [keys.rollout(i) for i in store.committed_indices(f"{keys.prefix}/rollouts")]
-    prefixes += [keys.checkpoint(i) for i in store.committed_indices(f"{keys.prefix}/checkpoints")]
-    prefixes += [keys.export(i) for i in store.committed_indices(f"{keys.prefix}/exports")]
-    for number in store.list(f"{keys.prefix}/evals"):
-        names = store.list(f"{keys.prefix}/evals/{number}")
-        prefixes += [keys.eval(int(number), name.removesuffix(commit_key(""))) for name in names if name.endswith(commit_key(""))]
-    found = [(prefix, commit) for prefix in prefixes if (commit := store.committed(prefix))]
-    return sorted(found, key=lambda pair: pair[1].created_at)
+def run_commits(store: Store, keys: RunKeys) -> list[Commit]:
+    """Everything a run has committed, in the order it was made."""
+    found = [commit for prefix in committed_prefixes(store, keys) if (commit := store.committed(prefix))]
+    return sorted(found, key=lambda commit: commit.created_at)
 
 
 def print_runs(where: RunConfig) -> int:

@@ -115,7 +115,7 @@ class Session:
 
     def finish(self) -> dict[str, str]:
         """Show and return what came of the whole run, rounds before a resume included: title -> text."""
-        commits = [commit for _, commit in run_commits(self.store, self.keys)]
+        commits = run_commits(self.store, self.keys)
         self.display.finish(commits)
         return self.display.results(commits)
 

@@ -27,7 +27,7 @@ import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
-from storage.refs import Commit, FileRecord, commit_key
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
 
 _CHUNK = 16 << 20  # bytes read at a time while hashing
 _CONFLICT_RETRIES = 6
@@ -283,6 +283,19 @@ class Store:
                 return False
             raise
         return True
+
+
+def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
+    """Prefixes of everything a run has committed, kind by kind."""
+    suffix = commit_key("")
+
+    def under(directory: str) -> list[str]:
+        return [f"{directory}/{name.removesuffix(suffix)}" for name in store.list(directory) if name.endswith(suffix)]
+
+    found = [prefix for kind in ("rollouts", "steps", "checkpoints", "exports") for prefix in under(f"{keys.prefix}/{kind}")]
+    return found + [
+        prefix for version in store.list(f"{keys.prefix}/evals") for prefix in under(f"{keys.prefix}/evals/{version}")
+    ]
 
 
 def hash_file(path: str | Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.refs import Commit, RunKeys, commit_key
-from storage.store import Store
+from storage.store import Store, committed_prefixes
 from storage.tracking.lineage import Lineage, is_final
 from storage.tracking.outbox import Outbox
 
@@ -67,11 +67,8 @@ class Tracker:
 
     def catch_up(self, store: Store, keys: RunKeys) -> int:
         """Offer every commit of the run that the outbox lacks (killed between commit and `record`, or another machine's run)."""
-        missing: list[tuple[str, Commit]] = []
-        for kind in ("rollouts", "steps", "checkpoints", "evals", "exports"):
-            for prefix in _committed_prefixes(store, f"{keys.prefix}/{kind}", nested=kind == "evals"):
-                if commit_key(prefix) not in self._outbox and (commit := store.committed(prefix)):
-                    missing.append((commit_key(prefix), commit))
+        waiting = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
+        missing = [(commit_key(prefix), commit) for prefix in waiting if (commit := store.committed(prefix))]
         missing.sort(key=lambda pair: pair[1].created_at)
         return sum(self.record(key, commit) for key, commit in missing)
 
@@ -182,10 +179,3 @@ def tracking_uri(store: Store, given: str | None = None) -> str:
 def _state_directory(store: Store) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "penstock" / hashlib.sha256(store.uri.encode()).hexdigest()[:12]
-
-
-def _committed_prefixes(store: Store, prefix: str, *, nested: bool) -> list[str]:
-    suffix = commit_key("")
-    if nested:
-        return [found for name in store.list(prefix) for found in _committed_prefixes(store, f"{prefix}/{name}", nested=False)]
-    return [f"{prefix}/{name.removesuffix(suffix)}" for name in store.list(prefix) if name.endswith(suffix)]
