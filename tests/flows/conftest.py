@@ -1,0 +1,24 @@
+"""What must hold of any run, on a CPU and on a GPU."""
+
+from collections.abc import Callable
+
+import pytest
+
+from storage.refs import RunKeys
+from storage.store import Store
+
+
+@pytest.fixture
+def agrees() -> Callable[..., None]:
+    """Checks that in every round trainer and engine held the same policy, and that the reference stayed where the run began."""
+
+    def check(store: Store, keys: RunKeys, *, num_rounds: int, gap: float) -> None:
+        for r in range(num_rounds):
+            rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+            assert rollout is not None and rollout.policy_version == r
+            assert step is not None and step.policy_version == r + 1
+            assert step.summary["train/train_rollout_logprob_abs_diff"] < gap
+            kl = step.summary["train/kl_loss"]
+            assert kl < 1e-8 if r == 0 else kl > 1e-6, f"round {r}: KL {kl}"
+
+    return check
