@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from engines.sglang.client import EngineClient
 from stages.rewards.grading import Grader
@@ -24,6 +25,8 @@ from storage.refs import Commit, Kind, RunKeys
 from storage.sample import Sample, Status
 from storage.shards import write_shards
 from storage.store import Store
+
+T = TypeVar("T")
 
 
 def rollout_stage(
@@ -84,7 +87,7 @@ def rollout_stage(
         origin = Origin(run, rollout_id, policy_version)
     with grader_of(config) if grader is None else nullcontext(grader) as grading:
         with timed(seconds, "generate"):
-            generated = asyncio.run(
+            generated = run_to_end(
                 generate(
                     connect(list(urls), timeout=config.rollout_timeout),
                     groups,
@@ -175,6 +178,16 @@ def speed_metrics(generated: Generated, seconds: dict[str, float], num_gpus: int
         "perf/tokens_per_gpu_per_sec": num_response / seconds["generate"] / num_gpus,
         "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
     }
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where the caller's thread runs a loop already: in a notebook, or under `prefect flow-run retry`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 @contextmanager

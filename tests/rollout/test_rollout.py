@@ -1,5 +1,6 @@
 """The rollout stage around a scripted engine: what a sample records, what is committed, and what happens when something fails."""
 
+import asyncio
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from scripted_engine import ScriptedClient, write_jsonl
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
 from stages.rollout.metrics import rollout_metrics
-from stages.rollout.rollout import rollout_stage, state_before
+from stages.rollout.rollout import rollout_stage, run_to_end, state_before
 from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
 from storage.refs import Commit, RunKeys
 from storage.sample import Sample, Status
@@ -219,3 +220,15 @@ def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
     check_tokenizer(tmp_path, apply_chat_template=False)
     with pytest.raises(ValueError, match="has no chat template"):
         check_tokenizer(tmp_path, apply_chat_template=True)
+
+
+def test_a_round_can_be_made_where_a_loop_runs_already() -> None:
+    """`prefect flow-run retry` calls flows from a running event loop; so does a notebook."""
+
+    async def answer() -> int:
+        return 42
+
+    async def caller() -> int:
+        return run_to_end(answer())
+
+    assert asyncio.run(caller()) == run_to_end(answer()) == 42
