@@ -43,7 +43,6 @@ def main(words: list[str]) -> int:
 def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """The whole demo. Returns the exit code."""
     from flows.registry import start
-    from flows.services import prefect_api
 
     began = time.monotonic()
     model, data = make_inputs(directory / "inputs", seed)
@@ -51,13 +50,12 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n{MEANING}\n",
         flush=True,
     )
-    with prefect_api():
-        sft = sft_config(directory, model, data, seed)
-        if code := start("sft", sft):
-            return code
-        grpo = grpo_config(directory, exported(sft), data, seed, num_rollout)
-        if code := start("post_train", grpo):
-            return code
+    sft = sft_config(directory, model, data, seed)
+    if code := start("sft", sft):
+        return code
+    grpo = grpo_config(directory, exported(sft), data, seed, num_rollout)
+    if code := start("post_train", grpo):
+        return code
     print(
         f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew."
     )

@@ -18,17 +18,17 @@ def start(name: str, config: PostTrainConfig) -> int:
         ValueError: the request is wrong; nothing was started.
     """
     from flows.preflight import preflight
-    from flows.services import prefect_api
+    from flows.services import ensure_prefect_api
 
     assert name in FLOWS
     try:
         preflight(name, config)
     except StoreError as error:
         raise ValueError(str(error)) from error
+    ensure_prefect_api()
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     try:
-        with prefect_api():
-            flow(config)
+        flow(config)
     except ValueError:  # a wrong request that only showed on the way
         raise
     except Exception as error:  # the flow has failed for good, its tasks were retried; Prefect keeps the traceback

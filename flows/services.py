@@ -17,8 +17,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
 STORES = ("penstock-store", "penstock-demo/store")  # where the flows and the demo put their runs
 _PR_SET_PDEATHSIG = 1
+_UNTIL_EXIT = ExitStack()
 
 
 @dataclass
@@ -160,26 +161,24 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
             service.stop()
 
 
-@contextmanager
-def prefect_api() -> Iterator[str]:
-    """A Prefect server for as long as the block runs, unless one is configured (PREFECT_API_URL or a profile). Yields its API's address.
+@functools.cache
+def ensure_prefect_api() -> str:
+    """Address of the configured Prefect API (PREFECT_API_URL or a profile), or of a server of our own until this process ends.
 
-    Prefect would start one by itself, but that one outlives a killed process; ours ends with it, and shows its pages too.
+    Prefect would start one by itself, but that one outlives a killed process; ours ends with it, and shows its pages too. Nobody stops
+    it earlier: at its exit this process still sends the last log lines there.
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     if configured := PREFECT_API_URL.value():
-        yield configured
-        return
+        return configured
     port = choose_port("prefect", None, PREFECT_PORT)
     server = prefect_server(port, log_directory(port))
     server.start()
-    try:
-        server.wait_ready()
-        with temporary_settings({PREFECT_API_URL: f"http://{HOST}:{port}/api"}):
-            yield f"http://{HOST}:{port}/api"
-    finally:
-        server.stop()
+    server.wait_ready()
+    address = f"http://{HOST}:{port}/api"
+    _UNTIL_EXIT.enter_context(temporary_settings({PREFECT_API_URL: address}))
+    return address
 
 
 def log_directory(port: int) -> Path:
