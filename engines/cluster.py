@@ -7,6 +7,7 @@ here only holds processes: what they know is restored from the store, so nothing
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
 from collections.abc import Callable
@@ -192,11 +193,17 @@ def _where_am_i() -> tuple[str, str]:
     return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on right now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_port(highest: int = 65_535) -> int:
+    """A TCP port of this machine up to `highest` that nobody listens on right now."""
+    ports = [0] if highest >= 65_535 else random.sample(range(20_000, highest + 1), 50)  # 0: the system chooses
+    for port in ports:
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue  # taken
+            return int(sock.getsockname()[1])
+    raise RuntimeError(f"50 ports between 20000 and {highest} were tried and none is free: what holds them?")
 
 
 def cpu_count() -> int:

@@ -22,6 +22,7 @@ from engines.sglang import control
 from engines.sglang.args import command_line
 
 LAUNCHER = Path(__file__).with_name("launch.py")  # run as a script: importing it would make this process a server's
+HIGHEST_PORT = 55_535  # SGLang 0.5.15.post1 puts its gRPC port 10,000 above and refuses to start beyond 65535
 
 
 class ServerSpec(BaseModel):
@@ -130,7 +131,7 @@ class SGLangServer:
 
     def _launch(self) -> None:
         spec = self.spec
-        self._port = spec.port + self.index if spec.port else free_port()
+        self._port = spec.port + self.index if spec.port else free_port(HIGHEST_PORT)
         ours = {
             "model_path": spec.model_path,
             "host": spec.host,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def test_free_port_can_be_bound() -> None:
-    ports = {free_port() for _ in range(5)}
+    ports = {free_port() for _ in range(5)} | {free_port(highest=20_100)}
+    assert min(ports) <= 20_100
     for port in ports:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
