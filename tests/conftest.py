@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 # pytest puts this folder first on the import path, where its `engines`, `storage` and so on would hide the real packages.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-prefect-")  # the runs of tests are nobody's history
+os.environ.pop("PREFECT_API_URL", None)
+atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: the machine is shared with Ray and SGLang
 
 
