@@ -114,6 +114,7 @@ class Display:
                 "look closer": f"make up STORE={self.store_uri}   (Prefect and MLflow in the browser; prints the links)",
             }
         )
+        self._print(Text())
 
     def results(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """What came out, title -> text; over `commits`, or over those shown here."""

@@ -137,6 +137,8 @@ def print_runs(where: RunConfig) -> int:
             time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created_at"])),
         )
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a pipe has no width of its own
     console.print(table if table.row_count else f"no runs in {store.uri}; `penstock demo` makes one")
     return 0
 

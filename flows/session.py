@@ -78,7 +78,8 @@ class Session:
         done = self.num_trained()
         total = self.config.run.num_rollout
         if done:
-            self.display.note(f"{done} of {total} rounds are committed: going on from there")
+            rest = "going on from there" if done < total else "nothing is left to train"
+            self.display.note(f"{done} of {total} rounds are committed: {rest}")
         yield from range(max(0, done - 1), total)
 
     def num_trained(self) -> int:
