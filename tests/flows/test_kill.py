@@ -84,7 +84,7 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: tuple[list[str],
     first = store.read(f"{KEYS.rollout(0)}.commit.json"), store.read(f"{KEYS.step(0)}.commit.json")
 
     # in the middle of a train step: round 2 is generated, not trained
-    run_until(words, log, lambda: has(KEYS.rollout(2)), delay=0.02)
+    run_until(words, log, lambda: has(KEYS.rollout(2)), delay=0.15)
     assert not has(KEYS.step(2)), "the step was over before the kill"
     assert first == (store.read(f"{KEYS.rollout(0)}.commit.json"), store.read(f"{KEYS.step(0)}.commit.json")), (
         "a committed stage ran again"
