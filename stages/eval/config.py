@@ -19,7 +19,7 @@ class EvalConfig(StageConfig):
     """Data sets as NAME PATH; may be repeated."""
 
     eval_interval: int | None = option(None, change="schedule", ge=1)
-    """Evaluate every so many rounds (and before the first and after the last); never if not given."""
+    """Evaluate every so many rounds, and always before the first and after the last."""
 
     n_samples_per_eval_prompt: int = option(1, change="schedule", ge=1)
     """Responses per prompt."""

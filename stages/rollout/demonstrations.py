@@ -12,11 +12,10 @@ from typing import Any
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import Messages, Prompt, PromptSource
 from stages.rollout.metrics import length_metrics
-from stages.rollout.rollout import inputs_of, timed
+from stages.rollout.rollout import commit_samples, inputs_of, timed
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import Commit
 from storage.sample import Sample, Status
-from storage.shards import write_shards
 from storage.store import Store
 
 Piece = tuple[str, bool]  # text, whether the assistant wrote it
@@ -45,24 +44,21 @@ def demonstration_stage(
     with timed(seconds, "prepare"):
         prompts, after = source.take(source.restore(state), config.rollout_batch_size)
         samples = demonstrations(prompts, tokenizer, rollout_id)
-    with timed(seconds, "write"):
-        attempt = store.new_attempt(prefix)
-        with store.writing(attempt) as out:
-            write_shards(out.path, samples)
-    return store.commit(
+    return commit_samples(
+        store,
         prefix,
-        Commit(
-            kind="rollout",
-            index=rollout_id,
-            policy_version=-1,
-            attempt=attempt,
-            files=out.files,
-            seconds=seconds,
-            summary={"rollout/num_samples": float(len(samples)), "perf/rollout_time": sum(seconds.values())}
-            | length_metrics(samples),
-            state={"data_source": after.model_dump(mode="json")},
-            **({"run": run, "inputs": inputs_of(config)} | (stamp or {})),
-        ),
+        samples,
+        seconds,
+        lambda: {
+            "rollout/num_samples": float(len(samples)),
+            "perf/rollout_time": sum(seconds.values()),
+            **length_metrics(samples),
+        },
+        kind="rollout",
+        index=rollout_id,
+        policy_version=-1,
+        state={"data_source": after.model_dump(mode="json")},
+        **({"run": run, "inputs": inputs_of(config)} | (stamp or {})),
     )
 
 

@@ -101,24 +101,35 @@ def rollout_stage(
             )
         with timed(seconds, "reward"):  # what grading takes beyond generation
             samples = _graded(generated)
+    num_gpus = len(urls) * config.rollout_num_gpus_per_engine
+    return commit_samples(
+        store,
+        prefix,
+        samples,
+        seconds,
+        lambda: summarise(samples) | speed_metrics(generated, seconds, num_gpus),
+        kind=kind,
+        index=rollout_id,
+        policy_version=policy_version,
+        state={"data_source": after.model_dump(mode="json")},
+        **({"run": run, "inputs": inputs_of(config)} | (stamp or {})),
+    )
+
+
+def commit_samples(
+    store: Store,
+    prefix: str,
+    samples: Sequence[Sample],
+    seconds: dict[str, float],
+    summary: Callable[[], dict[str, float]],
+    **fields: Any,
+) -> Commit:
+    """Write samples as shards under a private prefix, then commit them with `fields`. `summary` is asked last: writing is part of the time."""
     with timed(seconds, "write"):
         attempt = store.new_attempt(prefix)
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
-    return store.commit(
-        prefix,
-        Commit(
-            kind=kind,
-            index=rollout_id,
-            policy_version=policy_version,
-            attempt=attempt,
-            files=out.files,
-            seconds=seconds,
-            summary=summarise(samples) | speed_metrics(generated, seconds, len(urls) * config.rollout_num_gpus_per_engine),
-            state={"data_source": after.model_dump(mode="json")},
-            **({"run": run, "inputs": inputs_of(config)} | (stamp or {})),
-        ),
-    )
+    return store.commit(prefix, Commit(attempt=attempt, files=out.files, seconds=seconds, summary=summary(), **fields))
 
 
 def state_before(store: Store, keys: RunKeys, rollout_id: int) -> dict[str, Any] | None:
