@@ -1,7 +1,8 @@
-"""Ray: starting and ending it, who runs on which GPU, free ports and the thread budget.
+"""Ray: starting and ending it, who runs on which GPU, who outlives the driver, free ports and the thread budget.
 
-By default the driver owns a Ray of its own (`ray.init` on this machine), which dies with it; an address joins a standing one. Ray
-here only holds processes: what they know is restored from the store, so nothing is detached, named or looked up again.
+By default the driver owns a Ray of its own (`ray.init` on this machine), which dies with it. An address joins a standing one, where
+trainer and engines are named and detached: they outlive a killed driver, and the next one finds them and asks what they hold. Ray here
+only holds processes; what is true is in the store.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 200 << 20  # refs and numbers pass through Ray; samples and weights never do
+LOOK_EVERY = 0.5  # seconds between looks at our own Ray while something is awaited
 GPU_SHARE = 0.45  # of a GPU, in Ray's accounting: a trainer rank and an engine fit on the same one, and a probe beside them
 
 
@@ -32,11 +35,16 @@ class Slot:
         return {**self.options, "runtime_env": {"env_vars": variables}}
 
 
+class ClusterLost(ConnectionError):
+    """The driver's own Ray is gone, and everything in it; a new one must be started."""
+
+
 class Cluster:
     """A connection to Ray. Make one with `Cluster.start`; `stop` ends every process it placed."""
 
-    def __init__(self, owned: bool) -> None:
+    def __init__(self, owned: bool, namespace: str = "penstock") -> None:
         self.owned = owned
+        self.namespace = namespace
         self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle, the GPU's number on its node), in order
         self._groups: list[Any] = []
 
@@ -66,7 +74,7 @@ class Cluster:
                     f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same "
                     "RAY_AUTH_MODE and token, or leave the address out to get a Ray that ends with this process"
                 ) from error
-            return cls(owned=False)
+            return cls(owned=False, namespace=namespace)
         ray.init(
             address="local",
             num_cpus=num_cpus or cpu_count(),
@@ -76,17 +84,71 @@ class Cluster:
             _node_ip_address="127.0.0.1",
             **quiet,
         )
-        return cls(owned=True)
+        return cls(owned=True, namespace=namespace)
 
     def stop(self) -> None:
         """End what was placed and leave Ray, ending it if it is ours. Safe to call twice."""
         import ray
 
         if ray.is_initialized():
-            for group in self._groups:
-                ray.util.remove_placement_group(group)
+            if self.alive():
+                for group in self._groups:
+                    ray.util.remove_placement_group(group)
             ray.shutdown()
         self._groups, self._gpus = [], []
+
+    def alive(self) -> bool:
+        """Whether our own Ray's processes run. Of a standing Ray only the calls themselves can tell."""
+        import ray
+
+        if not self.owned:
+            return True
+        node = ray._private.worker._global_node
+        return node is not None and not node.dead_processes()
+
+    def lasting(self, name: str) -> dict[str, Any]:
+        """Options for an actor of this run that is to outlive the driver: none on our own Ray, where nothing can."""
+        return {} if self.owned else {"name": name, "lifetime": "detached"}
+
+    def find(self, name: str) -> Any | None:
+        """The lasting actor of that name that an earlier driver of this run has left; None on our own Ray."""
+        import ray
+
+        if self.owned:
+            return None
+        try:
+            return ray.get_actor(name)
+        except ValueError:  # Ray's word for "no such actor"
+            return None
+
+    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        """`ray.wait` for one of the calls: those done (none if time is up) and those still running.
+
+        Raises:
+            ClusterLost: our Ray has died meanwhile. Ray itself would notice after a minute, and end this process.
+        """
+        import ray
+
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while True:
+            left = deadline - time.monotonic()
+            done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, LOOK_EVERY)))
+            if done or left <= LOOK_EVERY:
+                return done, waiting
+            if not self.alive():
+                raise ClusterLost("the run's own Ray has died, and the trainer and the engines with it; they are started anew")
+
+    def get(self, call: Any, timeout: float | None = None) -> Any:
+        """`ray.get` of one call, which also notices that our Ray has died.
+
+        Raises:
+            ray.exceptions.GetTimeoutError: time is up.
+            ClusterLost: see `wait`.
+        """
+        import ray
+
+        self.wait([call], timeout)
+        return ray.get(call, timeout=0)
 
     @property
     def num_gpus(self) -> int:
@@ -132,7 +194,7 @@ class Cluster:
             options["runtime_env"] = {"env_vars": env}
         reference = remote(**options)(fn).remote(*args, **kwargs)
         try:
-            return ray.get(reference, timeout=timeout)
+            return self.get(reference, timeout)
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(reference, force=True)
             raise TimeoutError(
@@ -154,11 +216,9 @@ class Cluster:
         return Slot(options, tuple(number for _, _, number in gpus))
 
     def _reserve(self, needed: int) -> None:
-        """Hold the first `needed` GPUs, in the order of nodes and numbers."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        """Hold the first `needed` GPUs, in the order of nodes and numbers; on a standing Ray first those an earlier driver holds."""
+        for name in self._left_behind():
+            self._hold(name, 0)
         missing = needed - len(self._gpus)
         if missing <= 0:
             return
@@ -166,7 +226,31 @@ class Cluster:
             raise ValueError(
                 f"the cluster has {self.num_gpus} GPUs, {needed} are needed: use fewer, or colocate trainer and engines"
             )
-        group = placement_group([{"GPU": 1}] * missing, strategy="PACK")
+        self._hold(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
+
+    def _left_behind(self) -> list[str]:
+        """Names of placement groups of this run that this driver does not hold yet, in the order they were made."""
+        from ray.util.placement_group import placement_group_table
+
+        if self.owned:
+            return []
+        prefix, first = f"{self.namespace}-gpus-", len(self._groups)
+        table = placement_group_table().values()
+        names = {group["name"] for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"}
+        return sorted(names)[first:]
+
+    def _hold(self, name: str, missing: int) -> None:
+        """Hold `missing` more GPUs in a placement group of that name, or with 0 the group that is there."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if missing:
+            lasting = {} if self.owned else {"name": name, "lifetime": "detached"}
+            group = placement_group([{"GPU": 1}] * missing, strategy="PACK", **lasting)
+        else:
+            group = ray.util.get_placement_group(name)
+            missing = group.bundle_count
         self._groups.append(group)
         try:
             ray.get(group.ready(), timeout=60)
