@@ -26,16 +26,17 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part")
 def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
     """The committed samples as one Arrow table, in the order written.
 
-    Only files that the commit names are read: on a local disk a late attempt may have left others beside them.
+    Only shards that the commit names are read (on a local disk a late attempt may have left others beside them), and only after their
+    sizes and hashes have been found as committed.
 
     Raises:
-        StoreError: a shard is missing or has another size than committed.
+        StoreError: a shard is missing or is not what was committed.
         ValueError: written by a newer Penstock.
     """
     paths = [Path(record.path).relative_to(commit.attempt or "") for record in commit.files]
     shards = sorted(path for path in paths if re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.name))
     assert shards, f"the commit has no shards named {name}"
-    with store.reading(commit) as directory:
+    with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
     for table in tables:
         check_schema(table.schema)

@@ -3,45 +3,43 @@
 A stage writes under a private `attempt-<uuid>` prefix (`Store.writing`), then publishes one commit record by a conditional create
 (`Store.commit`). Readers open only what a commit names. The loser of a race adopts the winner's commit.
 
-Conditional create is `os.link` on a local disk (atomic, fails if the name exists) and `If-None-Match: *` on object stores that
-have it; which of the two works is probed when the store is opened.
+Conditional create is `os.link` on a local disk (atomic, fails if the name exists) and `If-None-Match: *` or its like on object stores
+that have it; whether it works is probed when the store is opened. How object stores fail, and what is done about it, is in objects.py.
 """
 
 from __future__ import annotations
 
 import builtins
-import errno
 import json
 import os
 import shutil
-import tempfile
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import fsspec
-import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
+from storage import disk, objects
+from storage.disk import StoreError, hash_file
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
 
-_CHUNK = 16 << 20  # bytes read at a time while hashing
-_CONFLICT_RETRIES = 6
-_NO_HARD_LINKS = (
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EMLINK,
-)  # of link(2) on FAT, some FUSE and CIFS mounts
+__all__ = ["Found", "Store", "StoreError", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
+
+T = TypeVar("T")
+
+_NUM_AT_ONCE = 16  # small requests to an object store
+_NUM_PROBES = 2  # tries of the probe: a wrong address should be told soon
 
 
-class StoreError(RuntimeError):
-    """The store cannot do what Penstock needs; the message says what to do."""
+class Found(NamedTuple):
+    """A file in the store, committed or not."""
+
+    key: str
+    bytes: int
+    modified: float  # seconds since the epoch
 
 
 @dataclass
@@ -70,12 +68,7 @@ class Store:
     ) -> None:
         self.options = options or {}
         self.single_writer = single_writer
-        try:
-            self.fs, root = fsspec.core.url_to_fs(uri, **self.options)
-        except (ValueError, ImportError) as error:
-            raise StoreError(
-                f"store {uri!r} cannot be opened ({error}): give --store a local path or a URI that fsspec knows"
-            ) from error
+        self.fs, root = objects.open_file_system(uri, self.options)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         self.uri = self.root if self.is_local else self.fs.unstrip_protocol(self.root)
@@ -92,30 +85,21 @@ class Store:
     # ---- commit records -------------------------------------------------------------------------------------------------
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write `data` at `key` unless something is there. True if this call wrote it; atomic and durable."""
+        """Write `data` at `key` unless something is there. True if this call wrote it; atomic and durable.
+
+        On an object store writers of equal bytes may all be told True (objects.create says why).
+        """
+        return self._create(key, data)
+
+    def _create(self, key: str, data: bytes, num_tries: int | None = None) -> bool:
         if self.is_local:
-            return self._create_local(key, data)
-        if self.single_writer:
-            if self.exists(key):
-                return False
-            self.fs.pipe_file(self.path(key), data)
-            return True
-        for attempt in range(_CONFLICT_RETRIES):
-            try:
-                self.fs.pipe_file(self.path(key), data, mode="create")
-            except FileExistsError:
-                return False
-            except OSError as error:
-                # s3fs makes FileExistsError only of AWS's full answer; others send the same code without the condition's name.
-                code = _s3_code(error)
-                if code in ("PreconditionFailed", "412"):
-                    return False
-                if code not in ("ConditionalRequestConflict", "409") or attempt == _CONFLICT_RETRIES - 1:
-                    raise
-                time.sleep(0.1 * 2**attempt)  # two conditional writes at the same moment: S3 asks to try again
-            else:
-                return True
-        raise AssertionError("unreachable")
+            return disk.create(Path(self.path(key)), data, single_writer=self.single_writer)
+        if not self.single_writer:
+            return objects.create(self.fs, self.path(key), data, num_tries)
+        if self.size(key) is not None:
+            return False
+        objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}", num_tries)
+        return True
 
     def committed(self, prefix: str) -> Commit | None:
         """The commit of what lies under `prefix`, or None if it is not done."""
@@ -137,61 +121,63 @@ class Store:
         return f"{prefix}/attempt-{uuid.uuid4().hex[:12]}"
 
     @contextmanager
-    def writing(self, attempt: str) -> Iterator[Writing]:
+    def writing(self, attempt: str, *, mine: Callable[[str], bool] | None = None) -> Iterator[Writing]:
         """A local directory whose files become durable under `attempt` when the block ends without an exception.
 
-        On a local store it is the place itself (several ranks may share it: let one of them use this); elsewhere a scratch
-        directory that is uploaded.
+        On a local store it is the place itself; elsewhere a scratch directory of this process that is uploaded.
+
+        Args:
+            attempt: from `new_attempt`.
+            mine: where several processes write under one attempt, each in a block of its own: which files are this one's, by their
+                names relative to the attempt. On a local store the others' files are seen too, perhaps half written.
         """
         if self.is_local:
             out = Writing(Path(self.path(attempt)))
-            _make_directory(out.path)
+            disk.make_directory(out.path)
             yield out
-            out.files = _records(out.path, attempt)
-            for entry in [out.path, *out.path.rglob("*")]:  # a file is durable when its data and every name on the way to it are
-                _fsync(entry)
+            out.files = self._written(out.path, attempt, mine)
+            disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
             return
-        with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        with objects.scratch() as scratch:
             out = Writing(Path(scratch))
             yield out
-            out.files = _records(out.path, attempt)
-            for record in out.files:
-                self.fs.put_file(str(out.path / Path(record.path).relative_to(attempt)), self.path(record.path))
-                found = self.fs.size(self.path(record.path))
-                if found != record.bytes:
-                    raise StoreError(
-                        f"{record.path}: {found} bytes arrived of {record.bytes}; the upload was cut, it will be tried again"
-                    )
+            records = self._written(out.path, attempt, mine)
+            sources = [out.path / Path(record.path).relative_to(attempt) for record in records]
+            objects.upload(self.fs, [(s, self.path(r.path), r.bytes) for s, r in zip(sources, records, strict=True)])
+            out.files = records
+
+    def _written(self, top: Path, attempt: str, mine: Callable[[str], bool] | None) -> builtins.list[FileRecord]:
+        files = [file for file in disk.files_in(top) if mine is None or mine(file.relative_to(top).as_posix())]
+        return disk.records(files, top, attempt)
 
     @contextmanager
-    def reading(self, commit: Commit) -> Iterator[Path]:
-        """A local directory with the files of `commit`, laid out as they were written. Sizes are checked.
+    def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:
+        """A local directory with the files of `commit`, laid out as they were written. Every size and every hash has been checked.
+
+        Args:
+            commit: says which files.
+            only: names relative to the attempt, where not all of them are needed.
 
         Raises:
-            StoreError: a file is missing or has another size than committed.
+            StoreError: a file is missing, or is not what was committed.
         """
         assert commit.attempt is not None, "this commit has no files"
-        for record in commit.files:
-            found = self.size(record.path)
-            if found != record.bytes:
-                state = "is missing" if found is None else f"has {found} bytes"
-                raise StoreError(
-                    f"{self.path(record.path)} {state}, but a commit names it with {record.bytes} bytes: restore it from a backup"
-                )
+        names = None if only is None else set(only)
+        wanted = [(Path(record.path).relative_to(commit.attempt), record) for record in commit.files]
+        wanted = [(name, record) for name, record in wanted if names is None or name.as_posix() in names]
+        assert names is None or len(wanted) == len(names), "the commit does not name all of them"
         if self.is_local:
+            disk.check([(Path(self.path(record.path)), record) for _, record in wanted])
             yield Path(self.path(commit.attempt))
             return
-        with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-            for record in commit.files:
-                target = Path(scratch) / Path(record.path).relative_to(commit.attempt)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self.fs.get_file(self.path(record.path), str(target))
+        with objects.scratch(sum(record.bytes for _, record in wanted)) as scratch:
+            objects.download(self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted])
             yield Path(scratch)
 
     def read(self, key: str) -> bytes | None:
         """Content of a small file, or None if it is not there."""
         try:
-            return self.fs.cat_file(self.path(key))
+            return self._patiently(lambda: objects.read(self.fs, self.path(key)), key)
         except FileNotFoundError:
             return None
 
@@ -202,47 +188,107 @@ class Store:
 
     def exists(self, key: str) -> bool:
         """Whether a file or a directory is there."""
-        self.fs.invalidate_cache()  # object stores answer from old listings, where another process's new file is missing
-        return bool(self.fs.exists(self.path(key)))
+
+        def ask() -> bool:
+            self.fs.invalidate_cache()  # s3fs answers from old listings, where another process's new file is missing
+            return bool(self.fs.exists(self.path(key)))
+
+        return self._patiently(ask, key)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a file, or None if it is not there."""
-        self.fs.invalidate_cache()
-        try:
-            return self.fs.size(self.path(key))
-        except FileNotFoundError:
-            return None
+        """Bytes of a file, or None if no file is there."""
+        return objects.size(self.fs, self.path(key))
 
-    def list(self, prefix: str) -> list[str]:
-        """Names directly under `prefix`, sorted; empty if it does not exist."""
-        self.fs.invalidate_cache()
+    def list(self, prefix: str) -> builtins.list[str]:
+        """Names directly under `prefix`, sorted; empty if it does not exist. A store may list late what was written just now."""
+
+        def ask() -> builtins.list[str]:
+            self.fs.invalidate_cache()
+            return self.fs.ls(self.path(prefix), detail=False)
+
         try:
-            return sorted(Path(entry).name for entry in self.fs.ls(self.path(prefix), detail=False))
+            return sorted(Path(entry).name for entry in self._patiently(ask, prefix))
         except FileNotFoundError:
             return []
 
     def committed_indices(self, prefix: str) -> builtins.list[int]:
-        """The committed numbers under e.g. `runs/x/rollouts`, ascending."""
+        """The committed numbers under e.g. `runs/x/rollouts`, ascending.
+
+        A listing may be old (object stores other than the large clouds', NFS); a read is not. So of rounds, which are consecutive,
+        those that a listing lacks are asked for one by one, and of everything else what it names is asked for: retention may have
+        removed it.
+        """
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
-        return sorted(int(name) for name in names if name.isdigit())
+        listed = {int(name) for name in names if name.isdigit()}
+        if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):
+            return sorted(self._standing(prefix, listed))
+        found = listed | self._standing(prefix, set(range(max(listed, default=-1))) - listed)
+        index = max(found, default=-1) + 1
+        while self._standing(prefix, {index}):
+            found.add(index)
+            index += 1
+        return sorted(found)
+
+    def _standing(self, prefix: str, indices: set[int]) -> set[int]:
+        """Those of `indices` that are committed now."""
+
+        def stands(index: int) -> bool:
+            key = commit_key(f"{prefix}/{index:06d}")
+            return Path(self.path(key)).exists() if self.is_local else self.read(key) is not None
+
+        wanted = sorted(indices)
+        answers = disk.in_parallel(stands, wanted, 1 if self.is_local else _NUM_AT_ONCE)
+        return {index for index, stand in zip(wanted, answers, strict=True) if stand}
+
+    # ---- housekeeping ---------------------------------------------------------------------------------------------------
+
+    def walk(self, prefix: str) -> Iterator[Found]:
+        """Every file under `prefix`, committed or not, in the order of their keys."""
+        if self.is_local:
+            for local in sorted(disk.files_in(Path(self.path(prefix))), key=str):
+                with suppress(FileNotFoundError):  # a writer's temporary file, gone between the listing and now
+                    stat = local.stat()
+                    yield Found(local.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
+            return
+
+        def ask() -> dict[str, dict[str, Any]]:
+            self.fs.invalidate_cache()
+            return self.fs.find(self.path(prefix), detail=True)
+
+        for name, info in sorted(self._patiently(ask, prefix).items()):
+            yield Found(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too."""
+        if self.is_local:
+            disk.delete([Path(self.path(key)) for key in keys], Path(self.root))
+            return
+
+        def remove(key: str) -> None:
+            with suppress(FileNotFoundError):
+                self._patiently(lambda: self.fs.rm_file(self.path(key)), key)
+
+        disk.in_parallel(remove, keys, _NUM_AT_ONCE)
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
         """Find out, before anything expensive, whether this store can hold a run."""
-        key = f".penstock-probe-{uuid.uuid4().hex[:8]}"
+        key, mine = f".penstock-probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
         lacking = (
             "so two writers could both win: use another store, or give --store-single-writer if only one process ever writes here"
         )
         try:
-            created = self.create(key, b"1")
-            again = self.create(key, b"2")
-            self.fs.rm_file(self.path(key))
-        except NotImplementedError as error:
+            created = self._create(key, mine, _NUM_PROBES)
+            again = self._create(key, mine[::-1], _NUM_PROBES)
+            self.delete([key])
+        except (NotImplementedError, TypeError) as error:  # TypeError: a driver older than `mode="create"`
             raise StoreError(f"store {self.uri!r} has no conditional create, {lacking}") from error
+        except StoreError as error:
+            raise StoreError(f"store {self.uri!r} does not answer: {error}") from error
         except Exception as error:  # any driver's own error type: turned into one sentence
-            if self.is_local and getattr(error, "errno", None) in _NO_HARD_LINKS:
+            if self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
                 raise StoreError(f"store {self.uri!r} lies on a file system without hard links, {lacking}") from error
             raise StoreError(
                 f"store {self.uri!r} is not writable ({error}): give --store a place where this user may write"
@@ -250,99 +296,25 @@ class Store:
         if not created or again:
             raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {lacking}")
 
-    def _create_local(self, key: str, data: bytes) -> bool:
-        target = self.path(key)
-        _make_directory(Path(target).parent)
-        temporary = f"{target}.{uuid.uuid4().hex[:12]}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if not self._link(temporary, target):
-                return False
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        _fsync(os.path.dirname(target))
-        return True
-
-    def _link(self, temporary: str, target: str) -> bool:
-        """Give a written file its name, unless the name is taken."""
-        if self.single_writer:  # also for file systems without hard links
-            if Path(target).exists():
-                return False
-            Path(temporary).rename(target)
-            return True
-        try:
-            os.link(temporary, target)
-        except OSError as error:
-            # An NFS server may answer "exists" to a link it has made itself after a lost reply: two names prove it (open(2)).
-            if os.stat(temporary).st_nlink == 2:
-                return True
-            if error.errno == errno.EEXIST:
-                return False
-            raise
-        return True
+    def _patiently(self, call: Callable[[], T], key: str) -> T:
+        """The answer of the file system; of a local one the first, of others after retries."""
+        return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     """Prefixes of everything a run has committed, kind by kind."""
     suffix = commit_key("")
-
-    def under(directory: str) -> list[str]:
-        return [f"{directory}/{name.removesuffix(suffix)}" for name in store.list(directory) if name.endswith(suffix)]
-
-    found = [prefix for kind in ("rollouts", "steps", "checkpoints", "exports") for prefix in under(f"{keys.prefix}/{kind}")]
-    return found + [
-        prefix for version in store.list(f"{keys.prefix}/evals") for prefix in under(f"{keys.prefix}/evals/{version}")
+    found = [
+        f"{keys.prefix}/{kind}/{index:06d}"
+        for kind in ("rollouts", "steps", "checkpoints", "exports")
+        for index in store.committed_indices(f"{keys.prefix}/{kind}")
     ]
-
-
-def hash_file(path: str | Path) -> str:
-    """xxh3-128 of a file's content, hex."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    for version in store.list(f"{keys.prefix}/evals"):
+        directory = f"{keys.prefix}/evals/{version}"
+        found += [f"{directory}/{name.removesuffix(suffix)}" for name in store.list(directory) if name.endswith(suffix)]
+    return found
 
 
 def free_bytes(store: Store) -> int | None:
     """Free space where the store lies, or None if the store does not tell."""
     return shutil.disk_usage(store.root).free if store.is_local else None
-
-
-def _records(directory: Path, attempt: str) -> list[FileRecord]:
-    records = []
-    for file in sorted(p for p in directory.rglob("*") if p.is_file()):
-        rows = None
-        if file.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            rows = pq.read_metadata(file).num_rows
-        key = f"{attempt}/{file.relative_to(directory).as_posix()}"
-        records.append(FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows))
-    return records
-
-
-def _s3_code(error: OSError) -> str:
-    """S3's own error code behind an error that s3fs has translated, or ""."""
-    response = getattr(error.__cause__, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))
-
-
-def _make_directory(path: Path) -> None:
-    """`mkdir -p` that survives a power cut: the parent of every new directory is synced."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    path.mkdir(exist_ok=True)
-    _fsync(path.parent)
-
-
-def _fsync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,18 @@
 """A real S3 API on this machine (moto's server, which honours `If-None-Match: *`)."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from storage.store import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faulty import KINDS, FaultyProxy
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +44,22 @@ def s3_options() -> Iterator[dict[str, Any]]:
 def s3_store(s3_options: dict[str, Any]) -> Callable[..., Store]:
     """Opens a store under a prefix of the bucket."""
     return lambda prefix, **options: Store(f"s3://bucket/{prefix}", s3_options, **options)
+
+
+@pytest.fixture(scope="session")
+def faulty_s3(s3_options: dict[str, Any]) -> Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]:
+    """Opens a faulty way to the server: `with faulty_s3(rate=0.3) as (proxy, options)`. A client there gives up after a second."""
+
+    @contextmanager
+    def open_proxy(**arguments: Any) -> Iterator[tuple[FaultyProxy, dict[str, Any]]]:
+        with FaultyProxy(s3_options["endpoint_url"], **{"hang_seconds": 1.5, "slow_seconds": 0.1, **arguments}) as proxy:
+            yield proxy, {**s3_options, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 1}}
+
+    return open_proxy
+
+
+@pytest.fixture(scope="session")
+def faulty_store(faulty_s3: Callable[..., Any]) -> Iterator[Callable[..., Store]]:
+    """Opens a store under a prefix of the bucket; one call of twenty meets a fault (listings that lag have tests of their own)."""
+    with faulty_s3(rate=0.05, seed=5, kinds=KINDS - {"lag"}) as (_, options):
+        yield lambda prefix, **more: Store(f"s3://bucket/{prefix}", options, **more)

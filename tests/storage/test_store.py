@@ -32,13 +32,13 @@ def read(store: Store, commit: Commit) -> bytes:
         return (directory / "deep" / "part").read_bytes()
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", "faulty_s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return Store(str(tmp_path / "store"))
     if request.param == "memory":
         return Store(f"memory://{tmp_path.name}")
-    return request.getfixturevalue("s3_store")(tmp_path.name)
+    return request.getfixturevalue("s3_store" if request.param == "s3" else "faulty_store")(tmp_path.name)
 
 
 def test_a_commit_is_found_again_with_its_files(store: Store) -> None:
@@ -78,6 +78,63 @@ def test_a_file_cut_after_its_commit_is_an_error(store: Store) -> None:
     store.fs.pipe_file(store.path(commit.files[0].path), b"da")
     with pytest.raises(StoreError, match="has 2 bytes"), store.reading(commit):
         pass
+
+
+def test_a_file_changed_after_its_commit_is_an_error_that_names_it(store: Store) -> None:
+    commit = write(store, KEYS.rollout(0), b"data")
+    store.fs.pipe_file(store.path(commit.files[0].path), b"dada")
+    with (
+        pytest.raises(StoreError, match=rf"deep/part has hash \w+.* names it with {commit.files[0].xxh3}"),
+        store.reading(commit),
+    ):
+        pass
+
+
+def test_what_is_read_can_be_chosen(store: Store) -> None:
+    attempt = store.new_attempt(KEYS.export(1))
+    with store.writing(attempt) as out:
+        for name in ("a", "b"):
+            (out.path / name).write_text(name)
+    commit = store.commit(KEYS.export(1), Commit(kind="export", attempt=attempt, files=out.files))
+    store.fs.pipe_file(store.path(f"{attempt}/a"), b"changed, but nobody asks for it")
+    with store.reading(commit, only=["b"]) as directory:
+        assert (directory / "b").read_text() == "b"
+
+
+def test_several_writers_share_an_attempt(store: Store) -> None:
+    """Ranks: each makes durable what is its own, and the commit names all of it."""
+    attempt = store.new_attempt(KEYS.checkpoint(1))
+    with store.writing(attempt, mine=lambda name: name == "rank-0") as zero:
+        with store.writing(attempt, mine=lambda name: name == "rank-1") as one:
+            (zero.path / "rank-0").write_text("half")
+            (one.path / "rank-1").write_text("one")
+        (zero.path / "rank-0").write_text("zero")
+    commit = store.commit(KEYS.checkpoint(1), Commit(kind="checkpoint", attempt=attempt, files=zero.files + one.files))
+    with store.reading(commit) as directory:
+        assert [(directory / f"rank-{rank}").read_text() for rank in (0, 1)] == ["zero", "one"]
+
+
+# ---- housekeeping -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_found_with_size_and_age(store: Store) -> None:
+    before = time.time()
+    commit = write(store, KEYS.rollout(0), b"hello")
+    write(store, "elsewhere/000000")
+    found = list(store.walk(KEYS.prefix))
+    assert [(entry.key, entry.bytes) for entry in found if not entry.key.endswith(".json")] == [(commit.files[0].path, 5)]
+    assert [entry.key for entry in found] == sorted([commit.files[0].path, commit_key(KEYS.rollout(0))])
+    assert all(before - 5 < entry.modified < time.time() + 5 for entry in found)  # S3 tells whole seconds
+    assert list(store.walk("nothing/there")) == []
+
+
+def test_deleted_files_are_gone_and_missing_ones_are_fine(store: Store) -> None:
+    commit, other = write(store, KEYS.rollout(0)), write(store, KEYS.rollout(1))
+    store.delete([record.path for record in commit.files])
+    store.delete([*(record.path for record in commit.files), commit_key(KEYS.rollout(0)), "never/was"])
+    assert [entry.key for entry in store.walk(KEYS.prefix)] == [commit_key(KEYS.rollout(1)), other.files[0].path]
+    assert not store.is_local or not store.exists(commit.attempt or "")
+    assert read(store, other) == b"data"
 
 
 def test_indices_are_numbers_in_order_whatever_else_lies_there(store: Store) -> None:
@@ -225,6 +282,7 @@ def test_s3_answers_that_s3fs_does_not_know(
 ) -> None:
     """MinIO's 412 comes without the condition's name; AWS's 409 asks to try again."""
     store = s3_store(tmp_path.name)
+    assert store.create("k", b"another writer's")
 
     class ClientError(Exception):
         def __init__(self, code: str) -> None:

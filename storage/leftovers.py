@@ -1,0 +1,141 @@
+"""What lies in a store and is needed by nothing: attempts of killed writers, expired checkpoints, journals of finished rounds, ...
+
+Only files are found here, and only by what the commits of *all* runs name, since a fork's commits name its parent's files. Age guards
+writers that are still at work: nothing younger than the caller says is found, but for checkpoints that a tombstone has announced.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from storage.disk import in_parallel
+from storage.refs import Commit, RunKeys, commit_key
+from storage.retention import Expired, fork_key
+from storage.store import Store, StoreError
+
+NUM_READS = 16  # small ones at a time; on an object store each waits for the network
+
+Record = TypeVar("Record", bound=BaseModel)
+
+_COMMIT = commit_key("")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # Store.create on a local disk
+_ATTEMPT = re.compile(r"^(?P<unit>(?P<prefix>.+)/attempt-[^/]+)/")
+_JOURNAL = re.compile(r"^(?P<unit>(?P<prefix>.+)\.journal)/")
+_WEIGHTS = re.compile(r"^(?P<unit>runs/[^/]+/published/weights-[^/]+)/")  # on their way to engines by disk
+_RUN = re.compile(r"^runs/(?P<run>[^/]+)/")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Some files that belong together and that nothing needs."""
+
+    kind: str
+    key: str  # of the directory or file
+    files: tuple[str, ...]
+    bytes: int
+    modified: float  # of the newest file, seconds since the epoch
+
+
+def leftovers(store: Store, run: str | None = None, *, older_than: float, now: float | None = None) -> list[Leftover]:
+    """Everything that nothing needs, the largest first.
+
+    Args:
+        store: to look through.
+        run: only what lies under this run; everything, converted models included, if not given.
+        older_than: seconds without a change before something counts. An expired checkpoint has no such time of grace.
+        now: the current time, for tests.
+
+    Raises:
+        StoreError: a commit record cannot be read, so nobody knows which files it names.
+    """
+    limit = (time.time() if now is None else now) - older_than
+    found = {entry.key: entry for entry in store.walk("")}
+    tombstones = _parsed(store, [key for key in found if key.endswith(".expired.json")], Expired)
+    expired = {tombstone.commit.attempt for tombstone in tombstones.values()}
+    half_made = _half_made(found)
+    named = _named(store, found, expired)
+    units: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key in found:
+        if key not in named and (kind_and_unit := _kind(key, found, expired, half_made)):
+            units[kind_and_unit].append(key)
+    out = [
+        Leftover(kind, unit, tuple(sorted(keys)), sum(found[key].bytes for key in keys), max(found[key].modified for key in keys))
+        for (kind, unit), keys in units.items()
+        if run is None or unit.startswith(f"runs/{run}/") or unit == f"runs/{run}"
+    ]
+    old = [leftover for leftover in out if leftover.kind == "expired checkpoint" or leftover.modified <= limit]
+    return sorted(old, key=lambda leftover: (-leftover.bytes, leftover.key))
+
+
+def remove(store: Store, leftover: Leftover) -> bool:
+    """Delete a leftover, unless it has come to be needed since it was found. Whether it was deleted."""
+    if leftover.kind == "half-made fork" and store.exists(RunKeys(leftover.key.removeprefix("runs/")).record):
+        return False
+    attempt = _ATTEMPT.match(leftover.files[0])
+    if attempt and leftover.kind != "half-made fork":
+        commit = store.committed(attempt["prefix"])
+        if commit is not None and not {record.path for record in commit.files}.isdisjoint(leftover.files):
+            return False  # its writer was only slow
+    store.delete(leftover.files)
+    return True
+
+
+def _named(store: Store, found: Iterable[str], expired: set[str | None]) -> set[str]:
+    """The files that commits name. A commit whose checkpoint has expired under the same run no longer counts."""
+    records = [key for key in found if key.endswith(_COMMIT) and not _JOURNAL.match(key)]
+    commits = _parsed(store, records, Commit)
+    present = set(found)
+    return {
+        record.path
+        for key, commit in commits.items()
+        if not (commit.attempt in expired and key.removesuffix(_COMMIT) + ".expired.json" in present)
+        for record in commit.files
+    }
+
+
+def _kind(key: str, found: Mapping[str, object], expired: set[str | None], half_made: set[str]) -> tuple[str, str] | None:
+    """What a file that no commit names is part of: (kind, key of the whole), or None if it belongs where it is."""
+    run = _RUN.match(key)
+    if run and run["run"] in half_made:
+        return "half-made fork", f"runs/{run['run']}"
+    if journal := _JOURNAL.match(key):  # a round that is still being made reads its journal
+        return ("journal of a finished round", journal["unit"]) if commit_key(journal["prefix"]) in found else None
+    if _TEMPORARY.search(key) or (run and key == fork_key(RunKeys(run["run"]))):
+        return "temporary file", key
+    if attempt := _ATTEMPT.match(key):
+        return ("expired checkpoint" if attempt["unit"] in expired else "unfinished attempt"), attempt["unit"]
+    if weights := _WEIGHTS.match(key):
+        return "published weights", weights["unit"]
+    if key.startswith(".penstock-probe-"):
+        return "probe file", key
+    return None
+
+
+def _half_made(found: Iterable[str]) -> set[str]:
+    """Runs whose fork was begun and not finished."""
+    present = set(found)
+    runs = {match["run"] for key in present if (match := _RUN.match(key))}
+    return {run for run in runs if fork_key(RunKeys(run)) in present and RunKeys(run).record not in present}
+
+
+def _parsed(store: Store, keys: list[str], model: type[Record]) -> dict[str, Record]:
+    """Records by key; those that are gone meanwhile are left out."""
+
+    def parse(key: str) -> Record | None:
+        data = store.read(key)
+        try:
+            return None if data is None else model.model_validate_json(data)
+        except ValueError as error:
+            raise StoreError(
+                f"{key} cannot be read ({str(error).partition(chr(10))[0]}), so nobody knows which files it names: restore it from a backup "
+                "(`penstock verify` tells what else is wrong); until then nothing is deleted"
+            ) from error
+
+    return {key: record for key, record in zip(keys, in_parallel(parse, keys, NUM_READS), strict=True) if record is not None}

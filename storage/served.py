@@ -1,0 +1,152 @@
+"""Which prompts a run has served, and whether each was served exactly once: read from the shards, held against the data source's states.
+
+Of samples only ids, versions and metadata are read, shard by shard; what is held of them is a hash per sample and a few numbers per
+prompt. Where a prompt should come from is stages/rollout/data_source.py's: here is only what must hold of any such order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import xxhash
+
+from storage.refs import Commit, commit_key
+from storage.sample import check_schema
+from storage.store import Store, StoreError
+
+_BATCH = 4096  # samples read at a time
+_COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata"]
+_MOST = 10  # problems told of one round
+
+Source = tuple[int, int, int]  # epoch, file, row
+
+
+@dataclass
+class Round:
+    """What the shards of a rollout or an evaluation hold."""
+
+    problems: list[str]
+    ids: np.ndarray  # [samples] uint64, hashes of the sample ids
+    served: dict[int, Source]  # issue number -> where the prompt came from
+
+
+def read_round(store: Store, prefix: str, commit: Commit) -> Round:
+    """The samples of one commit: what is wrong with them by themselves, and which prompts they answer."""
+    problems: list[str] = []
+    ids: list[str] = []
+    served: dict[int, Source] = {}
+    siblings: dict[int, set[str]] = defaultdict(set)
+    number = re.compile(
+        (f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else "") + r"(\d{9,})"
+    )
+    version = [commit.policy_version, commit.policy_version]
+    try:
+        with store.reading(commit) as directory:
+            for row in _rows(directory, commit):
+                ids.append(row["sample_id"])
+                group = number.fullmatch(row["group_id"])
+                if group is None:
+                    problems.append(
+                        f"{prefix}: sample {row['sample_id']} has group {row['group_id']!r}, which is no issue number"
+                    )
+                    continue
+                if row["rollout_id"] != commit.index or row["policy_versions"] != version:
+                    problems.append(
+                        f"{prefix}: sample {row['sample_id']} says rollout {row['rollout_id']} and policy versions "
+                        f"{row['policy_versions']}, its commit {commit.index} and {version}"
+                    )
+                issue, source = int(group[1]), json.loads(row["metadata"]).get("source") or {}
+                where = (source.get("epoch", -1), source.get("file", -1), source.get("row", -1))
+                siblings[issue].add(row["trajectory_id"])
+                if served.setdefault(issue, where) != where:
+                    problems.append(f"{prefix}: the samples of group {row['group_id']} answer different prompts")
+    except (StoreError, ValueError, OSError) as error:
+        problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
+    twice = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
+    if twice:
+        problems.append(f"{prefix}: {len(twice)} sample ids are not unique, first {twice[0]}")
+    if len(sizes := {len(members) for members in siblings.values()}) > 1:
+        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
+    committed = sum(record.rows or 0 for record in commit.files)
+    if not problems and len(ids) != committed:
+        problems.append(f"{prefix} has {len(ids)} samples, committed are {committed}")
+    return Round(problems[:_MOST], np.array([xxhash.xxh3_64_intdigest(one.encode()) for one in ids], dtype=np.uint64), served)
+
+
+def _rows(directory: Path, commit: Commit) -> Iterable[dict[str, Any]]:
+    for record in commit.files:
+        if not record.path.endswith(".parquet"):
+            continue
+        with pq.ParquetFile(directory / Path(record.path).relative_to(commit.attempt or "")) as shard:
+            check_schema(shard.schema_arrow)
+            for batch in shard.iter_batches(_BATCH, columns=_COLUMNS):
+                yield from batch.to_pylist()
+
+
+class Course:
+    """The way of a run through its data, followed commit by commit beside what the samples say."""
+
+    def __init__(self, restarts: set[int]) -> None:
+        self.restarts = restarts  # rounds at which a fork began the data anew
+        self.num_epochs = 0  # begun, those before a restart included
+        self._past_epochs = 0
+        self.before: dict[str, Any] = {"epoch": 0, "cursor": 0, "issued": 0, "segments": []}
+        self.rows: set[tuple[int, int]] = set()  # (file, row) served in the current epoch
+
+    def follow(self, prefix: str, commit: Commit, served: dict[int, Source], *, whole: bool = False) -> list[str]:
+        """What is wrong with one round's place in the order. `whole`: the round must be exactly one epoch."""
+        after = commit.state.get("data_source")
+        if after is None:
+            return [f"{commit_key(prefix)} does not say where the run stands in its data"]
+        if commit.index in self.restarts and not whole:
+            self.before = {**self.before, "epoch": 0, "cursor": 0, "segments": []}
+            self.rows = set()
+            self._past_epochs = self.num_epochs
+        before, self.before = self.before, after
+        issues = range(before["issued"], after["issued"])
+        if served.keys() != set(issues):
+            wrong = sorted(served.keys() ^ set(issues))
+            return [
+                f"{prefix} should answer prompts {issues.start} to {issues.stop - 1}; number {wrong[0]} is "
+                + ("missing" if wrong[0] in issues else "too many")
+            ]
+        if after["segments"][: len(before["segments"])] != before["segments"]:
+            return [f"{commit_key(prefix)} has forgotten data that earlier rounds have seen"]
+        problems = self._walk(prefix, before, after, served, sum(segment["rows"] for segment in after["segments"]))
+        if whole and (after["epoch"], len(self.rows)) != (0, sum(segment["rows"] for segment in after["segments"])):
+            problems.append(f"{prefix} has scored {len(self.rows)} of the data set's prompts")
+        return problems[:3]
+
+    def _walk(
+        self, prefix: str, before: dict[str, Any], after: dict[str, Any], served: dict[int, Source], num_rows: int
+    ) -> list[str]:
+        problems = []
+        epoch, cursor = before["epoch"], before["cursor"]
+        for issue in sorted(served):
+            if cursor == num_rows:
+                if len(self.rows) != num_rows:
+                    problems.append(f"{prefix}: epoch {epoch} ended with {len(self.rows)} of {num_rows} prompts served")
+                epoch, cursor, self.rows = epoch + 1, 0, set()
+            cursor += 1
+            said, file, row = served[issue]
+            if said != epoch:
+                problems.append(f"{prefix}: prompt {issue} says epoch {said}; the data source was in epoch {epoch}")
+            if not any(s["file"] == file and s["start"] <= row < s["start"] + s["rows"] for s in after["segments"]):
+                problems.append(f"{prefix}: prompt {issue} is row {row} of file {file + 1}, which the run has not seen")
+            if (file, row) in self.rows:
+                problems.append(f"{prefix}: prompt {issue} is row {row} of file {file + 1}, served before in epoch {epoch}")
+            self.rows.add((file, row))
+        self.num_epochs = self._past_epochs + epoch + 1
+        if (epoch, cursor) != (after["epoch"], after["cursor"]):
+            problems.append(
+                f"{commit_key(prefix)} stands at epoch {after['epoch']}, prompt {after['cursor']}; its samples lead to {epoch}, {cursor}"
+            )
+        return problems

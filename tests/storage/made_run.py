@@ -1,0 +1,112 @@
+"""A whole run without an engine: real data source, real shards, real commits; the weights are bytes."""
+
+import json
+from pathlib import Path
+
+from flows.config import PostTrainConfig
+from flows.flags import parse
+from flows.runs import open_run
+from stages.rollout.data_source import PromptSource
+from stages.rollout.rollout import state_before
+from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from storage.sample import Sample, Status
+from storage.shards import write_shards
+from storage.store import Store
+
+ROWS, BATCH, SAMPLES = 5, 3, 2  # an epoch ends inside every second round
+
+
+def config_of(store: Store, data: Path, run: str = "r", *words: str) -> PostTrainConfig:
+    where = ["--run", run, "--store", store.root if store.is_local else store.uri, "--prompt-data", str(data)]
+    sizes = ["--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(SAMPLES), "--num-rollout", "9"]
+    return parse([*where, *sizes, "--rollout-shuffle", "--hf-checkpoint", "model", *words])
+
+
+def write_data(path: Path, rows: int = ROWS, word: str = "prompt") -> Path:
+    path.write_text("".join(json.dumps({"input": f"{word} {row}", "label": "x"}) + "\n" for row in range(rows)))
+    return path
+
+
+def make_run(
+    store: Store, config: PostTrainConfig, rounds: int, save: tuple[int, ...] = (), score: tuple[int, ...] = ()
+) -> RunKeys:
+    """Begin a run, or go on with it, up to so many rounds; checkpoints of `save` and evaluations of `score` are made on the way."""
+    keys = open_run(store, "post_train", config)
+    if not store.exists(f"{keys.prefix}/base.json"):
+        commit_files(store, "models/abc", {"weights": b"base"}, kind="model", policy_version=0)
+        base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
+        store.create(f"{keys.prefix}/base.json", base.model_dump_json().encode())
+    done = len(store.committed_indices(f"{keys.prefix}/steps"))
+    for version in range(done, rounds + 1):
+        if version in save:
+            save_one(store, keys, version)
+        if version in score:
+            score_one(store, keys, config, version, reward=float(version))
+        if version < rounds:
+            roll_one(store, keys, config, version)
+            step = Commit(kind="step", run=keys.run, index=version, policy_version=version + 1)
+            step.inputs = {"rollout": commit_key(keys.rollout(version))}
+            store.commit(keys.step(version), step)
+    return keys
+
+
+def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
+    state = state_before(store, keys, rollout_id)
+    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    source = PromptSource.open(config.rollout)
+    if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:
+        state = {"epoch": 0, "cursor": 0, "issued": state["issued"], "segments": []}
+    prompts, after = source.take(source.restore(state), config.rollout.rollout_batch_size)
+    samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt)
+    fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
+    return commit_samples(
+        store, keys.rollout(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+    )
+
+
+def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int, reward: float) -> Commit:
+    source = PromptSource.open(config.rollout.model_copy(update={"rollout_shuffle": False}))
+    prompts, after = source.take(source.restore(None), len(source))
+    samples = _samples(prompts, version, 1, f"eval-{version:06d}-sums-")
+    fields = {"kind": "eval", "run": keys.run, "index": version, "policy_version": version, "summary": {"eval/sums": reward}}
+    return commit_samples(
+        store, keys.eval(version, "sums"), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+    )
+
+
+def save_one(store: Store, keys: RunKeys, version: int) -> Commit:
+    files = {"weights": f"{keys.run} {version}".encode(), "optimizer": b"moments"}
+    fields = {"run": keys.run, "index": version, "policy_version": version, "state": {"digest": {"w": str(version)}}}
+    inputs = {"step": commit_key(keys.step(version - 1))} if version else {}
+    return commit_files(store, keys.checkpoint(version), files, kind="checkpoint", inputs=inputs, **fields)
+
+
+def commit_files(store: Store, prefix: str, files: dict[str, bytes], **fields) -> Commit:
+    attempt = store.new_attempt(prefix)
+    with store.writing(attempt) as out:
+        for name, content in files.items():
+            (out.path / name).write_bytes(content)
+    return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
+
+
+def commit_samples(store: Store, prefix: str, samples: list[Sample], **fields) -> Commit:
+    attempt = store.new_attempt(prefix)
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+    return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
+
+
+def _samples(prompts, rollout_id: int, num_samples: int, id_prefix: str = "") -> list[Sample]:
+    return [
+        Sample(
+            sample_id=f"{id_prefix}{prompt.issue:09d}-{index:02d}",
+            group_id=f"{id_prefix}{prompt.issue:09d}",
+            trajectory_id=f"{id_prefix}{prompt.issue:09d}-{index:02d}",
+            rollout_id=rollout_id,
+            status=Status.COMPLETED,
+            policy_versions=(rollout_id, rollout_id),
+            metadata={"source": {"epoch": prompt.epoch, "file": prompt.file, "row": prompt.row}},
+        )
+        for prompt in prompts
+        for index in range(num_samples)
+    ]

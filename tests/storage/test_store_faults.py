@@ -1,0 +1,327 @@
+"""The store's promise through a server that fails: what is committed is whole, once, and found, whatever happens to single calls."""
+
+import random
+import threading
+import time
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from faulty import FaultyProxy
+
+from storage import disk, objects
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.store import Store, StoreError, committed_prefixes
+
+KEYS = RunKeys("r")
+Faulty = Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]
+
+
+def write(store: Store, prefix: str, contents: dict[str, bytes], writer: int = 0) -> Commit:
+    attempt = store.new_attempt(prefix)
+    with store.writing(attempt) as out:
+        for name, content in contents.items():
+            (out.path / name).write_bytes(content)
+    return store.commit(prefix, Commit(kind="rollout", attempt=attempt, files=out.files, state={"writer": writer}))
+
+
+def pattern(size: int, seed: int) -> bytes:
+    return bytes((index * 31 + seed * 7) % 251 for index in range(997)) * (size // 997 + 1)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rate, num_rounds", [(0.05, 12), (0.3, 3)])
+def test_two_writers_agree_on_every_round_and_nothing_is_lost(
+    rate: float, num_rounds: int, faulty_s3: Faulty, s3_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    with faulty_s3(rate=rate, seed=3) as (proxy, options):
+        seen: dict[int, list[Commit]] = {0: [], 1: []}
+
+        def work(writer: int) -> None:
+            store = Store(f"s3://bucket/{tmp_path.name}", {**options, "skip_instance_cache": True})
+            for index in range(num_rounds):
+                contents = {f"part-{n}": pattern(3000, 100 * index + 10 * writer + n) for n in range(3)}
+                seen[writer].append(write(store, KEYS.rollout(index), contents, writer))
+                with store.reading(seen[writer][-1]) as directory:
+                    by = seen[writer][-1].state["writer"]
+                    for n in range(3):
+                        assert (directory / f"part-{n}").read_bytes() == pattern(3000, 100 * index + 10 * by + n)
+                assert index in store.committed_indices(f"{KEYS.prefix}/rollouts")
+
+        threads = [threading.Thread(target=work, args=(writer,)) for writer in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == num_rounds
+    clean = s3_store(tmp_path.name)
+    assert [clean.committed(KEYS.rollout(index)) for index in range(num_rounds)] == seen[0]
+    for commit in seen[0]:
+        with clean.reading(commit):
+            pass
+    num_faults = sum(proxy.counts.values()) - proxy.counts["calls"]
+    assert num_faults >= rate * proxy.counts["calls"] / 2, proxy.counts
+
+
+@pytest.mark.integration
+def test_a_large_file_goes_up_in_parts_and_comes_down_in_ranges(
+    faulty_s3: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault costs its part, or its range, and not the file."""
+    monkeypatch.setattr(objects, "CHUNK", 5 << 20)  # S3's smallest part
+    content = pattern(31 << 20, 1)
+    with faulty_s3(rate=0.4, seed=2, kinds={"throttle", "reset", "lost", "cut", "cut_upload", "damage"}) as (proxy, options):
+        store = Store(f"s3://bucket/{tmp_path.name}", options)
+        commit = write(store, KEYS.rollout(0), {"big": content, "small": b"x", "empty": b""})
+        with store.reading(commit) as directory:
+            assert (directory / "big").read_bytes() == content
+            assert (directory / "empty").read_bytes() == b""
+        assert sum(proxy.counts.values()) - proxy.counts["calls"] > 5, proxy.counts
+
+
+@pytest.mark.parametrize("kind", ["lost", "short", "cut_upload"])
+def test_every_second_upload_that_goes_wrong_is_made_good(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
+    with faulty_s3(rate=0.5, seed=1, kinds={kind}) as (proxy, options):
+        store = Store(f"s3://bucket/{tmp_path.name}", options)
+        commits = [write(store, KEYS.rollout(index), {"part": pattern(2000, index)}) for index in range(4)]
+        assert [commit.state["writer"] for commit in commits] == [0] * 4
+        assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
+        for index, commit in enumerate(commits):
+            with store.reading(commit) as directory:
+                assert (directory / "part").read_bytes() == pattern(2000, index)
+        assert proxy.counts[kind] >= 2
+
+
+def test_a_create_whose_answer_was_lost_is_ours_and_another_is_not(faulty_s3: Faulty, tmp_path: Path) -> None:
+    with faulty_s3(rate=0.0, kinds={"lost"}) as (proxy, options):
+        store = Store(f"s3://bucket/{tmp_path.name}", options)
+        for index in range(5):
+            proxy.rate = 1.0
+            threading.Timer(0.3, lambda: setattr(proxy, "rate", 0.0)).start()  # every answer is lost until then
+            assert store.create(f"mine/{index}", b"mine")
+            assert not store.create(f"mine/{index}", b"another's")
+            assert store.read(f"mine/{index}") == b"mine"
+        assert proxy.counts["lost"] >= 5
+
+
+def test_rounds_that_a_listing_lacks_are_found(faulty_s3: Faulty, tmp_path: Path) -> None:
+    with faulty_s3(rate=1.0, kinds={"lag"}, lag_seconds=60) as (proxy, options):
+        store = Store(f"s3://bucket/{tmp_path.name}", options)
+        for index in range(4):
+            store.commit(KEYS.rollout(index), Commit(kind="rollout"))
+        store.commit(KEYS.step(0), Commit(kind="step"))
+        assert store.list(f"{KEYS.prefix}/rollouts") == []
+        assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
+        assert committed_prefixes(store, KEYS) == [*(KEYS.rollout(index) for index in range(4)), KEYS.step(0)]
+        assert proxy.counts["lag"]
+
+
+def test_holes_in_a_listing_are_filled_and_ghosts_are_not_believed(
+    s3_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = s3_store(tmp_path.name)
+    for index in range(5):
+        store.commit(KEYS.step(index), Commit(kind="step"))
+    for version in (4, 8):
+        store.commit(KEYS.checkpoint(version), Commit(kind="checkpoint"))
+    old = {"steps": ["000001", "000003"], "checkpoints": ["000004", "000006", "000008"]}  # 6 has expired since
+    monkeypatch.setattr(store, "list", lambda prefix: [commit_key(name) for name in old[prefix.rsplit("/", 1)[-1]]])
+    assert store.committed_indices(f"{KEYS.prefix}/steps") == [0, 1, 2, 3, 4]
+    assert store.committed_indices(f"{KEYS.prefix}/checkpoints") == [4, 8]
+
+
+@pytest.mark.integration
+def test_a_server_that_stays_down_is_told_in_one_sentence(
+    faulty_s3: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "NUM_TRIES", 2)
+    with faulty_s3(rate=0.0) as (proxy, options):
+        store = Store(f"s3://bucket/{tmp_path.name}", options)
+        store.create("k", b"1")
+        proxy.rate, proxy.kinds = 1.0, {"throttle"}
+        with pytest.raises(StoreError, match=r"asking for \S+/k failed \d+ times in \d+ s.*the store must answer"):
+            store.read("k")
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match="does not answer: creating"):  # nobody listens there any more
+        Store(f"s3://bucket/{tmp_path.name}", {**options, "skip_instance_cache": True})
+    assert time.monotonic() - begin < 60
+
+
+def test_damage_in_the_store_itself_is_fetched_again_and_then_told(s3_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = s3_store(tmp_path.name)
+    commit = write(store, KEYS.rollout(0), {"part": b"data"})
+    store.fs.pipe_file(store.path(commit.files[0].path), b"dada")
+    with pytest.raises(StoreError, match=r"part has hash \w+ \(fetched 3 times\), but a commit names it with"):
+        with store.reading(commit):
+            pass
+
+
+# ---- which failures are worth another try -----------------------------------------------------------------------------------
+
+
+class ClientError(Exception):
+    def __init__(self, code: str, status: int) -> None:
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def translated(code: str, status: int) -> OSError:
+    error = OSError(22, "as s3fs says it")
+    error.__cause__ = ClientError(code, status)
+    return error
+
+
+class HttpError(Exception):
+    """As gcsfs raises it (`code`); azure's has `status_code`."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    "error, is_definite",
+    [
+        (translated("SlowDown", 503), False),
+        (translated("InternalError", 500), False),
+        (translated("RequestTimeout", 400), False),
+        (translated("InvalidRequest", 400), True),
+        (translated("ConditionalRequestConflict", 409), False),
+        (HttpError(429), False),
+        (HttpError(503), False),
+        (HttpError(400), True),
+        (TimeoutError(), False),
+        (ConnectionResetError(), False),
+        (FileNotFoundError(), True),
+        (PermissionError(), True),
+        (type("NoCredentialsError", (Exception,), {})(), True),
+        (StoreError("told already"), True),
+    ],
+)
+def test_only_failures_of_the_moment_are_tried_again(
+    error: Exception, is_definite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.0)
+    calls = []
+
+    def call() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        return "answer"
+
+    if is_definite:
+        with pytest.raises(type(error)):
+            objects.retried(call, "asking")
+    else:
+        assert objects.retried(call, "asking") == "answer"
+    assert len(calls) == (1 if is_definite else 2)
+
+
+def test_waiting_does_not_touch_the_seeded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.001)
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    answers = iter([TimeoutError(), TimeoutError(), None])
+
+    def call() -> None:
+        if error := next(answers):
+            raise error
+
+    objects.retried(call, "asking")
+    assert random.random() == expected
+
+
+# ---- other drivers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uri, package", [("gs://bucket/x", "gcsfs"), ("az://container/x", "adlfs"), ("oss://b/x", "ossfs")])
+def test_a_missing_driver_is_named(uri: str, package: str) -> None:
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(StoreError, match=rf"needs the package {package}, which is not here .*: pip install {package}"):
+        Store(uri)
+
+
+class _Azure(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+    """Refuses a second create with an error of the Azure SDK, as some versions of adlfs let it through."""
+
+    protocol = "azure-like"
+    store: dict = {}  # noqa: RUF012 - the parent class keeps its files in a class attribute
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
+        if mode == "create" and self.exists(path):
+            raise type("ResourceExistsError", (Exception,), {})("The specified blob already exists.")
+        super().pipe_file(path, value)
+
+
+class _Old(_Azure):
+    """A driver older than `mode="create"` (gcsfs before 2024.12)."""
+
+    protocol = "old"
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        super().pipe_file(path, value)
+
+
+def test_drivers_refuse_a_second_create_in_their_own_words() -> None:
+    fsspec.register_implementation("azure-like", _Azure, clobber=True)
+    store = Store("azure-like://x")
+    assert store.create("k", b"1")
+    assert not store.create("k", b"2")
+    assert store.read("k") == b"1"
+
+
+def test_a_driver_without_conditional_create_is_refused() -> None:
+    fsspec.register_implementation("old", _Old, clobber=True)
+    with pytest.raises(StoreError, match="has no conditional create, so two writers could both win"):
+        Store("old://x")
+    assert Store("old://x", single_writer=True).create("k", b"1")
+
+
+def test_an_upload_in_the_way_of_a_driver_that_does_not_overwrite_is_removed(tmp_path: Path) -> None:
+    """adlfs refuses to put over a file that an earlier, broken try has left."""
+    store = Store(f"memory://{tmp_path.name}")
+    put = store.fs.put_file
+
+    def put_file(self: object, source: str, path: str) -> None:
+        if store.fs.exists(path):
+            raise FileExistsError(path)
+        put(source, path)
+
+    source = tmp_path / "part"
+    source.write_bytes(b"whole")
+    store.fs.pipe_file(store.path("a/part"), b"who")
+    driver = types.SimpleNamespace(
+        **{name: getattr(store.fs, name) for name in ("rm_file", "info", "invalidate_cache", "protocol")}
+    )
+    driver.put_file = types.MethodType(put_file, driver)
+    objects.upload(driver, [(source, store.path("a/part"), 5)])  # type: ignore[arg-type]
+    assert store.read("a/part") == b"whole"
+
+
+def test_a_disk_too_small_for_a_download_is_told_before_it_begins(s3_store: Callable[..., Store], tmp_path: Path) -> None:
+    huge = FileRecord(path="runs/a/attempt-1/x", bytes=1 << 60, xxh3="")
+    commit = Commit(kind="checkpoint", attempt="runs/a/attempt-1", files=[huge])
+    with pytest.raises(StoreError, match="set TMPDIR to a larger disk"), s3_store(tmp_path.name).reading(commit):
+        pass
+
+
+def test_the_first_failure_of_several_jobs_ends_them() -> None:
+    done = []
+
+    def job(number: int) -> None:
+        if number == 0:
+            raise KeyError("first")
+        time.sleep(0.01)
+        done.append(number)
+
+    with pytest.raises(KeyError):
+        disk.in_parallel(job, range(100), 2)
+    assert len(done) < 50
