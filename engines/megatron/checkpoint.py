@@ -8,12 +8,14 @@ and is no good idea in an actor full of threads. The files here are the same, wr
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -23,7 +25,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from engines.megatron.optimizer import load_state, reset_state, set_schedule
+from engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
+from storage.faults import reach
 
 if TYPE_CHECKING:
     from engines.megatron.engine import MegatronEngine
@@ -36,6 +39,10 @@ class PlainWriter(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if (
+            dist.get_rank() == 0
+        ):  # it has written the common state; the tensors and the file that makes this a checkpoint are missing
+            reach("checkpoint-saving")
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False),
@@ -45,9 +52,12 @@ class PlainWriter(TorchDistSaveShardedStrategy):
 
 
 def save_checkpoint(engine: MegatronEngine, directory: str | Path, step_state: dict[str, Any]) -> None:
-    """Write everything that the next step depends on. Called by all ranks; the directory is shared by them."""
-    if dist.get_rank() == 0:
-        Path(directory).mkdir(parents=True, exist_ok=True)
+    """Write everything that the next step depends on. Called by all ranks, each with a directory of its own or all with the same.
+
+    A rank's files are `__<rank>_<n>.distcp`; rank 0 writes `common.pt`, `.metadata` and, last, `metadata.json` besides. They belong
+    into one directory, where `load_checkpoint` finds them.
+    """
+    Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(engine, is_loading=False)
     state["num_scheduled_steps"] = engine.scheduler.num_steps
@@ -55,6 +65,12 @@ def save_checkpoint(engine: MegatronEngine, directory: str | Path, step_state: d
     state["step_state"] = json.dumps(step_state)
     state["random"] = _random_object(_random_state())
     dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_metadata())
+
+
+def written_by(rank: int, name: str) -> bool:
+    """Whether `save_checkpoint` wrote the file of this name on this rank."""
+    owner = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return rank == (int(owner[1]) if owner else 0)
 
 
 def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
@@ -88,6 +104,32 @@ def load_weights(engine: MegatronEngine, directory: str | Path) -> None:
     engine.optimizer.reload_model_params()  # the fp32 copies of bf16 weights
     reset_state(engine.optimizer)
     set_schedule(engine.scheduler, 0)
+
+
+def state_digest(engine: MegatronEngine) -> dict[str, str]:
+    """xxh3-64 of everything a checkpoint holds but the weights, by name and rank. Not collective.
+
+    The fp32 copies of weights, the moments and step counts (this rank's shards), the place in the schedule, random states. Learning
+    rates and other hyperparameters are no state: they are the run's.
+    """
+    hashes: dict[str, xxhash.xxh3_64] = {}
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        hashes.setdefault(name, xxhash.xxh3_64()).update(content.numpy().data)
+
+    for inner in inner_optimizers(engine.optimizer):
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            add("main_params", param)
+            for name, value in sorted(inner.state[param].items()):
+                add(name, value)
+    random = _random_state()
+    for value in (random["torch"], random["cuda"], *(state for _, state in sorted(random["trackers"].items()))):
+        if value is not None:
+            add("random", value)
+    place = f"@{dist.get_rank()}/{dist.get_world_size()}"
+    scheduled = {f"num_scheduled_steps{place}": str(engine.scheduler.num_steps)}
+    return {name + place: found.hexdigest() for name, found in hashes.items()} | scheduled
 
 
 def _check(directory: str | Path) -> None:

@@ -205,6 +205,10 @@ class MegatronEngine:
         """See `weights.digest`. Not collective: this rank's shards."""
         return weights.digest(self.chunks)
 
+    def state_digest(self) -> dict[str, str]:
+        """See `checkpoint.state_digest`. Not collective: this rank's optimizer, schedule and random state."""
+        return checkpoint.state_digest(self)
+
     def snapshot(self) -> weights.Snapshot:
         """A copy of this rank's weights in host memory. Not collective."""
         return weights.snapshot(self.chunks)
@@ -219,7 +223,8 @@ class MegatronEngine:
             weights.exchange(self.chunks, held)
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and random state as torch_dist; `step_state` is the caller's, and JSON."""
+        """Write model, optimizer, schedule and random state as torch_dist; `step_state` is the caller's, and JSON. The directory may
+        be shared by the ranks or be each one's own (`checkpoint.save_checkpoint`)."""
         checkpoint.save_checkpoint(self, directory, step_state)
 
     def load(self, directory: str | Path) -> dict[str, Any]:

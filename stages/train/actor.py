@@ -1,20 +1,24 @@
 """One rank of the trainer: a model on a GPU (or CPU threads), and what policy it holds. It does as told and decides nothing.
 
 `clean` is False from before the first change to the weights until after the last, so that a step cut short is never taken for a
-whole one. The group calls every method on every rank. The driver imports this file to name the class, hence the late imports: torch
-and Megatron are loaded by the ranks alone, all at the same time.
+whole one. The group calls every method on every rank, through `call`: a rank obeys one driver, the last that took it over, so that a
+driver which was given up but lives on can change nothing. The driver imports this file to name the class, hence the late imports:
+torch and Megatron are loaded by the ranks alone, all at the same time.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stages.train.spec import PolicyState, Trained, TrainerSpec
+from stages.train.spec import Build, Fenced, PolicyState, RankInfo, Saved, Trained
 from storage.refs import Commit
 from storage.store import Store
 
@@ -28,18 +32,39 @@ class TrainActor:
     """A plain class; `group.py` makes a Ray actor of it.
 
     Args:
-        spec: what to build.
+        build: what to build.
         rank: of this process among all trainer ranks.
-        num_ranks: of the group.
         incarnation: name of this life of the group.
-        threads: CPU threads to compute with.
+        owner: token of the driver's group that leads this rank.
     """
 
-    def __init__(self, spec: TrainerSpec, rank: int, num_ranks: int, incarnation: str, threads: int) -> None:
-        self.spec, self.rank, self.num_ranks, self.threads = spec, rank, num_ranks, threads
-        self.store = Store(spec.store, spec.store_options, probe=False)
+    def __init__(self, build: Build, rank: int, incarnation: str, owner: str) -> None:
+        self.build, self.spec, self.rank = build, build.spec, rank
+        self.store = Store(self.spec.store, self.spec.store_options, probe=False)
         self.reference: Any = None  # a snapshot of the base weights, for the KL
-        self._state = PolicyState(run=spec.run, incarnation=incarnation, version=0, clean=False)
+        self._owner = owner
+        self._joined = False
+        self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
+
+    # ---- who leads ------------------------------------------------------------------------------------------------------
+
+    def call(self, owner: str, method: str, *args: Any) -> Any:
+        """Do as the leading driver says.
+
+        Raises:
+            Fenced: `owner` does not lead any more.
+        """
+        if owner != self._owner:
+            raise Fenced(
+                f"another driver has taken over the trainer of run {self.spec.run!r}, and only one may lead: this one stops, and "
+                "what it has committed stands. Look for the other one if it is not yours"
+            )
+        return getattr(self, method)(*args)
+
+    def adopt(self, owner: str) -> RankInfo:
+        """From now on `owner` leads."""
+        self._owner = owner
+        return self.info()
 
     def join(self, init_method: str) -> None:
         """Meet the other ranks and build the model, with random weights."""
@@ -58,7 +83,8 @@ class TrainActor:
             virtual_pipeline=config.virtual_pipeline_model_parallel_size,
             sequence_parallel=config.sequence_parallel,
         )
-        init_parallel(self.rank, self.num_ranks, init_method, layout, config.seed, self.threads)
+        patience = timedelta(seconds=config.train_timeout)  # one rank may fetch gigabytes while the others wait for it
+        init_parallel(self.rank, self.build.num_ranks, init_method, layout, config.seed, self.build.threads, timeout=patience)
         self.engine = MegatronEngine(
             self.spec.shape,
             layout,
@@ -68,12 +94,27 @@ class TrainActor:
             seed=config.seed,
             deterministic=config.deterministic_mode,
         )
+        self._joined = True
 
     # ---- questions ------------------------------------------------------------------------------------------------------
 
     def state(self) -> PolicyState:
         """What this rank holds."""
         return self._state
+
+    def info(self) -> RankInfo:
+        """Who this rank is."""
+        import ray
+
+        return RankInfo(
+            rank=self.rank,
+            build=self.build.hash,
+            incarnation=self._state.incarnation,
+            joined=self._joined,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            log=os.path.realpath("/proc/self/fd/2"),  # Ray has redirected it to a file
+        )
 
     def address(self) -> str:
         """Where the other ranks can meet this one."""
@@ -84,6 +125,10 @@ class TrainActor:
     def digest(self) -> dict[str, str]:
         """Hashes of this rank's parameter shards."""
         return self.engine.digest()
+
+    def optimizer_digest(self) -> dict[str, str]:
+        """Hashes of everything else that a checkpoint holds: this rank's optimizer state, schedule and random states."""
+        return self.engine.state_digest()
 
     def fingerprint(self) -> dict[str, Any]:
         """What the bits of a step depend on, besides weights and data: the engine's numerics, and how samples are packed."""
@@ -97,21 +142,26 @@ class TrainActor:
 
     # ---- commands -------------------------------------------------------------------------------------------------------
 
-    def load(self, base: str | None, checkpoint: str | None, version: int) -> None:
+    def load(self, base: Commit | None, checkpoint: Commit | None, version: int) -> None:
         """Hold policy `version`: the base model's weights and a fresh optimizer, or everything that a checkpoint saved.
 
         Args:
-            base: directory of the base model; needed for version 0 and for the reference of the KL.
-            checkpoint: directory of the checkpoint; None = begin at the base.
+            base: the base model; needed for version 0 and for the reference of the KL.
+            checkpoint: None = begin at the base.
             version: what comes of it.
         """
-        with self._becoming(version):
+        import ray
+
+        from stages.train.files import opened
+
+        machine = ray.get_runtime_context().get_node_id()
+        with self._becoming(version), ExitStack() as stack:
             if base is not None:
-                self.engine.load_weights(base)
+                self.engine.load_weights(stack.enter_context(opened(self.store, base, machine)))
                 self.reference = self.engine.snapshot() if self.spec.config.use_kl_loss else None
             if checkpoint is not None:
-                saved = self.engine.load(checkpoint)
-                assert saved["version"] == version, f"{checkpoint} holds {saved}, not policy {version}"
+                saved = self.engine.load(stack.enter_context(opened(self.store, checkpoint, machine)))
+                assert saved["version"] == version, f"{checkpoint.attempt} holds {saved}, not policy {version}"
 
     def train(self, rollout: Commit, version: int) -> Trained:
         """Train the samples of one rollout, from policy `version` to the next."""
@@ -132,9 +182,14 @@ class TrainActor:
         seconds |= spent | {"digest": time.perf_counter() - start}
         return Trained(metrics=metrics, steps=steps, seconds=seconds, digest=digest, fingerprint=self.fingerprint())
 
-    def save(self, directory: str) -> None:
-        """Write weights, optimizer, schedule and random states."""
-        self.engine.save(directory, {"run": self.spec.run, "version": self._state.version})
+    def save(self, attempt: str) -> Saved:
+        """Write weights, optimizer, schedule and random states under the key `attempt`; this rank's files are durable then."""
+        from engines.megatron.checkpoint import written_by
+
+        assert self._state.clean, f"asked to save, but holding {self._state}"
+        with self.store.writing(attempt, mine=partial(written_by, self.rank)) as out:
+            self.engine.save(out.path, {"run": self.spec.run, "version": self._state.version})
+        return Saved(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
     def publish(self, urls: list[str], version: str, transport: Transport, model_path: str, directory: str) -> None:
         """Send the weights under their Hugging Face names; all ranks gather, rank 0 sends."""

@@ -3,19 +3,21 @@
 The store is the only judge. A step commit has no weights behind it; it says that training this rollout gives weights with this
 digest, so weights can be had again at any time by replaying, without generation. A replay is held against its commit: bit for bit
 where the numerics fingerprints are equal, within `TOLERANCE` of the metrics otherwise. Who calls this, and when, is the flow's.
+
+Whatever takes several calls of the group holds `group.alone`: a checkpoint is saved by another thread, beside the next rollout.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from stages.train.group import TrainerGroup
 from stages.train.spec import Trained
-from storage.refs import CheckpointRef, Commit, RunKeys, StepRef, commit_key
+from storage.faults import reach
+from storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from storage.store import Store
 
 TOLERANCE = {
@@ -47,43 +49,51 @@ def ensure_policy(
         ReplayError: a replayed round differs from its commit.
         ValueError: a round before `version` is not committed.
     """
-    state = group.state()
-    held = state.version if state is not None and state.run == keys.run and state.clean else None
-    if held == version:
-        return
-    if held is None or held > version:
-        held = _restore(store, keys, group, version, base, on_progress)
-    for rollout_id in range(held, version):
-        if on_progress is not None:
-            on_progress(f"replaying training of rollout {rollout_id} ({rollout_id - held + 1} of {version - held})")
-        committed = _committed(store, keys.step(rollout_id))
-        _compare(committed, group.train(_committed(store, keys.rollout(rollout_id)), rollout_id), keys.step(rollout_id))
+    with group.alone:
+        state = group.state()
+        held = state.version if state is not None and state.run == keys.run and state.clean else None
+        if held == version:
+            return
+        if held is None or held > version:
+            held = newest_checkpoint(store, keys, version)
+            load(store, keys, group, held, base=base, on_progress=on_progress)
+        for rollout_id in range(held, version):
+            if on_progress is not None:
+                on_progress(f"replaying training of rollout {rollout_id} ({rollout_id - held + 1} of {version - held})")
+            committed = _committed(store, keys.step(rollout_id))
+            trained = group.train(_committed(store, keys.rollout(rollout_id)), rollout_id)
+            _must_agree(committed, trained, keys.step(rollout_id))
 
 
-def _restore(
-    store: Store, keys: RunKeys, group: TrainerGroup, version: int, base: CheckpointRef, on_progress: Progress | None
-) -> int:
-    """Load the newest committed checkpoint that is not beyond `version`; returns its version."""
-    saved = [v for v in store.committed_indices(f"{keys.prefix}/checkpoints") if v <= version]
-    newest = saved[-1] if saved else 0
+def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
+    """The version of the newest committed checkpoint that is not beyond `version`; 0, the starting weights, if there is none."""
+    return max((v for v in store.committed_indices(f"{keys.prefix}/checkpoints") if v <= version), default=0)
+
+
+def load(
+    store: Store, keys: RunKeys, group: TrainerGroup, version: int, *, base: CheckpointRef, on_progress: Progress | None = None
+) -> None:
+    """Make every rank hold the committed checkpoint `version`, or the starting weights if it is 0.
+
+    Raises:
+        ReplayError: what is loaded is not what was saved.
+    """
     if on_progress is not None:
-        on_progress(f"loading checkpoint {newest}" if newest else "loading the starting weights")
-    group.ensure_started()
-    commit = _committed(store, keys.checkpoint(newest)) if newest else None
-    with ExitStack() as open_for_reading:
-        needs_base = commit is None or group.spec.config.use_kl_loss
-        model = open_for_reading.enter_context(store.reading(_record(store, base.key))) if needs_base else None
-        checkpoint = open_for_reading.enter_context(store.reading(commit)) if commit else None
-        group.load(str(model) if model else None, str(checkpoint) if checkpoint else None, newest)
-    if commit is None:
-        return 0
-    digest = group.digest()
-    if _bitwise(commit.state, group.fingerprint()) and digest != commit.state["digest"]:
-        raise ReplayError(
-            f"checkpoint {keys.checkpoint(newest)} loads other weights than were saved: "
-            f"{_difference(commit.state['digest'], digest)}"
-        )
-    return newest
+        on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
+    commit = _committed(store, keys.checkpoint(version)) if version else None
+    needs_base = commit is None or group.spec.config.use_kl_loss
+    with group.alone:
+        group.ensure_started()
+        group.load(_record(store, base.key) if needs_base else None, commit, version)
+        if commit is None or not _bitwise(commit.state, group.fingerprint()):
+            return
+        loaded = {"digest": group.digest(), "optimizer_digest": group.optimizer_digest()}
+    for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
+        saved = commit.state.get(name, loaded[name])  # a checkpoint of an older release has no digest of its optimizer
+        if loaded[name] != saved:
+            raise ReplayError(
+                f"checkpoint {keys.checkpoint(version)} loads other {what} than was saved: {_difference(saved, loaded[name])}"
+            )
 
 
 def train_round(
@@ -107,10 +117,11 @@ def train_round(
     if commit := store.committed(prefix):
         return commit
     start = time.perf_counter()
-    ensure_policy(store, keys, group, rollout_id, base=base, on_progress=on_progress)
-    rollout = _committed(store, keys.rollout(rollout_id))
-    ensured = time.perf_counter()
-    trained = group.train(rollout, rollout_id)
+    with group.alone:
+        ensure_policy(store, keys, group, rollout_id, base=base, on_progress=on_progress)
+        rollout = _committed(store, keys.rollout(rollout_id))
+        ensured = time.perf_counter()
+        trained = group.train(rollout, rollout_id)
     spent = time.perf_counter() - ensured
     commit = Commit(
         kind="step",
@@ -126,7 +137,7 @@ def train_round(
     )
     standing = store.commit(prefix, commit)
     if standing is not commit:
-        _compare(standing, trained, prefix)
+        _must_agree(standing, trained, prefix)
     return standing
 
 
@@ -141,32 +152,35 @@ def save_checkpoint(
     code_version: str = "",
     on_progress: Progress | None = None,
 ) -> CheckpointRef:
-    """Save policy `version` with optimizer, scheduler and random states, and commit it. Safe to call twice."""
+    """Save policy `version` with optimizer, scheduler and random states, and commit it. Safe to call twice, and from a thread.
+
+    The ranks make their files durable; the commit, which names them all, comes when every rank has.
+    """
     prefix = keys.checkpoint(version)
     commit = store.committed(prefix)
     if commit is None:
-        ensure_policy(store, keys, group, version, base=base, on_progress=on_progress)
-        start = time.perf_counter()
         attempt = store.new_attempt(prefix)
-        with store.writing(attempt) as out:
-            group.save(str(out.path))
-        commit = store.commit(
-            prefix,
-            Commit(
-                kind="checkpoint",
-                run=keys.run,
-                index=version,
-                policy_version=version,
-                attempt=attempt,
-                files=out.files,
-                inputs={"step": commit_key(keys.step(version - 1))} if version else {"model": base.key},
-                config_hash=config_hash,
-                code_version=code_version,
-                seconds={"save": time.perf_counter() - start},
-                summary={"perf/save_model_time": time.perf_counter() - start},
-                state={"digest": group.digest(), "fingerprint": group.fingerprint()},
-            ),
+        with group.alone:
+            ensure_policy(store, keys, group, version, base=base, on_progress=on_progress)
+            start = time.perf_counter()
+            saved = group.save(attempt)
+            seconds, fingerprint = time.perf_counter() - start, group.fingerprint()
+        commit = Commit(
+            kind="checkpoint",
+            run=keys.run,
+            index=version,
+            policy_version=version,
+            attempt=attempt,
+            files=saved.files,
+            inputs={"step": commit_key(keys.step(version - 1))} if version else {"model": base.key},
+            config_hash=config_hash,
+            code_version=code_version,
+            seconds={"save": seconds},
+            summary={"perf/save_model_time": seconds},
+            state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
         )
+        reach("checkpoint-before-commit")
+        commit = store.commit(prefix, commit)
     assert commit.attempt is not None
     return CheckpointRef(key=commit_key(prefix), uri=f"{store.uri}/{commit.attempt}", format="torch_dist", policy_version=version)
 
@@ -179,23 +193,65 @@ def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
 # ---- comparing --------------------------------------------------------------------------------------------------------------
 
 
-def _compare(committed: Commit, trained: Trained, prefix: str) -> None:
+class Replayed(Frozen):
+    """How a round that was trained again compares with its commit."""
+
+    rollout_id: int
+    verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
+    why: str  # what differs, if anything does
+    digest: dict[str, str]  # of the weights, now
+
+
+def replay_round(store: Store, keys: RunKeys, group: TrainerGroup, rollout_id: int) -> Replayed:
+    """Train a committed round again, on the policy that the group holds, and compare weights and metrics. Nothing is committed."""
+    committed = _committed(store, keys.step(rollout_id))
+    trained = group.train(_committed(store, keys.rollout(rollout_id)), rollout_id)
+    other_bits = _other_weights(committed, trained) or _other_metrics(committed.summary, trained.metrics)
+    if not other_bits:
+        return Replayed(rollout_id=rollout_id, verdict="equal bit for bit", why="", digest=trained.digest)
+    too_far = other_bits if _bitwise(committed.state, trained.fingerprint) else _beyond_tolerance(committed, trained)
+    verdict: Literal["DIFFERS", "within tolerance"] = "DIFFERS" if too_far else "within tolerance"
+    return Replayed(rollout_id=rollout_id, verdict=verdict, why=too_far or other_bits, digest=trained.digest)
+
+
+def _must_agree(committed: Commit, trained: Trained, prefix: str) -> None:
+    """Raises ReplayError unless the weights are equal, or the metrics near enough where the bits cannot be."""
     if _bitwise(committed.state, trained.fingerprint):
-        if committed.state["digest"] != trained.digest:
+        if why := _other_weights(committed, trained):
             raise ReplayError(
                 f"training {prefix} again gave other weights than are committed, although nothing that decides the bits has "
-                f"changed: {_difference(committed.state['digest'], trained.digest)}. Look for hardware or library trouble; the "
-                "run's commits are intact"
+                f"changed: {why}. Look for hardware or library trouble; the run's commits are intact"
             )
-        return
+    elif why := _beyond_tolerance(committed, trained):
+        raise ReplayError(
+            f"training {prefix} again gave {why}. Resume with the hardware and placement of before: {committed.state['fingerprint']}"
+        )
+
+
+def _other_weights(committed: Commit, trained: Trained) -> str:
+    before = committed.state["digest"]
+    return _difference(before, trained.digest) if before != trained.digest else ""
+
+
+def _other_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """The first number that is not the same to the last bit; times and speeds never are."""
+    names = sorted(name for name in before.keys() | after.keys() if not name.startswith("perf/"))
+    for name in names:
+        old, new = before.get(name), after.get(name)
+        if old != new and not (old is not None and new is not None and math.isnan(old) and math.isnan(new)):
+            return f"{name} {new!r}, committed is {old!r}"
+    return ""
+
+
+def _beyond_tolerance(committed: Commit, trained: Trained) -> str:
     for name, (absolute, relative) in TOLERANCE.items():
         before, after = committed.summary[name], trained.metrics[name]
         if not math.isclose(before, after, rel_tol=relative, abs_tol=absolute):
-            raise ReplayError(
-                f"training {prefix} again gave {name} {after:.6g}, committed is {before:.6g}: more than other hardware or "
-                f"another layout explains (allowed: the larger of {absolute} and {relative:.0%}). Resume with the hardware and "
-                f"placement of before: {committed.state['fingerprint']}"
+            return (
+                f"{name} {after:.6g}, committed is {before:.6g}: more than other hardware or another layout explains (allowed: the "
+                f"larger of {absolute} and {relative:.0%})"
             )
+    return ""
 
 
 def _bitwise(state: dict[str, Any], fingerprint: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from stages.train.algorithms.objectives import OBJECTIVES
 from stages.train.algorithms.reductions import per_sample_weights, per_token_weights
 from stages.train.batching import Batch, Packed, optimizer_steps, pack, plan_microbatches
 from stages.train.config import TrainConfig
+from storage.faults import reach
 
 Metrics = dict[str, float]
 TokenLogProbs = Callable[[Tensor, Head, Packed], tuple[Tensor, Tensor]]  # -> log-probs [N], entropies [N]
@@ -160,6 +161,7 @@ def _optimizer_step(engine: MegatronEngine, microbatches: list[Packed], loss_fn:
     outputs = engine.forward_backward(microbatches, loss_fn, forward_only=False)
     learning_rate = engine.lr
     updated, grad_norm = engine.step()
+    reach("train-mid-step")  # weights changed, gradients there, the rank unclean; more optimizer steps of this round may follow
     assert updated, "the optimizer skipped a step"
     sums = {name: torch.stack([output[name] for output in outputs]).double().sum() for name in (outputs[0] if outputs else ())}
     return {"sums": sums, "alike": {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}}

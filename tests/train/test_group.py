@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from random_rollouts import commit_rollouts, samples
 
 from engines.cluster import Cluster
 from engines.megatron.shape import ModelShape
 from engines.sglang.client import EngineClient
 from engines.sglang.pool import EnginePool
 from stages.convert.to_torch_dist import convert_hf
+from stages.train.actor import TrainActor
 from stages.train.config import TrainConfig
 from stages.train.group import TrainerGroup
 from stages.train.policy import ensure_policy, save_checkpoint, train_round
-from stages.train.spec import TrainerSpec
+from stages.train.spec import RankDied, TrainerSpec
 from storage.refs import CheckpointRef, Commit, RunKeys
 from storage.sample import Sample
 from storage.shards import write_shards
@@ -40,37 +42,11 @@ CONFIG = {
 }
 
 
-def samples(rollout_id: int, count: int = 32) -> list[Sample]:
-    """Uneven lengths, masks with holes, trajectories of two siblings, one failed sample."""
-    rng = random.Random(rollout_id)
-    rows = []
-    for i in range(count):
-        prompt, response = rng.randrange(3, 9), rng.randrange(2, 17)
-        mask = [0] * prompt + [int(rng.random() < 0.8) for _ in range(response)]
-        rows.append(
-            Sample(
-                f"{rollout_id}-{i}",
-                f"{rollout_id}-{i // 8}",
-                f"{rollout_id}-{i // 2}",
-                rollout_id,
-                token_ids=[rng.randrange(2, 54) for _ in mask],
-                loss_mask=mask,
-                rollout_logprobs=[-4.0 * m for m in mask],
-                reward=None if i == 5 else float(rng.random() < 0.5),
-            )
-        )
-    return rows
-
-
 @pytest.fixture(scope="module")
 def world(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A store with committed rollouts, three trained rounds, a checkpoint after the second, and the trainer that did it."""
     store = Store(str(tmp_path_factory.mktemp("train") / "store"))
-    for rollout_id in range(NUM_ROUNDS):
-        attempt = store.new_attempt(KEYS.rollout(rollout_id))
-        with store.writing(attempt) as out:
-            write_shards(out.path, samples(rollout_id))
-        store.commit(KEYS.rollout(rollout_id), Commit(kind="rollout", index=rollout_id, attempt=attempt, files=out.files))
+    commit_rollouts(store, KEYS, NUM_ROUNDS)
     base: CheckpointRef = cluster.run(convert_hf, store, str(tiny_model))
 
     def group(**changed: object) -> TrainerGroup:
@@ -86,6 +62,22 @@ def world(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathF
             save_checkpoint(store, KEYS, trainer, 2, base=base)
     yield SimpleNamespace(store=store, base=base, group=group, trainer=trainer, commits=commits)
     trainer.kill()
+
+
+@pytest.fixture
+def object_store() -> Iterator[Store]:
+    """A real S3 API on this machine."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    no_proxy = {"proxies": {}}  # it could not reach this machine's loopback
+    options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test", "config_kwargs": no_proxy}
+    S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
+    yield Store("s3://bucket/store", options)
+    server.stop()
 
 
 def plain_first_step(model_path: Path) -> dict[str, float]:
@@ -144,11 +136,11 @@ def test_reference_equals_actor_at_the_start_and_differs_later(world: SimpleName
 def test_killed_in_a_step_then_restored_bit_for_bit(world: SimpleNamespace) -> None:
     store, base, group = world.store, world.base, world.trainer
     ensure_policy(store, KEYS, group, 0, base=base)
-    import ray
-
-    pid = ray.get(group._actors[0].__ray_call__.remote(lambda actor: os.getpid()))
-    threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(ray.exceptions.RayActorError):
+    (rank,) = group._call("info")
+    with open(rank.log, "a") as log:
+        log.write("the last words of a rank\n")
+    threading.Timer(0.05, os.kill, (rank.pid, signal.SIGKILL)).start()
+    with pytest.raises(RankDied, match=rf"(?s)rank 0 \(process {rank.pid}\) died in 'train'; .*the last words of a rank"):
         group.train(store.committed(KEYS.rollout(0)), 0)
     assert group.state() is None
 
@@ -202,6 +194,93 @@ async def generated(urls: list[str], prompts: list[list[int]]) -> list[Sample]:
     return rows
 
 
+def check_saving(group: TrainerGroup, store: Store, rollout: Commit) -> None:
+    """Every rank writes its own files, once; loaded again after more training, weights and optimizer are as they were."""
+    saved = group.save(store.new_attempt("scratch"))
+    names = [Path(file.path).name for file in saved.files]
+    attempt = saved.files[0].path.rpartition("/")[0]
+    assert len(set(names)) == len(names) and {"common.pt", ".metadata", "metadata.json"} < set(names)
+    assert sorted(name for name in names if name.endswith(".distcp")) == [
+        f"__{rank}_0.distcp" for rank in range(len(group._actors))
+    ]
+    assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
+    assert any(name.startswith("exp_avg_sq@") for name in saved.optimizer_digest)
+
+    group.train(rollout, 3)
+    assert saved.optimizer_digest.items().isdisjoint(group.optimizer_digest().items() - random_states(saved.optimizer_digest))
+    commit = Commit(kind="checkpoint", index=3, attempt=attempt, files=saved.files)
+    group.load(None, commit, 3)
+    assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
+
+
+def random_states(digest: dict[str, str]) -> set[tuple[str, str]]:
+    """Nothing draws from them while dropout is 0."""
+    return {item for item in digest.items() if item[0].startswith("random")}
+
+
+def test_a_single_changed_moment_is_noticed_though_the_weights_are_right(world: SimpleNamespace) -> None:
+    import ray
+
+    group = world.trainer
+    ensure_policy(world.store, KEYS, group, 2, base=world.base)
+    commit = world.store.committed(KEYS.checkpoint(2))
+    assert group.optimizer_digest() == commit.state["optimizer_digest"]
+
+    def change_a_moment(actor: TrainActor) -> None:
+        from engines.megatron.optimizer import inner_optimizers
+
+        (inner,) = inner_optimizers(actor.engine.optimizer)
+        next(iter(inner.state.values()))["exp_avg"].view(-1)[0] += 1e-9
+
+    ray.get(group._actors[0].__ray_call__.remote(change_a_moment))
+    assert group.digest() == commit.state["digest"]
+    changed = commit.state["optimizer_digest"].items() ^ group.optimizer_digest().items()
+    assert {name for name, _ in changed} == {"exp_avg@0/1"}
+    group.kill()
+
+
+def test_a_checkpoint_is_saved_beside_other_calls_and_a_kill_waits_for_nobody(world: SimpleNamespace) -> None:
+    store, base, group = world.store, world.base, world.trainer
+    ensure_policy(store, KEYS, group, 3, base=base)
+    with ThreadPoolExecutor() as threads:
+        saving = threads.submit(save_checkpoint, store, KEYS, group, 3, base=base)
+        states = [group.state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
+        assert saving.result().policy_version == 3
+        assert {state.version for state in states if state} == {3} and None not in states
+
+        training = threads.submit(group.train, store.committed(KEYS.rollout(0)), 3)
+        while group.alone.acquire(blocking=False):
+            group.alone.release()  # the other thread has not begun
+        group.kill()
+        with pytest.raises(RankDied, match="died in 'train'"):
+            training.result()
+    assert group.state() is None
+    ensure_policy(store, KEYS, group, 3, base=base)
+    assert group.digest() == world.commits[2].state["digest"]
+
+
+def test_ranks_save_to_and_load_from_an_object_store(
+    cluster: Cluster, tiny_model: Path, object_store: Store, world: SimpleNamespace
+) -> None:
+    world.trainer.kill()
+    store = object_store
+    commit_rollouts(store, KEYS, 1)
+    base: CheckpointRef = cluster.run(convert_hf, store, str(tiny_model))
+    spec = world.trainer.spec
+    config = spec.config.model_copy(update={"actor_num_gpus_per_node": 2})
+    place = {"store": store.uri, "store_options": store.options, "config": config}
+    group = TrainerGroup(cluster, spec.model_copy(update=place))
+    try:
+        train_round(store, KEYS, group, 0, base=base)
+        save_checkpoint(store, KEYS, group, 1, base=base)
+        group.train(store.committed(KEYS.rollout(0)), 1)  # a step that is not committed
+        told: list[str] = []
+        ensure_policy(store, KEYS, group, 1, base=base, on_progress=told.append)
+        assert told == ["loading checkpoint 1"]
+    finally:
+        group.kill()
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -218,6 +297,7 @@ def test_spread_over_four_ranks_the_run_goes_on_from_its_checkpoint_with_the_sam
     try:
         ensure_policy(world.store, KEYS, group, 2, base=world.base)
         trained = group.train(world.store.committed(KEYS.rollout(2)), 2)
+        check_saving(group, world.store, world.store.committed(KEYS.rollout(1)))
     finally:
         group.kill()
     for name, expected in world.commits[2].summary.items():

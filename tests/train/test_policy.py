@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,16 @@ import pytest
 
 from stages.train.actor import TrainActor
 from stages.train.config import TrainConfig
-from stages.train.policy import ReplayError, ensure_policy, save_checkpoint, train_round
-from stages.train.spec import PolicyState, Trained
+from stages.train.policy import (
+    ReplayError,
+    ensure_policy,
+    load,
+    newest_checkpoint,
+    replay_round,
+    save_checkpoint,
+    train_round,
+)
+from stages.train.spec import Fenced, PolicyState, Saved, Trained
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -22,13 +31,16 @@ FINGERPRINT = {"cpu": "this one", "bit_exact": True}
 class ListTrainer:
     """Stands where a TrainerGroup would."""
 
-    def __init__(self, fingerprint: dict | None = None) -> None:
+    def __init__(self, store: Store, fingerprint: dict | None = None) -> None:
+        self.store = store
         self.spec = SimpleNamespace(config=TrainConfig())
         self.weights: list[str] = []
         self.held: PolicyState | None = None
         self.calls: list[str] = []
         self.numerics = fingerprint or FINGERPRINT
         self.gradient = 1.0
+        self.moments = self.damage = 0
+        self.alone = nullcontext()
 
     def hold(self, version: int, clean: bool = True, run: str = "run") -> None:
         self.held = PolicyState(run=run, incarnation="i", version=version, clean=clean)
@@ -44,9 +56,15 @@ class ListTrainer:
     def fingerprint(self) -> dict:
         return self.numerics
 
-    def load(self, base: str | None, checkpoint: str | None, version: int) -> None:
-        assert base or checkpoint
-        self.weights = json.loads((Path(checkpoint or base or "") / "weights.json").read_text())
+    def optimizer_digest(self) -> dict[str, str]:
+        return {"moments": str(self.moments)}
+
+    def load(self, base: Commit | None, checkpoint: Commit | None, version: int) -> None:
+        commit = checkpoint or base
+        assert commit is not None
+        with self.store.reading(commit) as directory:
+            self.weights, self.moments = json.loads((directory / "weights.json").read_text())
+        self.moments += self.damage
         self.calls.append(f"load {version}")
         self.hold(version)
 
@@ -58,14 +76,16 @@ class ListTrainer:
         metrics = {"train/loss": 0.5, "train/grad_norm": self.gradient}
         return Trained(metrics=metrics, steps=[metrics], seconds={"update": 0.0}, digest=self.digest(), fingerprint=self.numerics)
 
-    def save(self, directory: str) -> None:
-        (Path(directory) / "weights.json").write_text(json.dumps(self.weights))
+    def save(self, attempt: str) -> Saved:
+        with self.store.writing(attempt) as out:
+            (out.path / "weights.json").write_text(json.dumps([self.weights, self.moments]))
+        return Saved(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
 
 def write(store: Store, prefix: str, kind: str, index: int, content: list[str]) -> None:
     attempt = store.new_attempt(prefix)
     with store.writing(attempt) as out:
-        (out.path / "weights.json").write_text(json.dumps(content))
+        (out.path / "weights.json").write_text(json.dumps([content, 0]))
     store.commit(prefix, Commit(kind=kind, index=index, attempt=attempt, files=out.files))
 
 
@@ -85,7 +105,7 @@ BASE = CheckpointRef(key=commit_key("models/base"), uri="", format="torch_dist",
 @pytest.fixture
 def trained(store: Store) -> Store:
     """The run after four rounds, with a checkpoint of version 2."""
-    group = ListTrainer()
+    group = ListTrainer(store)
     for rollout_id in range(4):
         train_round(store, KEYS, group, rollout_id, base=BASE)
         if rollout_id == 1:
@@ -103,7 +123,7 @@ def weights_of(version: int) -> list[str]:
     "held", [None, (3, False, "run"), (2, True, "other"), (0, True, "run"), (1, True, "run"), (4, True, "run")]
 )
 def test_whatever_is_held_the_wanted_version_comes_of_it(trained: Store, version: int, held: tuple | None) -> None:
-    group = ListTrainer()
+    group = ListTrainer(trained)
     if held is not None:
         group.hold(*held)
         group.weights = weights_of(held[0]) if held[1] and held[2] == "run" else ["rubbish"]
@@ -113,7 +133,7 @@ def test_whatever_is_held_the_wanted_version_comes_of_it(trained: Store, version
 
 
 def test_the_newest_checkpoint_that_is_not_beyond_is_loaded_and_only_the_rest_replayed(trained: Store) -> None:
-    group = ListTrainer()
+    group = ListTrainer(trained)
     ensure_policy(trained, KEYS, group, 3, base=BASE)
     ensure_policy(trained, KEYS, group, 3, base=BASE)
     assert group.calls == ["load 2", "train 2"]
@@ -122,21 +142,21 @@ def test_the_newest_checkpoint_that_is_not_beyond_is_loaded_and_only_the_rest_re
 
 
 def test_a_committed_round_is_not_trained_again(trained: Store) -> None:
-    group = ListTrainer()
+    group = ListTrainer(trained)
     commit = train_round(trained, KEYS, group, 1, base=BASE)
     assert commit.state["digest"] == {"weights": "base+r0+r1"} and group.calls == []
     assert save_checkpoint(trained, KEYS, group, 2, base=BASE).policy_version == 2 and group.calls == []
 
 
 def test_an_uncommitted_step_that_an_actor_has_applied_is_undone(trained: Store) -> None:
-    group = ListTrainer()
+    group = ListTrainer(trained)
     group.hold(5)
     group.weights = [*weights_of(4), "zombie"]
     assert train_round(trained, KEYS, group, 4, base=BASE).state["digest"] == {"weights": "+".join(weights_of(5))}
 
 
 def test_replay_must_give_the_committed_weights_under_the_same_fingerprint(trained: Store) -> None:
-    group = ListTrainer()
+    group = ListTrainer(trained)
     group.hold(2)
     group.weights = ["rubbish"]
     with pytest.raises(ReplayError, match=r"000002 again gave other weights .* 1 of 1 tensors differ, first weights"):
@@ -144,7 +164,7 @@ def test_replay_must_give_the_committed_weights_under_the_same_fingerprint(train
 
 
 def test_under_another_fingerprint_the_metrics_must_agree_within_the_tolerance(trained: Store) -> None:
-    group = ListTrainer({"cpu": "another", "bit_exact": True})
+    group = ListTrainer(trained, {"cpu": "another", "bit_exact": True})
     group.hold(2)
     group.weights, group.gradient = ["slightly other"], 1.05
     ensure_policy(trained, KEYS, group, 3, base=BASE)
@@ -155,11 +175,49 @@ def test_under_another_fingerprint_the_metrics_must_agree_within_the_tolerance(t
 
 def test_a_missing_rollout_is_named(store: Store) -> None:
     with pytest.raises(ValueError, match=r"steps/000000.commit.json is not committed"):
-        ensure_policy(store, KEYS, ListTrainer(), 1, base=BASE)
+        ensure_policy(store, KEYS, ListTrainer(store), 1, base=BASE)
+
+
+def test_a_checkpoint_whose_optimizer_state_loads_differently_is_refused(trained: Store) -> None:
+    group = ListTrainer(trained)
+    group.damage = 1  # one moment comes back changed, all weights as saved
+    with pytest.raises(ReplayError, match=r"000002 loads other optimizer state than was saved: 1 of 1 .* first moments"):
+        ensure_policy(trained, KEYS, group, 2, base=BASE)
+    group.numerics = {"cpu": "another", "bit_exact": True}
+    ensure_policy(trained, KEYS, group, 2, base=BASE)
+
+
+def test_a_replayed_round_is_equal_or_near_or_differs_and_says_why(trained: Store) -> None:
+    group = ListTrainer(trained)
+    load(trained, KEYS, group, newest_checkpoint(trained, KEYS, 3), base=BASE)
+    same = replay_round(trained, KEYS, group, 2)
+    assert (same.verdict, same.why, same.digest) == ("equal bit for bit", "", {"weights": "base+r0+r1+r2"})
+    group.gradient = 1.0000001  # the same weights but another number
+    assert replay_round(trained, KEYS, group, 3).verdict == "DIFFERS"
+
+    group.numerics = {"cpu": "another", "bit_exact": True}
+    load(trained, KEYS, group, 0, base=BASE)
+    assert replay_round(trained, KEYS, group, 0).verdict == "within tolerance"
+    group.gradient = 2.0
+    far = replay_round(trained, KEYS, group, 1)
+    assert far.verdict == "DIFFERS" and far.why.startswith("train/grad_norm 2, committed is 1")
+
+
+def actor_of(store: Store) -> TrainActor:
+    spec = SimpleNamespace(run="run", store=store.uri, store_options={})
+    return TrainActor(SimpleNamespace(spec=spec, hash="h"), 0, "i", "first driver")
+
+
+def test_a_rank_obeys_only_the_driver_that_leads(store: Store) -> None:
+    actor = actor_of(store)
+    assert actor.call("first driver", "state").version == 0
+    for method in ("state", "train", "save", "publish", "load"):
+        with pytest.raises(Fenced, match="another driver has taken over the trainer of run 'run'"):
+            actor.call("second driver", method)
 
 
 def test_a_rank_is_unclean_while_its_weights_change_and_after_a_failure(store: Store) -> None:
-    actor = TrainActor(SimpleNamespace(run="run", store=store.uri, store_options={}), 0, 1, "i", 1)
+    actor = actor_of(store)
     assert not actor.state().clean
     with actor._becoming(3):
         assert not actor.state().clean

@@ -1,0 +1,248 @@
+"""`penstock replay RUN`: train a run's committed shards again, in a fresh trainer, and compare every step with its commit.
+
+Nothing is generated and nothing is written to the run; all that is needed lies in the store (the model's shape and weights too), so
+any clean machine can do it. Weights are compared bit for bit, and all metrics but times to the last bit, where everything that decides
+the bits is as it was; the metrics within `stages.train.policy.TOLERANCE` otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import PostTrainConfig, RunConfig, flag, part, validated
+from flows.flags import parse, split
+from flows.runs import open_store, recorded
+from storage.config import extra_of
+from storage.refs import CheckpointRef, Commit, RunKeys
+from storage.store import Store
+
+if TYPE_CHECKING:
+    from stages.train.group import TrainerGroup
+    from stages.train.policy import Replayed
+
+USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
+
+  RUN      the run to train again, from its committed shards alone
+  --from A begin at policy version A (the newest checkpoint that is not beyond it is loaded); 0, the starting weights, if not given
+  --to B   end at policy version B; the last committed one if not given. Round r makes version r + 1 of version r
+  --json FILE
+           write {round: {verdict, digest}} there, for scripts
+
+Options that say where and how the trainer is placed (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bit for
+bit equality is expected for the placement and the hardware of the run. Exit code 1 if any round differs."""
+
+
+def main(words: list[str]) -> int:
+    """The command. Returns the exit code: 0 all rounds agree, 1 one differs or the replay failed.
+
+    Raises:
+        ValueError: the request is wrong.
+    """
+    if "--help" in words or "-h" in words:
+        print(USAGE)
+        return 0
+    if not words or words[0].startswith("-"):
+        raise ValueError("penstock replay needs the name of a run; `penstock runs` lists them")
+    own, rest = own_options(words[1:])
+    given = parse(rest)
+    placement = placement_of(given)
+    recorded(given.run, words[0])  # an unknown run is refused before anything starts
+    from flows.prefect_api import ensure_prefect_api, leave
+    from stages.train.policy import ReplayError
+
+    ensure_prefect_api()
+    try:
+        replay(words[0], given.run, placement, **own)
+    except ReplayError as error:
+        print(f"\npenstock: {error}", file=sys.stderr)
+        return 1
+    except ValueError:
+        raise
+    except Exception as error:  # its tasks were retried; Prefect keeps the traceback
+        print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        leave()
+    return 0
+
+
+@flow(name="replay", flow_run_name="replay-{run}", validate_parameters=True)
+def replay(
+    run: str,
+    where: RunConfig,
+    placement: dict[str, Any] | None = None,
+    first: int = 0,
+    last: int | None = None,
+    json_file: str | None = None,
+) -> None:
+    """Train committed rounds again and compare.
+
+    Args:
+        run: its name.
+        where: the store (`store`, `store_options`), and `ray_address` if a standing Ray is to be used.
+        placement: fields of the trainer's configuration that replace the run's; only such as change no result.
+        first: policy version to begin at, or the newest checkpoint before it.
+        last: policy version to end at; the last committed one if not given.
+        json_file: where verdicts and digests are written.
+
+    Raises:
+        ReplayError: a round differs from its commit.
+    """
+    from stages.train.policy import ReplayError, newest_checkpoint
+
+    config = _config(run, where, placement or {})
+    store, keys = open_store(config.run), RunKeys(run)
+    trained = len(store.committed_indices(f"{keys.prefix}/steps"))
+    last = trained if last is None else last
+    begin = newest_checkpoint(store, keys, first)
+    _check(store, keys, config, first, last, trained, begin)
+    print(f"replaying {run}: rounds {begin} to {last - 1}, from {f'checkpoint {begin}' if begin else 'the starting weights'}")
+    found: list[Replayed] = []
+    with _trainer(store, keys, config) as group:
+        for rollout_id in range(begin, last):
+            found.append(replay_one(store, keys, group, begin, rollout_id))
+            print(_line(found[-1]), flush=True)
+    if json_file:
+        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest} for r in found}
+        Path(json_file).write_text(json.dumps(content, indent=1))
+    differing = [r.rollout_id for r in found if r.verdict == "DIFFERS"]
+    equal = sum(r.verdict == "equal bit for bit" for r in found)
+    total = f"{equal} of {len(found)} rounds are equal bit for bit, {len(found) - equal - len(differing)} within tolerance"
+    print(f"{total}, {len(differing)} differ")
+    if differing:
+        raise ReplayError(
+            f"round {differing[0]} of run {run!r} does not come out as committed ({total}, {len(differing)} differ)"
+        )
+
+
+@task(
+    name="replay",
+    task_run_name="replay-{rollout_id:06d}",
+    retries=2,
+    retry_delay_seconds=2,
+    retry_condition_fn=lambda task, run, state: not isinstance(state.data, ValueError),
+    persist_result=False,
+    cache_policy=NO_CACHE,
+)
+def replay_one(store: Store, keys: RunKeys, group: TrainerGroup, begin: int, rollout_id: int) -> Replayed:
+    """One round, on what the rounds before have given since `begin`. After a failure all of them are trained again."""
+    from stages.train.policy import load, replay_round
+
+    state = group.state()
+    if rollout_id == begin or state is None or not state.clean or state.version != rollout_id:
+        base = CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json"))
+        load(store, keys, group, begin, base=base)
+        for before in range(begin, rollout_id):
+            replay_round(store, keys, group, before)
+    return replay_round(store, keys, group, rollout_id)
+
+
+# ---- inside -----------------------------------------------------------------------------------------------------------------
+
+
+def own_options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """--from, --to and --json as the flow's arguments, and the words that are left."""
+    names, found, rest = {"--from": "first", "--to": "last", "--json": "json_file"}, {}, []
+    for name, values in split(words):
+        if name not in names:
+            rest += [name, *values]
+            continue
+        if len(values) != 1 or (name != "--json" and not values[0].isdigit()):
+            wanted = "the name of a file" if name == "--json" else "a policy version, a number from 0"
+            raise ValueError(f"{name} takes {wanted}; found {' '.join(values) or 'nothing'}")
+        found[names[name]] = values[0] if name == "--json" else int(values[0])
+    return found, rest
+
+
+def placement_of(given: PostTrainConfig) -> dict[str, Any]:
+    """The trainer's placement as said on the command line.
+
+    Raises:
+        ValueError: an option that belongs to the run was given: a replay trains what is recorded.
+    """
+    settled = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config itself
+    placement = {}
+    for name in given.train.model_fields_set - settled:
+        if extra_of(type(given.train).model_fields[name])["change"] != "placement":
+            raise ValueError(
+                f"{flag(name)} is the run's own, and a replay trains what is recorded: leave it out, or fork the run"
+            )
+        placement[name] = getattr(given.train, name)
+    return placement
+
+
+def _config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
+    """The run's recorded configuration, placed as wanted."""
+    values = recorded(where, run)[1].model_dump(mode="json")
+    values["train"] |= placement
+    values["run"]["ray_address"] = where.ray_address
+    return validated(values)
+
+
+def _check(store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int) -> None:
+    if not 0 <= first < last <= trained:
+        raise ValueError(
+            f"run {keys.run!r} has trained {trained} rounds, so there is no way from version {first} to {last}: give --from and --to "
+            f"with 0 <= from < to <= {trained}"
+        )
+    record = store.read_json(keys.record)
+    parent = (record or {}).get("parent")
+    if parent and begin < parent["at"] and last > begin:
+        theirs = store.read_json(RunKeys(parent["run"]).record)
+        if theirs is not None and _training(validated(theirs["config"])) != _training(config):
+            raise ValueError(
+                f"run {keys.run!r} is a fork of {parent['run']!r} at {parent['at']} with other training options; the rounds before were "
+                f"trained with the parent's: replay them there (`penstock replay {parent['run']} --to {parent['at']}`), and this run "
+                f"with --from {parent['at']} (needs a checkpoint of version {parent['at']})"
+            )
+
+
+def _training(config: PostTrainConfig) -> dict[str, Any]:
+    """What of a configuration decides the weights that training a given rollout gives."""
+    identity = part(config, "identity")
+    decisive = {name: value for name, value in identity.items() if name.startswith("train.")}
+    return decisive | {"temperature": config.rollout.rollout_temperature}
+
+
+@contextmanager
+def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[TrainerGroup]:
+    """A trainer of its own, apart from the run's if that is running on the same Ray."""
+    from engines.cluster import Cluster
+    from engines.megatron.shape import ModelShape
+    from stages.train.group import TrainerGroup
+    from stages.train.spec import TrainerSpec
+
+    base = store.read_json(f"{keys.prefix}/base.json")
+    if base is None:
+        raise ValueError(f"run {keys.run!r} has no starting weights yet: it has trained nothing")
+    model = store.read(base["key"])
+    if model is None:
+        raise ValueError(f"{base['key']}, where run {keys.run!r} began, is not in the store: convert the model again")
+    spec = TrainerSpec(
+        run=keys.run,
+        shape=ModelShape.model_validate(Commit.model_validate_json(model).state["shape"]),
+        config=config.train,
+        temperature=config.rollout.rollout_temperature,
+        store=store.uri,
+        store_options=config.run.store_options,
+    )
+    cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
+    group = TrainerGroup(cluster, spec)
+    try:
+        yield group
+    finally:
+        group.kill()
+        cluster.stop()
+
+
+def _line(replayed: Replayed) -> str:
+    why = f": {replayed.why}" if replayed.why else ""
+    return f"  round {replayed.rollout_id:>4}  {replayed.verdict}{why}"

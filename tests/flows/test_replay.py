@@ -1,0 +1,111 @@
+"""`penstock replay`: a run trained again from its shards alone, and a tampered commit found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from random_rollouts import commit_rollouts
+
+from engines.cluster import Cluster
+from flows.config import PostTrainConfig
+from flows.flags import parse
+from flows.replay import own_options, placement_of
+from flows.runs import create_record
+from storage.refs import RunKeys
+from storage.store import Store
+
+KEYS = RunKeys("trained")
+NUM_ROUNDS = 3
+
+
+def test_own_options_are_taken_out_of_the_words() -> None:
+    own, rest = own_options(["--from", "2", "--store", "s3://x", "--to=5", "--json", "out.json", "--trainer-threads", "2"])
+    assert own == {"first": 2, "last": 5, "json_file": "out.json"}
+    assert rest == ["--store", "s3://x", "--trainer-threads", "2"]
+
+
+@pytest.mark.parametrize("words", [["--from"], ["--to", "last"], ["--from", "1", "2"], ["--json"]])
+def test_a_bad_value_is_refused(words: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{words[0]} takes"):
+        own_options(words)
+
+
+def test_only_the_placement_of_the_trainer_may_be_said() -> None:
+    assert placement_of(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
+    with pytest.raises(ValueError, match="--lr is the run's own, and a replay trains what is recorded"):
+        placement_of(parse(["--lr", "1e-3"]))
+
+
+@pytest.fixture
+def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
+    """A run of three rounds with a checkpoint of version 2, in a store where nothing else is left of its beginnings."""
+    from engines.megatron.shape import ModelShape
+    from stages.convert.to_torch_dist import convert_hf
+    from stages.train.group import TrainerGroup
+    from stages.train.policy import save_checkpoint, train_round
+    from stages.train.spec import TrainerSpec
+
+    config = PostTrainConfig.model_validate(
+        {
+            "run": {"run": KEYS.run, "num_rollout": NUM_ROUNDS},
+            "convert": {"hf_checkpoint": "/nowhere"},
+            "train": {"lr": 1e-3, "num_steps_per_rollout": 2, "trainer_threads": 1},
+            "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},  # 16 trajectories, two optimizer steps
+        }
+    )
+    store = Store(str(tmp_path / "store"))
+    assert create_record(store, "post_train", config)
+    commit_rollouts(store, KEYS, NUM_ROUNDS)
+    base = cluster.run(convert_hf, store, str(tiny_model))
+    store.create(f"{KEYS.prefix}/base.json", base.model_dump_json().encode())
+    spec = TrainerSpec(
+        run=KEYS.run,
+        shape=ModelShape.from_hf(tiny_model),
+        config=config.train,
+        temperature=config.rollout.rollout_temperature,
+        store=store.uri,
+    )
+    group = TrainerGroup(cluster, spec)
+    for rollout_id in range(NUM_ROUNDS):
+        train_round(store, KEYS, group, rollout_id, base=base)
+        if rollout_id == 1:
+            save_checkpoint(store, KEYS, group, 2, base=base)
+    group.kill()
+    return store
+
+
+def penstock_replay(store: Store, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", "replay", KEYS.run, "--store", store.root, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ.copy())
+
+
+@pytest.mark.integration
+def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(store: Store, tmp_path: Path) -> None:
+    before = files(store)
+    clean = penstock_replay(store, "--json", str(tmp_path / "replayed.json"))
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    assert "3 of 3 rounds are equal bit for bit" in clean.stdout
+    replayed = json.loads((tmp_path / "replayed.json").read_text())
+    last = store.committed(KEYS.step(2))
+    assert last is not None and replayed["2"]["digest"] == last.state["digest"]
+    assert files(store) == before
+
+    record = Path(store.path(f"{KEYS.step(2)}.commit.json"))
+    tampered = json.loads(record.read_text())
+    name = min(tampered["state"]["digest"])
+    tampered["state"]["digest"][name] = "0" * 16
+    record.write_text(json.dumps(tampered))
+    found = penstock_replay(store, "--from", "2")
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "replaying trained: rounds 2 to 2, from checkpoint 2" in found.stdout
+    assert f"round    2  DIFFERS: 1 of {len(tampered['state']['digest'])} tensors differ, first {name}" in found.stdout
+    assert "round 2 of run 'trained' does not come out as committed" in found.stderr
+
+
+def files(store: Store) -> set[str]:
+    return {str(path) for path in Path(store.root).rglob("*")}

@@ -1,0 +1,64 @@
+"""A driver of a trainer on a standing Ray, led line by line; a program of its own, because a process can be in one Ray only.
+
+usage: standing_driver.py ADDRESS STORE HF_MODEL LEARNING_RATE
+
+Lines on standard input are `ensure VERSION`, `round ROLLOUT` (train and commit), `train ROLLOUT` (train only), `state` and `kill`; each is
+answered by one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from engines.cluster import Cluster
+from engines.megatron.shape import ModelShape
+from stages.train.config import TrainConfig
+from stages.train.group import TrainerGroup
+from stages.train.policy import ensure_policy, train_round
+from stages.train.spec import TrainerSpec
+from storage.refs import CheckpointRef, RunKeys
+from storage.store import Store
+
+KEYS = RunKeys("run")
+
+
+def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str, *words: str) -> dict[str, Any]:
+    told: list[str] = []
+    try:
+        if command == "ensure":
+            ensure_policy(store, KEYS, group, int(words[0]), base=base, on_progress=told.append)
+        elif command == "round":
+            train_round(store, KEYS, group, int(words[0]), base=base)
+        elif command == "train":
+            rollout = store.committed(KEYS.rollout(int(words[0])))
+            assert rollout is not None
+            group.train(rollout, int(words[0]))
+        elif command == "kill":
+            group.kill()
+            return {"left": [group.cluster.find(f"trainer-{rank}") is not None for rank in range(3)]}
+        state = group.state()
+    except Exception as error:
+        return {"error": type(error).__name__, "told": str(error)}
+    if state is None:
+        return {"state": None}
+    ranks = group._call("info")
+    pids = [rank.pid for rank in ranks]
+    return {"version": state.version, "clean": state.clean, "pids": pids, "told": told, "digest": group.digest()}
+
+
+def main() -> None:
+    address, uri, model, lr = sys.argv[1:]
+    store = Store(uri)
+    base = CheckpointRef.model_validate(store.read_json("base.json"))
+    config = TrainConfig(lr=float(lr), num_steps_per_rollout=2, actor_num_gpus_per_node=2, trainer_threads=1)
+    cluster = Cluster.start(address, namespace=f"penstock-{KEYS.run}")
+    spec = TrainerSpec(run=KEYS.run, shape=ModelShape.from_hf(model), config=config, store=uri)
+    group = TrainerGroup(cluster, spec)
+    for line in sys.stdin:
+        print(json.dumps(answer(group, store, base, *line.split())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Trainers that outlive their driver, on a real standing Ray: the next driver takes them over, and the one before changes nothing more."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_rollouts import commit_rollouts
+
+from engines.cluster import Cluster, free_port
+from stages.convert.to_torch_dist import convert_hf
+from storage.refs import RunKeys
+from storage.store import Store
+
+pytestmark = pytest.mark.integration
+
+
+class Driver:
+    """A process that leads a trainer; see standing_driver.py."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], log: Path) -> None:
+        program = str(Path(__file__).with_name("standing_driver.py"))
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, program, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+        self.log = log
+
+    def tell(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answered = self.process.stdout.readline()
+        assert answered, self.log.read_text()[-3000:]
+        return json.loads(answered)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": root}
+    return {**os.environ, **token, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.fixture
+def address(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """A Ray that ends when the test does."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short, (tmp_path / "head").open("w") as log:
+        words = [
+            *("--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={short}", "--num-cpus=2"),
+            *("--include-dashboard=false", "--object-store-memory=100000000"),
+        ]
+        ray = str(Path(sys.executable).with_name("ray"))
+        head = subprocess.Popen([ray, "start", *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
+        deadline = time.monotonic() + 60
+        while "Ray runtime started" not in (tmp_path / "head").read_text():
+            assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head").read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+        head.terminate()
+        head.wait(30)
+
+
+@pytest.fixture
+def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
+    store = Store(str(tmp_path / "store"))
+    commit_rollouts(store, RunKeys("run"), 2)
+    base = cluster.run(convert_hf, store, str(tiny_model))
+    store.create("base.json", base.model_dump_json().encode())
+    return store
+
+
+@pytest.fixture
+def start(store: Store, address: str, environment: dict[str, str], tiny_model: Path) -> Iterator[Callable[..., Driver]]:
+    drivers: list[Driver] = []
+
+    def start(lr: float = 1e-3) -> Driver:
+        log = Path(store.root).parent / f"driver-{len(drivers)}"
+        drivers.append(Driver([address, store.uri, str(tiny_model), str(lr)], environment, log))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.end()
+
+
+def test_a_new_driver_takes_the_ranks_over_and_the_one_before_can_change_nothing(
+    start: Callable[..., Driver], store: Store
+) -> None:
+    first, second = start(), start()
+    held = first.tell("round 0")
+    assert held["version"] == 1 and held["clean"] and len(held["pids"]) == 2
+
+    # as they are: no process is started, nothing is loaded
+    taken = second.tell("ensure 1")
+    assert taken == {**held, "told": []}
+
+    # the first driver lives on, and is refused whatever it tries; not even its kill reaches the ranks
+    for command in ("train 1", "ensure 0", "state"):
+        refused = first.tell(command)
+        assert refused["error"] == "Fenced" and "another driver has taken over" in refused["told"], refused
+    assert first.tell("kill") == {"left": [True, True, False]}
+    assert second.tell("state") == taken
+
+    # ranks that applied a step which was never committed: taken over, but not believed
+    assert second.tell("train 1")["version"] == 2
+    second.end()
+    third = start()
+    undone = third.tell("ensure 1")
+    assert undone["pids"] == held["pids"] and undone["told"] == [
+        "loading the starting weights",
+        "replaying training of rollout 0 (1 of 1)",
+    ]
+    assert undone["digest"] == held["digest"]
+
+    # a driver that would build another trainer ends these and starts its own; at the end of a run nothing is left
+    third.end()
+    fourth = start(lr=1e-4)
+    assert not set(fourth.tell("ensure 0")["pids"]) & set(held["pids"])
+    assert fourth.tell("kill") == {"left": [False, False, False]}
