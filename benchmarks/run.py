@@ -109,7 +109,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
     from engines.sglang.pool import EnginePool
     from engines.sglang.server import ServerSpec
     from stages.rollout.data_source import PromptSource
-    from stages.rollout.generate import plan_groups, sampling_params
+    from stages.rollout.generate import Round, plan_groups, sampling_params
     from stages.rollout.rollout import grader_of, rollout_stage
     from stages.rollout.tokenizer import PromptTokenizer
 
@@ -135,7 +135,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
 
             def stage() -> int:
                 commit = rollout_stage(
-                    store, f"bench/{len(stage_seconds)}", run="bench", rollout_id=0, policy_version=0, urls=pool.urls, source=source,
+                    store, f"bench/{len(stage_seconds)}", Round("bench", 0, 0), engines=pool.urls, source=source,
                     tokenizer=tokenizer, config=config, grader=grader,
                 )  # fmt: skip
                 stage_seconds.append(sum(commit.seconds.values()))

@@ -1,13 +1,15 @@
-"""Asynchronous generation over several engines: who gets which request, time limits, retries.
+"""Asynchronous generation over several engines: who gets which request, time limits, and sending again what a dead engine took along.
 
-What is asked and what becomes of the answers is the callers' business.
+Which engines live is somebody else's knowledge (`engines/sglang/supervisor.py`), what is asked and what becomes of the answers the
+callers'.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +17,10 @@ from typing import Any, Literal
 import aiohttp
 
 FinishReason = Literal["stop", "length", "abort"]
-NUM_TRIES = 4
+Engines = Callable[[], Sequence[str]] | Sequence[str]
+NUM_TRIES = 8
+LONGEST_REST = 5.0  # seconds until an engine that failed is tried again
+LOOK_EVERY = 0.2  # seconds between looks at the list of engines while there is none
 RETRIED_STATUS = {429, 500, 502, 503, 504}
 
 
@@ -35,16 +40,29 @@ class EngineClient:
     """Sends groups of samples to the least busy engine.
 
     An async context manager, or `await client.close()`. Belongs to the event loop it is first used in.
+
+    Args:
+        engines: addresses; or a function that gives those of the engines alive right now, and raises when there is no hope of one.
+            With a function requests wait for an engine to come back, and leave one that is no longer named.
+        timeout: seconds that a request may take, waiting included.
+        num_tries: how often one request is sent to engines that answer it with an error; and, where nobody replaces the dead, to
+            engines that do not answer.
     """
 
-    def __init__(self, urls: list[str], timeout: float = 600, num_tries: int = NUM_TRIES) -> None:
-        if not urls:
+    def __init__(self, engines: Engines, timeout: float = 600, num_tries: int = NUM_TRIES) -> None:
+        if not callable(engines) and not engines:
             raise ValueError("no engine to generate with: start one")
-        self.urls = list(urls)
+        self._engines = engines
         self.timeout = timeout
         self.num_tries = num_tries
-        self._load = dict.fromkeys(self.urls, 0)  # samples in flight
+        self._load: dict[str, int] = {}  # samples in flight
+        self._resting: dict[str, tuple[int, float]] = {}  # engine that failed -> how often in a row, until when it rests
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """The engines alive right now."""
+        return list(self._engines() if callable(self._engines) else self._engines)
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -59,7 +77,7 @@ class EngineClient:
             self._session = None
 
     async def generate(self, input_ids: list[int], sampling: dict[str, Any], n: int = 1) -> list[Generation]:
-        """Sample `n` responses to one prompt, in one request.
+        """Sample `n` responses to one prompt, in one request. If its engine dies it is sent again, to another one or a new one.
 
         Args:
             input_ids: the prompt.
@@ -68,25 +86,55 @@ class EngineClient:
         Raises:
             ValueError: the engine refuses the request, for instance because the prompt is too long.
             TimeoutError: no answer within `timeout` seconds.
-            ConnectionError: no engine answers after `num_tries` tries.
+            ConnectionError: `num_tries` errors.
         """
         body = {"input_ids": [input_ids] * n, "sampling_params": sampling, "return_logprob": True}
-        tried: list[str] = []
-        for attempt in range(self.num_tries):
-            url = min(self.urls, key=lambda url: (tried.count(url), self._load[url], random.random()))
-            self._load[url] += n
-            try:
-                answers = await self._post(url, "/generate", body)
-                return [parse_generation(answer) for answer in answers]
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Retriable) as error:
-                tried.append(url)
-                if attempt + 1 == self.num_tries:
-                    tries = f"{self.num_tries} tries (the last one at {url}: {error})"
-                    raise ConnectionError(f"no engine answered in {tries}: see the engines' logs") from error
-                await asyncio.sleep(min(10.0, 0.25 * 4**attempt) * random.uniform(0.5, 1.5))
-            finally:
-                self._load[url] -= n
-        raise AssertionError("unreachable")
+        num_failures = 0
+        async with asyncio.timeout(self.timeout):
+            while True:
+                url = await self._least_busy()
+                self._load[url] = self._load.get(url, 0) + n
+                try:
+                    answers = await self._while_listed(url, self._post(url, "/generate", body))
+                    self._resting.pop(url, None)
+                    return [parse_generation(answer) for answer in answers]
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Retriable) as error:
+                    self._rest(url)
+                    num_failures += isinstance(error, _Retriable) or not callable(self._engines)
+                    if num_failures == self.num_tries:
+                        tries = f"{self.num_tries} tries (the last one at {url}: {error})"
+                        raise ConnectionError(f"no engine answered in {tries}: see the engines' logs") from error
+                finally:
+                    self._load[url] -= n
+
+    async def _least_busy(self) -> str:
+        """The engine with the fewest samples in flight of those that have not just failed; waits until there is one."""
+        while True:
+            now = time.monotonic()
+            urls = self.urls
+            ready = [url for url in urls if self._resting.get(url, (0, 0.0))[1] <= now]
+            if ready:
+                return min(ready, key=lambda url: (self._load.get(url, 0), random.random()))
+            wakes = min((self._resting[url][1] - now for url in urls), default=LOOK_EVERY)
+            await asyncio.sleep(min(LOOK_EVERY, max(0.01, wakes)))
+
+    def _rest(self, url: str) -> None:
+        """Leave an engine alone for a while, longer each time. A whole wave of requests that fail together counts once."""
+        num_failures, until = self._resting.get(url, (0, 0.0))
+        if until <= time.monotonic():
+            seconds = min(LONGEST_REST, 0.25 * 2**num_failures) * random.uniform(0.75, 1.25)
+            self._resting[url] = (num_failures + 1, time.monotonic() + seconds)
+
+    async def _while_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
+        """The answer, unless the engine is no longer named while we wait: that of a lost machine would never come."""
+        request = asyncio.create_task(call)
+        try:
+            while not (await asyncio.wait({request}, timeout=1.0))[0]:
+                if url not in self.urls:
+                    raise aiohttp.ClientConnectionError(f"{url} is being replaced")
+            return request.result()
+        finally:
+            request.cancel()
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Pause all engines. "retract" puts running requests back into the queue, so that the cache can be flushed."""
@@ -106,11 +154,13 @@ class EngineClient:
 
     async def weight_versions(self) -> list[str]:
         """What each engine serves."""
-        infos = await _gather([self._get(url, "/model_info") for url in self.urls])
+        async with asyncio.timeout(self.timeout):
+            infos = await _gather([self._get(url, "/model_info") for url in self.urls])
         return [str(info["weight_version"]) for info in infos]
 
     async def _on_all(self, path: str, body: dict[str, Any]) -> list[Any]:
-        return await _gather([self._post(url, path, body) for url in self.urls])
+        async with asyncio.timeout(self.timeout):
+            return await _gather([self._post(url, path, body) for url in self.urls])
 
     async def _post(self, url: str, path: str, body: dict[str, Any]) -> Any:
         async with self._connections().post(url + path, json=body) as response:
@@ -131,7 +181,7 @@ class EngineClient:
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Without a limit of aiohttp's own: how much is in flight is the caller's to bound.
-            timeout = aiohttp.ClientTimeout(total=self.timeout, sock_connect=10)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # the whole is limited in `generate`
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         return self._session
 

@@ -41,6 +41,18 @@ def is_ready(url: str, timeout: float = 10) -> bool:
     return True
 
 
+def generates(url: str, timeout: float = 30) -> bool:
+    """Whether tokens come out: of what runs there or, if nothing does, of one token made for this question. Takes a second.
+
+    SGLang looks for any sign of its scheduler for up to 20 s (SGLANG_HEALTH_CHECK_TIMEOUT), so a busy server is not asked to do more.
+    """
+    try:
+        call(url, "/health_generate", timeout=timeout)
+    except (ServerGone, RuntimeError):
+        return False
+    return True
+
+
 def weight_version(url: str, timeout: float = 30) -> str:
     """The version of the weights that the server reports with every answer ("default" before any publish).
 

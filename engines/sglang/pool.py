@@ -1,31 +1,70 @@
-"""The engines of a run: started side by side, replaced when they die, ended together.
+"""The engines of a run: started side by side, watched while they generate, replaced when they die, ended together.
 
-What weights they serve is the flow's business.
+What the weights of a version are is the flow's business; that every engine serves them is seen to here (`serving`). On a standing Ray
+engines outlive a killed driver, and the pool of the next one takes them over if they were made from an equal spec.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from engines.cluster import Cluster, Slot
+from engines.cluster import Cluster
 from engines.sglang import control
-from engines.sglang.server import ServerSpec, SGLangServer
+from engines.sglang.engine import Engine, end_engines_from
+from engines.sglang.server import ServerSpec
+from engines.sglang.supervisor import HealthCheck, Publish, Supervisor, revived
 
 
 class EnginePool:
-    """Servers as Ray actors. The constructor only begins to start them; the first use waits. Safe to use from several threads."""
+    """Servers as Ray actors. The constructor only begins to start them; the first use waits. Safe to use from several threads.
 
-    def __init__(self, cluster: Cluster, spec: ServerSpec, num_engines: int = 1, offset: int = 0) -> None:
-        """
-        Args:
-            num_engines: how many servers, with `spec.tensor_parallel` GPUs each where there are GPUs.
-            offset: first GPU of the cluster to use; the trainer's first one to share GPUs with it.
-        """
+    Args:
+        cluster: where they run.
+        spec: what they serve.
+        num_engines: how many servers, with `spec.tensor_parallel` GPUs each where there are GPUs.
+        offset: first GPU of the cluster to use; the trainer's first one to share GPUs with it.
+        health: how they are watched within `serving`.
+    """
+
+    def __init__(
+        self, cluster: Cluster, spec: ServerSpec, num_engines: int = 1, offset: int = 0, health: HealthCheck | None = None
+    ) -> None:
         self.spec = spec
-        self._lock = threading.Lock()
+        self.health = health or HealthCheck()
+        self._lock = threading.RLock()
+        owner = uuid.uuid4().hex
+        end_engines_from(cluster, num_engines)
         slots = cluster.place(num_engines, spec.tensor_parallel, offset)
-        self._engines = [_Engine(spec, index, slot) for index, slot in enumerate(slots)]
+        self._engines = [Engine(cluster, spec, index, slot, owner) for index, slot in enumerate(slots)]
+
+    @contextmanager
+    def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
+        """A block in which the engines serve `version` and are kept doing so. Gives a function: the addresses of those that do right now.
+
+        Entering replaces dead engines and publishes to all that serve something else. Inside, whoever dies or hangs is replaced and
+        given the same weights. Only one such block at a time.
+
+        Args:
+            version: what engines are to report with every answer, `<run>/<number>`.
+            publish: gives the weights to the engines at these addresses. Called before the block by the caller's thread, and within it
+                by threads of the pool, one at a time; when the block has ended, no more.
+
+        Raises:
+            RuntimeError: at entry, or out of the function: more than `health.max_restarts` engines have died; with the last log lines.
+        """
+        with self._lock:
+            supervisor = Supervisor(self._engines, version, publish, self.health)
+            supervisor.bring_up()
+            with supervisor:
+                yield supervisor.live
+
+    def bring_to(self, version: str, publish: Publish) -> None:
+        """Let every engine serve `version`, as at the beginning of `serving`."""
+        with self._lock:
+            Supervisor(self._engines, version, publish, self.health).bring_up()
 
     @property
     def urls(self) -> list[str]:
@@ -35,6 +74,8 @@ class EnginePool:
             RuntimeError: one could not start, with its last log lines. The next use tries again.
         """
         with self._lock:
+            for engine in self._engines:
+                engine.settle()
             return [engine.url() for engine in self._engines]
 
     def ensure_alive(self) -> bool:
@@ -46,15 +87,12 @@ class EnginePool:
             RuntimeError: as `urls`.
         """
         with self._lock:
-            for engine in self._engines:
-                engine.url()
-            dead = [engine for engine in self._engines if not engine.answers()]
-            for engine in dead:
-                engine.kill()
-                engine.begin()
-            for engine in dead:
-                engine.url()
-        return bool(dead)
+            return bool(revived(self._engines))
+
+    @property
+    def adopted(self) -> list[bool]:
+        """Which engines an earlier driver has started; known once `urls` has returned."""
+        return [engine.adopted for engine in self._engines]
 
     def weight_versions(self) -> list[str]:
         """What each engine says it serves."""
@@ -62,74 +100,14 @@ class EnginePool:
 
     def pids(self) -> list[int]:
         """Each engine's first process."""
-        import ray
-
-        return ray.get([engine.actor.pid.remote() for engine in self._engines], timeout=30)
+        return [engine.pid() for engine in self._engines]
 
     def log_tails(self, num_lines: int = 25) -> list[str]:
         """The last lines of each engine's log."""
-        import ray
-
-        return ray.get([engine.actor.log_tail.remote(num_lines) for engine in self._engines], timeout=30)
+        return [engine.log_tail(num_lines) for engine in self._engines]
 
     def stop(self) -> None:
-        """End all engines, also those that are still starting. Safe to call twice."""
-        with self._lock:
-            for engine in self._engines:
-                engine.kill()
-            self._engines = []
-
-
-class _Engine:
-    """One place in the pool, and the server that stands there now."""
-
-    def __init__(self, spec: ServerSpec, index: int, slot: Slot) -> None:
-        self.spec = spec
-        self.index = index
-        self.slot = slot
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a server without waiting for it."""
-        import ray
-
-        self._url: str | None = None
-        remote_class: Any = ray.remote(SGLangServer)
-        self.actor = remote_class.options(**self.slot.options).remote(self.spec, self.index, self.slot.gpu_ids)
-        self._start: Any = self.actor.start.remote()
-
-    def url(self) -> str:
-        """The server's address, once it has started. After a failed start, another one is tried."""
-        import ray
-
-        if self._url is None:
-            if self._start is None:
-                self.begin()
-            start, self._start = self._start, None
-            try:
-                self._url = ray.get(start, timeout=self.spec.start_timeout + 60)
-            except ray.exceptions.RayTaskError as error:
-                self.kill()
-                raise error.cause from None
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                self.kill()
-                raise RuntimeError(f"engine {self.index}: the process that holds its server is gone or stuck: {error}") from error
-        return self._url
-
-    def answers(self) -> bool:
-        """Whether the server's process lives and its HTTP side speaks. A hung scheduler shows only in a generation's time-out."""
-        import ray
-
-        try:
-            if not ray.get(self.actor.alive.remote(), timeout=30):
-                return False
-            control.weight_version(self.url())
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, control.ServerGone, RuntimeError):
-            return False
-        return True
-
-    def kill(self) -> None:
-        """End the server. Its actor's death takes it along, whatever either of them is doing (see `launch.py`)."""
-        import ray
-
-        ray.kill(self.actor, no_restart=True)
+        """End all engines, also those that are still starting; those that another driver has taken over are left. Safe to call twice."""
+        for engine in self._engines:
+            engine.release()
+        self._engines = []

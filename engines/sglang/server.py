@@ -6,6 +6,7 @@ asks for SIGKILL when its parent dies (`launch.py`), and so do SGLang's own chil
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -55,14 +56,26 @@ class ServerSpec(BaseModel):
     start_timeout: float = 900
     """Seconds to load the model before the start counts as failed."""
 
+    def digest(self, gpu_ids: tuple[str, ...] = ()) -> str:
+        """Of the spec and the GPUs: servers with equal ones are interchangeable."""
+        return hashlib.sha256(f"{self.model_dump_json()} {gpu_ids}".encode()).hexdigest()
+
 
 class SGLangServer:
-    """One server process on this machine."""
+    """One server process on this machine.
 
-    def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = ()) -> None:
+    Args:
+        spec: what it serves.
+        index: its number in the pool.
+        gpu_ids: the node's numbers of its GPUs.
+        owner: of the pool that supervises it. On a standing Ray a server outlives its pool, and the next one takes it over.
+    """
+
+    def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = (), owner: str = "") -> None:
         self.spec = spec
         self.index = index
         self.gpu_ids = gpu_ids
+        self.owner = owner
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log: Path | None = None
@@ -83,21 +96,28 @@ class SGLangServer:
             if last_try or self.spec.port or "address already in use" not in self.log_tail(200).lower():
                 break
             self.stop()
-        code = self._process.poll() if self._process else None
-        died = f"did not answer within {self.spec.start_timeout:.0f} s" if code is None else f"ended with code {code}"
-        tail, log = self.log_tail(25), self._log
+        words = self.last_words("while starting", f"did not answer within {self.spec.start_timeout:.0f} s")
         self.stop()
-        raise RuntimeError(
-            f"the SGLang server for {self.spec.model_path} {died} while starting. The end of its log, {log}:\n{tail}"
-        )
+        raise RuntimeError(f"the SGLang server for {self.spec.model_path} {words}")
+
+    def adopt(self, owner: str, digest: str) -> str | None:
+        """Belong to `owner` from now on. Returns the server's URL, or None if it is dead or another one is wanted (`ServerSpec.digest`)."""
+        self.owner = owner
+        return self.url() if self.alive() and digest == self.spec.digest(self.gpu_ids) else None
 
     def url(self) -> str:
         """Where it listens."""
         assert self._process is not None, "not started"
         return f"http://{self.spec.host}:{self._port}"
 
-    def alive(self) -> bool:
-        """Whether the process runs (it ends by itself when one of SGLang's own processes dies)."""
+    def alive(self, owner: str | None = None) -> bool:
+        """Whether the process runs (it ends by itself when one of SGLang's own processes dies).
+
+        Raises:
+            RuntimeError: `owner` asks, and it is not the owner any more.
+        """
+        if owner is not None and owner != self.owner:
+            raise RuntimeError("another driver has taken over the engines of this run: let only one driver work on a run")
         return self._process is not None and self._process.poll() is None
 
     def pid(self) -> int:
@@ -105,13 +125,19 @@ class SGLangServer:
         assert self._process is not None, "not started"
         return self._process.pid
 
+    def log_path(self) -> str:
+        """Of the server's log, on this machine."""
+        return str(self._log or "")
+
     def log_tail(self, num_lines: int = 25) -> str:
         """The last lines of the server's log."""
-        if self._log is None or not self._log.exists():
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - 400 * num_lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+        return last_lines(self._log, num_lines)
+
+    def last_words(self, when: str = "", still_running: str = "is stuck") -> str:
+        """How the server ended, with the end of its log; `still_running` if it did not."""
+        code = self._process.poll() if self._process else None
+        how = still_running if code is None else f"ended with code {code}"
+        return f"{how} {when}".rstrip() + f". The end of its log, {self._log}:\n{self.log_tail()}"
 
     def stop(self) -> None:
         """End the server and its children. Nothing in them is worth a graceful end: SGLang's takes over 5 s."""
@@ -173,3 +199,12 @@ class SGLangServer:
                 return True
             time.sleep(0.2)
         return False
+
+
+def last_lines(log: Path | None, num_lines: int) -> str:
+    """The end of a log file; nothing if there is none here."""
+    if log is None or not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 400 * num_lines))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engines.sglang.wire import WeightUpdate, buckets
 from engines.weights.publisher import BUCKET_BYTES
+from storage.faults import reach
 
 
 class DiskPublisher:
@@ -27,12 +28,14 @@ class DiskPublisher:
     def publish(self, named: Iterable[tuple[str, Tensor]], version: str) -> None:
         """See `WeightPublisher`."""
         target = (self.directory / f"weights-{uuid.uuid4().hex[:12]}").absolute()
+        reach("publish-before")
         try:
             write_weights(target, named, self.model_path, self.bucket_bytes)
             with WeightUpdate(self.urls, version) as update:
                 update.load_from_disk(str(target))
         finally:
             shutil.rmtree(target, ignore_errors=True)
+        reach("publish-after")
 
 
 def write_weights(target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engines.sglang.wire import WeightUpdate, buckets, shared_memory_bytes
 from engines.weights.publisher import BUCKET_BYTES
+from storage.faults import reach
 
 
 class TensorPublisher:
@@ -19,11 +20,13 @@ class TensorPublisher:
 
     def publish(self, named: Iterable[tuple[str, Tensor]], version: str) -> None:
         """See `WeightPublisher`."""
+        reach("publish-before")
         with WeightUpdate(self.urls, version) as update:
             for bucket, last in buckets(named, self.bucket_bytes):
                 if bucket[0][1].device.type == "cpu":
                     _check_shared_memory(bucket)
                 update.send(bucket, last=last)
+        reach("publish-after")
 
 
 def _check_shared_memory(bucket: list[tuple[str, Tensor]]) -> None:

@@ -106,6 +106,21 @@ class RolloutConfig(StageConfig):
     rollout_timeout: float = option(3600.0, change="placement", gt=0)
     """Seconds after which a whole rollout is given up and tried again."""
 
+    engine_restarts: int = option(3, change="placement", ge=0)
+    """Engines that may be replaced within one stage; one more ends the stage with the dead engine's last words."""
+
+    rollout_health_check_interval: float = option(10.0, change="placement", gt=0)
+    """Seconds between looks at every engine."""
+
+    rollout_health_check_timeout: float = option(30.0, change="placement", gt=0)
+    """Seconds that an engine may take to answer such a look."""
+
+    rollout_health_check_failures: int = option(3, change="placement", ge=1)
+    """Looks in a row without an answer after which an engine is replaced; one whose process is gone is replaced at once."""
+
+    rollout_journal_interval: float = option(60.0, change="placement", ge=0)
+    """Seconds after which finished groups of an unfinished rollout are made durable, so that a kill does not cost them; 0 never does."""
+
     sglang: dict[str, Any] = option(default_factory=dict, change="placement")
     """SGLang's own server arguments, by its names; on the command line --sglang-<name>."""
 

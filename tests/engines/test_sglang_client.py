@@ -106,6 +106,77 @@ def test_gives_up_after_its_tries() -> None:
     assert len(calls) == 2
 
 
+def test_a_request_outlives_its_engine() -> None:
+    """The engine dies with the requests in flight; for a while there is none; then another one stands elsewhere."""
+    listed: list[str] = []
+    asked = {"dying": 0, "new": 0}
+
+    async def dying(request: web.Request) -> web.Response:
+        asked["dying"] += 1
+        await asyncio.sleep(0.1)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def new(request: web.Request) -> web.Response:
+        asked["new"] += 1
+        return await echo(request)
+
+    async def use(urls: list[str]) -> Any:
+        listed.append(urls[0])
+        async with EngineClient(lambda: listed, num_tries=1) as client:
+            running = [asyncio.create_task(client.generate([7, index], {}, n=2)) for index in range(6)]
+            await asyncio.sleep(0.15)
+            listed.clear()
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in running)
+            listed.append(urls[1])
+            return await asyncio.gather(*running)
+
+    groups = with_servers([dying, new], use)
+    assert [[g.token_ids for g in group] for group in groups] == [[[i, 0], [i, 1]] for i in range(6)]
+    assert asked == {"dying": 6, "new": 6}
+
+
+def test_an_engine_that_is_no_longer_named_is_left() -> None:
+    """The machine is gone and its connection does not even break."""
+
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return await echo(request)
+
+    async def use(urls: list[str]) -> Any:
+        listed = [urls[0]]
+        async with EngineClient(lambda: listed) as client:
+            running = asyncio.create_task(client.generate([7], {}))
+            await asyncio.sleep(0.1)
+            listed[0] = urls[1]
+            start = asyncio.get_running_loop().time()
+            assert (await running)[0].token_ids == [7, 0]
+            assert asyncio.get_running_loop().time() - start < 3
+
+    with_servers([silent, echo], use)
+
+
+def test_when_there_is_no_hope_the_cause_is_raised() -> None:
+    def none() -> list[str]:
+        if hopeless:
+            raise RuntimeError("engine 0 ended with code -9")
+        return []
+
+    hopeless: list[bool] = []
+
+    async def use() -> None:
+        async with EngineClient(none) as client:
+            running = asyncio.create_task(client.generate([7], {}))
+            await asyncio.sleep(0.05)
+            hopeless.append(True)
+            await running
+
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        asyncio.run(use())
+
+
 def test_refusal_and_time_limit_are_not_retried() -> None:
     calls = []
 

@@ -126,6 +126,36 @@ def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) ->
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
+def test_a_hung_scheduler_is_seen_although_the_server_answers(engine_pool: EnginePool) -> None:
+    url = engine_pool.urls[0]
+    family = psutil.Process(engine_pool.pids()[0]).children(recursive=True)
+    assert control.generates(url, timeout=30)
+    for child in family:
+        child.suspend()
+    try:
+        assert control.weight_version(url, timeout=5)
+        assert not control.generates(url, timeout=3)
+    finally:
+        for child in family:
+            child.resume()
+    assert control.generates(url, timeout=60)
+
+
+def test_supervision_costs_next_to_nothing(engine_pool: EnginePool, tiny_model: Path) -> None:
+    def publish(urls: list[str]) -> None:
+        make_publisher(urls).publish(weights(tiny_model).items(), "test/7")
+
+    engine_pool.bring_to("test/7", publish)
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        with engine_pool.serving("test/7", publish) as live:
+            assert live() == engine_pool.urls
+        spent.append(time.perf_counter() - start)
+    print(f"a block of supervision around nothing: {min(spent) * 1000:.1f} ms")
+    assert min(spent) < 0.1
+
+
 def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
     """Also when it is killed in the middle of the start, before SGLang has any say."""
     program = (

@@ -13,7 +13,7 @@ from scripted_engine import write_jsonl
 from engines.sglang.client import EngineClient
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
-from stages.rollout.generate import sampling_params
+from stages.rollout.generate import Round, sampling_params
 from stages.rollout.rollout import rollout_stage
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import Commit
@@ -69,10 +69,8 @@ def test_real_rollout(engine_pool: EnginePool, tiny_model: Path, tmp_path: Path)
         return rollout_stage(
             store,
             name,
-            run="real",
-            rollout_id=0,
-            policy_version=version,
-            urls=engine_pool.urls,
+            Round("real", rollout_id=0, policy_version=version),
+            engines=engine_pool.urls,
             source=source,
             tokenizer=tokenizer,
             config=config,

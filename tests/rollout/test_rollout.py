@@ -2,63 +2,17 @@
 
 import asyncio
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import ScriptedClient, write_jsonl
+from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
 from stages.rollout.metrics import rollout_metrics
-from stages.rollout.rollout import rollout_stage, run_to_end, state_before
+from stages.rollout.rollout import run_to_end
 from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
-from storage.refs import Commit, RunKeys
 from storage.sample import Sample, Status
 from storage.shards import read_samples
-from storage.store import Store
-
-KEYS = RunKeys("run")
-
-
-class Bench:
-    """One run in a temporary store: `round(r)` does round r as a flow would."""
-
-    def __init__(self, directory: Path, tokenizer: PromptTokenizer, num_rows: int = 10, **options: Any) -> None:
-        rows = [{"input": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i in range(num_rows)]
-        options = {
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 2,
-            "rm_type": "exact_number",
-            "rollout_shuffle": True,
-        } | options
-        self.config = RolloutConfig(prompt_data=write_jsonl(directory / "rows.jsonl", rows), label_key="label", **options)
-        self.store = Store(str(directory / "store"))
-        self.tokenizer = tokenizer
-        self.clients: list[ScriptedClient] = []
-
-    def connect(self, urls: list[str], timeout: float, version: int = 0, **changes: Any) -> ScriptedClient:
-        client = ScriptedClient(urls, timeout, weight_version=f"run/{version}")
-        for name, value in changes.items():
-            setattr(client, name, value)
-        self.clients.append(client)
-        return client
-
-    def round(self, r: int, **changes: Any) -> Commit:
-        return rollout_stage(
-            self.store,
-            KEYS.rollout(r),
-            run="run",
-            rollout_id=r,
-            policy_version=r,
-            urls=["http://engine"],
-            source=PromptSource.open(self.config),
-            tokenizer=self.tokenizer,
-            config=self.config,
-            state=state_before(self.store, KEYS, r),
-            connect=partial(self.connect, version=r, **changes),
-        )
 
 
 @pytest.fixture
@@ -91,6 +45,41 @@ def test_rounds_walk_through_the_data_and_a_second_call_does_nothing(bench: Benc
     num_clients = len(bench.clients)
     assert bench.round(2) == commits[2]
     assert len(bench.clients) == num_clients, "a committed round asks no engine"
+
+
+def test_a_run_resumed_at_the_boundary_of_an_epoch_goes_on_with_the_next(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    """Two rounds are exactly one epoch; `round` opens the data anew each time, as a resumed run does."""
+    bench = Bench(tmp_path, tokenizer, num_rows=8)
+    sources = [[s.metadata["source"] for s in read_samples(bench.store, bench.round(r))[::2]] for r in range(6)]
+    assert [{source["epoch"] for source in each} for each in sources] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    for epoch in range(3):
+        rows = [source["row"] for each in sources[2 * epoch : 2 * epoch + 2] for source in each]
+        assert sorted(rows) == list(range(8))
+    assert sources[0] != sources[2] != sources[4], "every epoch has an order of its own"
+
+
+def test_a_row_appended_at_the_boundary_of_an_epoch_still_belongs_to_it(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    bench = Bench(tmp_path, tokenizer, num_rows=8)
+    bench.round(0), bench.round(1)
+    with Path(bench.config.prompt_data[0]).open("a") as file:
+        file.write('{"input": "9+9=", "label": "18", "metadata": {"i": 99}}\n')
+    epochs_and_rows = [
+        (s.metadata["source"]["epoch"], s.metadata["source"]["row"]) for s in read_samples(bench.store, bench.round(2))[::2]
+    ]
+    assert epochs_and_rows[0] == (0, 8) and [epoch for epoch, _ in epochs_and_rows[1:]] == [1, 1, 1]
+
+
+def test_a_fork_with_other_data_begins_them_anew_and_goes_on_counting(bench: Bench, tmp_path: Path) -> None:
+    bench.round(0), bench.round(1)
+    bench.store.create(KEYS.record, b'{"parent": {"run": "other", "at": 2, "restart_data": true}}')
+    rows = [{"input": f"{i}+3=", "label": str(i + 3)} for i in range(10)]
+    bench.config = bench.config.model_copy(update={"prompt_data": [write_jsonl(tmp_path / "others.jsonl", rows)]})
+    commits = [bench.round(r) for r in (2, 3)]
+    for number, commit in enumerate(commits):
+        samples = read_samples(bench.store, commit)
+        assert [s.group_id for s in samples[::2]] == [f"{8 + 4 * number + g:09d}" for g in range(4)]
+        assert all("+3=" in s.prompt and s.metadata["source"]["epoch"] == 0 for s in samples)
+    assert (commits[1].state["data_source"]["cursor"], commits[1].state["data_source"]["issued"]) == (8, 16)
 
 
 @pytest.mark.parametrize(

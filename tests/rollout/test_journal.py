@@ -1,0 +1,180 @@
+"""What a round that did not finish leaves for the next attempt: finished groups once, and nothing that another policy or config made."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import Bench, ScriptedClient
+
+from engines.sglang.client import Generation
+from stages.rollout.tokenizer import PromptTokenizer
+from storage.preemption import Preempted, StopRequest
+from storage.refs import RunKeys
+from storage.shards import read_samples
+
+PREFIX = RunKeys("run").rollout(0)
+JOURNAL = f"{PREFIX}.journal"
+
+
+class Killed(BaseException):
+    """The end of a process, as far as a test can have it: no handler of ours runs."""
+
+
+class Breaking(ScriptedClient):
+    """Answers `num_answers` prompts, then waits, then raises `failure`."""
+
+    num_answers = 5
+    failure: BaseException = Killed()
+    wait = 0.3
+
+    async def generate(self, input_ids: list[int], sampling: dict[str, Any], n: int = 1) -> list[Generation]:
+        if len(self.requests) >= self.num_answers:
+            await asyncio.sleep(self.wait)
+            raise self.failure
+        return await super().generate(input_ids, sampling, n)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tokenizer: PromptTokenizer) -> Bench:
+    return Bench(tmp_path, tokenizer, num_rows=12, rollout_batch_size=8, rollout_journal_interval=0.05)
+
+
+def prompts_of(client: ScriptedClient) -> set[tuple[int, ...]]:
+    return {tuple(ids) for ids, _, _ in client.requests}
+
+
+def ids_of(bench: Bench) -> list[str]:
+    commit = bench.store.committed(PREFIX)
+    assert commit is not None
+    return [sample.sample_id for sample in read_samples(bench.store, commit)]
+
+
+WHOLE = [f"{g:09d}-{j:02d}" for g in range(8) for j in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "failure"),
+    [(0.05, Killed()), (60.0, RuntimeError("the engines are gone")), (60.0, TimeoutError())],
+    ids=["killed after an interval", "failed before one", "out of time"],
+)
+def test_what_was_finished_is_not_generated_again(bench: Bench, interval: float, failure: BaseException) -> None:
+    bench.config = bench.config.model_copy(update={"rollout_journal_interval": interval})
+    with pytest.raises(type(failure)):
+        bench.round(0, client=Breaking, failure=failure)
+    first = prompts_of(bench.clients[-1])
+    assert bench.store.committed(PREFIX) is None and bench.store.committed_indices(f"{RunKeys('run').prefix}/rollouts") == []
+    commit = bench.round(0)
+    second = prompts_of(bench.clients[-1])
+    assert (len(first), len(second)) == (5, 3) and not first & second
+    assert ids_of(bench) == WHOLE
+    assert commit.summary["rollout/num_adopted_groups"] == len(commit.state["adopted_groups"]) == 5
+    assert all(sample.reward is not None for sample in read_samples(bench.store, commit))
+    assert not list(bench.store.walk(JOURNAL)), "a committed round needs no journal"
+
+
+def test_several_deaths_in_a_row_add_up(bench: Bench) -> None:
+    for expected in (2, 4, 6):
+        with pytest.raises(Killed):
+            bench.round(0, client=Breaking, num_answers=2)
+        adopted = sum(len(read_samples(bench.store, entry)) for entry in bench.journal(0))
+        assert adopted == expected * 2
+    bench.round(0)
+    assert len(bench.clients[-1].requests) == 2 and ids_of(bench) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout_temperature": 0.5},
+        {"n_samples_per_prompt": 3},
+        {"rollout_seed": 43},
+        {"label_key": None},
+        {"rollout_journal_interval": 0.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_groups_of_another_config_are_not_taken(bench: Bench, change: dict[str, Any]) -> None:
+    with pytest.raises(Killed):
+        bench.round(0, client=Breaking)
+    before = set(bench.clients[-1].requests[0][0])
+    bench.config = bench.config.model_copy(update=change)
+    commit = bench.round(0)
+    # In another order of the rows a journalled group is another prompt; each is asked anew unless it is the very same one.
+    assert commit.summary["rollout/num_adopted_groups"] == 0 or change.get("rollout_seed")
+    samples = read_samples(bench.store, commit)
+    assert before and len({sample.sample_id for sample in samples}) == len(samples) == 8 * bench.config.n_samples_per_prompt
+    rows = [sample.metadata["source"]["row"] for sample in samples[:: bench.config.n_samples_per_prompt]]
+    expected, _ = bench.source().take(bench.source().restore(None), 8)
+    assert rows == [prompt.row for prompt in expected]
+
+
+def test_groups_of_another_policy_are_not_taken(bench: Bench) -> None:
+    """An evaluation's prefix says the version, a rollout's too; the journal checks nevertheless."""
+    with pytest.raises(Killed):
+        bench.round(0, client=Breaking)
+    commit = bench.round(0, policy_version=1, weight_version="run/1")
+    assert commit.summary["rollout/num_adopted_groups"] == 0
+    assert {sample.policy_versions for sample in read_samples(bench.store, commit)} == {(1, 1)}
+
+
+def test_a_damaged_journal_is_generated_again(bench: Bench) -> None:
+    with pytest.raises(Killed):
+        bench.round(0, client=Breaking)
+    for entry in bench.journal(0):
+        path = Path(bench.store.path(entry.files[0].path))
+        path.write_bytes(path.read_bytes()[:-100])
+    bench.round(0)
+    assert len(bench.clients[-1].requests) == 8 and ids_of(bench) == WHOLE
+
+
+def test_two_attempts_at_once_use_each_group_once(bench: Bench) -> None:
+    """A driver that was taken for dead writes entries of the same round as its successor."""
+
+    def zombie() -> None:
+        with pytest.raises(Killed):
+            bench.round(0, client=Breaking)
+
+    threads = [threading.Thread(target=zombie) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journalled = [sample.sample_id for entry in bench.journal(0) for sample in read_samples(bench.store, entry)]
+    assert len(journalled) == 20 and len(set(journalled)) == 10
+    commit = bench.round(0)
+    assert ids_of(bench) == WHOLE and len(commit.state["adopted_groups"]) == 5
+
+
+def test_asked_to_stop_without_time_it_journals_and_gives_up(bench: Bench) -> None:
+    bench.config = bench.config.model_copy(update={"rollout_journal_interval": 60.0})
+    stop = StopRequest()
+    threading.Timer(0.2, stop.ask, args=(0.0,)).start()
+    start = time.monotonic()
+    with pytest.raises(Preempted, match="with 10 of 16 samples generated"):
+        bench.round(0, client=Breaking, wait=60.0, stop=stop)
+    assert time.monotonic() - start < 3
+    bench.round(0)
+    assert len(bench.clients[-1].requests) == 3 and ids_of(bench) == WHOLE
+
+
+def test_asked_to_stop_with_time_enough_it_finishes(bench: Bench) -> None:
+    stop = StopRequest()
+    stop.ask(grace=60.0)
+    assert bench.round(0, stop=stop, pause=0.4).summary["rollout/num_samples"] == 16
+
+
+def test_asked_to_stop_while_grading_it_keeps_what_was_generated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef reward_func(args, sample):\n    time.sleep(20)\n    return 1.0\n")
+    bench = Bench(tmp_path, tokenizer, rollout_batch_size=8, rm_type=None, custom_rm_path=str(tmp_path / "slow.py"))
+    stop = StopRequest()
+    threading.Timer(0.5, stop.ask, args=(0.0,)).start()
+    with pytest.raises(Preempted, match="still to grade"):
+        bench.round(0, stop=stop)
+    bench.config = bench.config.model_copy(update={"custom_rm_path": None, "rm_type": "exact_number"})
+    bench.round(0)
+    assert not bench.clients[-1].requests and ids_of(bench) == WHOLE

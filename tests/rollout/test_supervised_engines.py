@@ -1,0 +1,110 @@
+"""Real engines on a standing Ray: they outlive a killed driver, the next one takes them over, and a death in mid-round costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engine_driver import NUM_PROMPTS, NUM_SAMPLES
+
+from engines.cluster import free_port
+from storage.shards import read_samples
+from storage.store import Store
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def standing_ray(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """The address of a Ray of its own, which is no driver's."""
+    port = free_port()
+    command = [
+        *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),
+        *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=4", "--object-store-memory=100000000"),
+    ]
+    with (tmp_path / "ray.log").open("wb") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    deadline = time.monotonic() + 60
+    while b"Ray runtime started" not in (tmp_path / "ray.log").read_bytes():
+        assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "ray.log").read_text()
+        time.sleep(0.2)
+    yield f"127.0.0.1:{port}"
+    family = psutil.Process(head.pid).children(recursive=True)
+    head.terminate()
+    head.wait(timeout=30)
+    for process in psutil.wait_procs(family, timeout=15)[1]:
+        process.kill()
+
+
+def drive(what: str, *words: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "engine_driver.py"), what, *words], stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def report(process: subprocess.Popen[bytes], path: Path, log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+        time.sleep(0.1)
+    return json.loads(path.read_text())
+
+
+def test_engines_outlive_a_killed_driver_and_a_round_outlives_a_killed_engine(
+    standing_ray: str, environment: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "driver.log"
+    words = (standing_ray, str(tiny_model), str(tmp_path))
+    first = drive("hold", *words, log=log, environment=environment)
+    held = report(first, tmp_path / "hold.json", log)
+    first.kill()
+    first.wait()
+
+    second = drive("go_on", *words, log=log, environment=environment)
+    found = report(second, tmp_path / "go_on.json", log)
+    assert second.wait(timeout=60) == 0, log.read_text()[-5000:]
+    assert held["adopted"] == [False, False] and found["adopted"] == [True, True]
+    assert (found["urls"], found["pids"]) == (held["urls"], held["pids"])
+
+    store = Store(str(tmp_path / "store"))
+    commit = store.committed("rollouts/000000")
+    assert commit is not None
+    samples = read_samples(store, commit)
+    assert [s.sample_id for s in samples] == [f"{g:09d}-{i:02d}" for g in range(NUM_PROMPTS) for i in range(NUM_SAMPLES)]
+    assert all(s.policy_versions == (0, 0) and sum(s.loss_mask) == 128 for s in samples)
+
+    assert found["killed"] == [held["pids"][0]]
+    assert found["published"][0] == found["before"] == held["urls"]
+    assert found["published"][1:] == [[url for url in found["after"] if url not in held["urls"]]]
+    assert len(found["after"]) == 2 and found["versions"] == ["run/0", "run/0"] and all(found["log"])
+    print(
+        f"taken over in {found['seconds']:.1f} s, started in {held['seconds']:.1f} s; back {found['seconds_until_back']:.1f} s after the round"
+    )
+
+    assert found["second_adopted"] == [[True, True], True]
+    assert "another driver has taken over" in found["refusal"]
+    assert found["survived"] == [True, True] and found["one_kept"] and found["gone"]
