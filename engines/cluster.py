@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +76,7 @@ class Cluster:
                     f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same "
                     "RAY_AUTH_MODE and token, or leave the address out to get a Ray that ends with this process"
                 ) from error
+            _keep_signals()
             return cls(owned=False, namespace=namespace)
         ray.init(
             address="local",
@@ -84,6 +87,7 @@ class Cluster:
             _node_ip_address="127.0.0.1",
             **quiet,
         )
+        _keep_signals()
         return cls(owned=True, namespace=namespace)
 
     def stop(self) -> None:
@@ -267,6 +271,12 @@ class Cluster:
         found = ray.get(probes, timeout=120)
         order = sorted(range(missing), key=lambda bundle: (found[bundle][0], len(found[bundle][1]), found[bundle][1]))
         self._gpus += [(group, bundle, found[bundle][1]) for bundle in order]
+
+
+def _keep_signals() -> None:
+    """Python's handler of SIGTERM in its place again: `ray.init` puts one of its own there, which prints a stack and ends the process."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _where_am_i() -> tuple[str, str]:

@@ -1,10 +1,11 @@
-"""The command line: `penstock demo | train | sft | convert | eval | resume | runs | doctor`.
+"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | verify | gc | deploy | runs | doctor`.
 
 Thin: a command reads flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 the request was wrong (one sentence says why).
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,11 @@ USAGE = """usage: penstock COMMAND [options]
   convert   Hugging Face checkpoint -> torch_dist in the store, verified
   eval      score a Hugging Face checkpoint on data sets
   resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
+  replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
+  fork      a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
+  verify    check every hash, reference and sample of a run:  penstock verify RUN
+  gc        list what nothing needs any more; --delete removes it
+  deploy    put the flows on a Prefect server, on a schedule if wanted
   runs      what lies in the store
   doctor    what is installed, what works, and what to do about the rest
 
@@ -91,25 +97,33 @@ def _runs(words: list[str]) -> int:
     return print_runs(parse(words).run)
 
 
+def _later(module: str) -> Callable[[list[str]], int]:
+    """The command in `flows.<module>`, imported when it is called."""
+
+    def call(words: list[str]) -> int:
+        return importlib.import_module(f"flows.{module}").main(words)
+
+    return call
+
+
 def _doctor(words: list[str]) -> int:
     from flows.doctor import examine
 
     return examine()
 
 
-def _demo(words: list[str]) -> int:
-    from flows.demo import main as demo
-
-    return demo(words)
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "demo": _demo,
+    "demo": _later("demo"),
     "train": _train,
     "sft": _sft,
     "convert": _convert,
     "eval": _evaluate,
     "resume": _resume,
+    "replay": _later("replay"),
+    "fork": _later("fork"),
+    "verify": _later("verify"),
+    "gc": _later("gc"),
+    "deploy": _later("deploy"),
     "runs": _runs,
     "doctor": _doctor,
 }

@@ -45,6 +45,18 @@ class RunConfig(StageConfig):
     save_interval: int | None = option(None, change="schedule", ge=1)
     """Save a checkpoint every so many rounds; the last round is always saved."""
 
+    num_rollout_per_start: int | None = option(None, change="schedule", ge=1)
+    """For schedules: every start of the run trains so many rounds beyond what earlier starts were to reach, in place of --num-rollout."""
+
+    keep_checkpoints: int | None = option(None, change="placement", ge=1)
+    """Keep only so many checkpoints, the newest; all of them if not given. The rounds stay: older policies can be replayed."""
+
+    keep_best: str | None = option(None, change="placement")
+    """Keep the checkpoint with the best evaluation too, by this number of the evaluations (e.g. eval/gsm8k; higher is better)."""
+
+    grace_period: float = option(30.0, change="placement", ge=0)
+    """Seconds that a stage may go on after SIGTERM; what it has not finished by then is given up and done by the next start."""
+
     ray_address: str | None = option(None, change="placement")
     """Address of a standing Ray (`auto` finds a local one); without it the run owns a local Ray that ends with it."""
 
@@ -66,6 +78,16 @@ class PostTrainConfig(StageConfig):
     rollout: RolloutConfig = option(default_factory=RolloutConfig)
     train: TrainConfig = option(default_factory=TrainConfig)
     eval: EvalConfig = option(default_factory=EvalConfig)
+
+    @model_validator(mode="after")
+    def _check_retention(self) -> PostTrainConfig:
+        best, names = self.run.keep_best, [f"eval/{name}" for name, _ in self.eval.eval_prompt_data]
+        if best is not None and self.run.keep_checkpoints is None:
+            raise ValueError(f"--keep-best {best} has no effect without --keep-checkpoints, for then all are kept: add it")
+        if best is not None and not best.startswith(tuple(names)):
+            found = ", ".join(names) or "none, for --eval-prompt-data is not given"
+            raise ValueError(f"--keep-best {best} is no number of an evaluation: name one of this run's ({found})")
+        return self
 
     @model_validator(mode="after")
     def _fill_and_check(self) -> PostTrainConfig:

@@ -6,6 +6,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import PostTrainConfig
+from flows.prefect_api import wait_for_api
 from flows.preflight import preflight
 from flows.runs import open_store
 from stages.convert.config import ConvertConfig
@@ -23,6 +24,7 @@ def convert(config: PostTrainConfig) -> None:
     preflight("convert", config)
     store = open_store(config.run)
     ref = convert_checkpoint(store, config.convert, config.run.ray_address)
+    wait_for_api(print)
     print(f"{config.convert.hf_checkpoint} is converted and verified: {ref.uri}")
 
 

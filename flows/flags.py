@@ -7,6 +7,7 @@ flag is an error that names the nearest known one.
 from __future__ import annotations
 
 import difflib
+import json
 import textwrap
 import types
 import typing
@@ -25,17 +26,24 @@ def parse(argv: Sequence[str]) -> PostTrainConfig:
     Raises:
         ValueError: unknown flag, missing value, or whatever the config refuses; one sentence.
     """
-    values: Values = {}
+    return validated(values_of(argv))
+
+
+def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
+    """What a command line and its `--config` files say, over `onto`; not yet validated.
+
+    Raises:
+        ValueError: unknown flag or missing value.
+    """
+    values: Values = {} if onto is None else onto
     given = split(argv)
-    for name, words in given:
-        if name == "--config":
-            for path in words:
-                _merge(values, read_toml(path))
+    for path in [path for name, words in given if name == "--config" for path in words]:
+        _merge(values, read_toml(path))
     cleared: set[str] = set()
     for name, words in given:
         if name != "--config":
             _apply(values, name, words, cleared)
-    return validated(values)
+    return values
 
 
 def split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -168,12 +176,17 @@ def _list_item(annotation: Any) -> Any:
 
 
 def _literal(words: list[str]) -> Any:
-    """An engine's value: number, switch or text; several words make a list."""
+    """An engine's or a file system's value: number, switch, JSON or text; several words make a list."""
     if not words:
         return True
     if len(words) > 1:
         return [_literal([word]) for word in words]
     word = words[0]
+    if word[:1] in ("{", "[", '"'):
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
     for kind in (int, float):
         try:
             return kind(word)

@@ -58,7 +58,7 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
             "`penstock train` on graded samples (policy_loss)"
         )
     check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or demonstrations)
-    if flow != "evaluate" and config.run.num_rollout:
+    if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, demonstrations=demonstrations)
     if flow != "sft":
         check_reward(config.rollout.rm_type, config.rollout.custom_rm_path)

@@ -32,15 +32,7 @@ def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
         ValueError: see `check_run`.
     """
     keys = RunKeys(config.run.run)
-    record = {
-        "record_version": RECORD_VERSION,
-        "flow": flow,
-        "config": config.model_dump(mode="json"),
-        "config_hash": config_hash(config),
-        "code_version": code_version(),
-        "created_at": time.time(),
-    }
-    if store.create(keys.record, json.dumps(record, indent=1).encode()):
+    if create_record(store, flow, config):
         return keys
     check_run(store, flow, config)
     schedule = part(config, "schedule")
@@ -49,6 +41,23 @@ def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
         change = {"at": time.time(), "schedule": schedule}
         store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps(change, indent=1).encode())
     return keys
+
+
+def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
+    """Write a run's record, `more` included, unless it has one. True if this call wrote it."""
+    kept = config.model_dump(
+        mode="json", exclude={"run": {"store_options"}}
+    )  # they hold credentials, and every start gives them anew
+    record = {
+        "record_version": RECORD_VERSION,
+        "flow": flow,
+        "config": kept,
+        "config_hash": config_hash(config),
+        "code_version": code_version(),
+        "created_at": time.time(),
+        **more,
+    }
+    return store.create(RunKeys(config.run.run).record, json.dumps(record, indent=1).encode())
 
 
 def check_run(store: Store, flow: str, config: PostTrainConfig) -> None:
@@ -68,7 +77,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig) -> None:
         if before[field] != value:
             raise ValueError(
                 f"run {keys.run!r} has {flag(field.split('.')[1])} {before[field]!r}, this command says {value!r}: a run keeps it for life; "
-                "start a new one with another --run"
+                f"start a new one with another --run, or go another way from one of its rounds with `penstock fork {keys.run}`"
             )
 
 
@@ -127,8 +136,9 @@ def print_runs(where: RunConfig) -> int:
             continue
         rounds = store.committed_indices(f"{keys.prefix}/steps")
         rewards = [_reward(store, keys, r) for r in (rounds[:1] + rounds[-1:])]
+        parent = record.get("parent")
         table.add_row(
-            run,
+            f"{run} (from {parent['run']} at {parent['at']})" if parent else run,
             record["flow"],
             f"{len(rounds)} of {latest_schedule(store, keys)['run.num_rollout']}",
             " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",

@@ -6,21 +6,29 @@ Processes start at first use and are replaceable at any time: whatever a task ne
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import get_run_logger
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
 from flows.config import PostTrainConfig, config_hash
+from flows.continual import resolved
 from flows.display import Display
+from flows.fork import bridge
+from flows.prefect_api import wait_for_api
 from flows.preflight import preflight
 from flows.runs import code_version, open_run, open_store, run_commits
+from storage.preemption import Preempted, StopRequest
 from storage.refs import CheckpointRef, Commit, commit_key
 from storage.tracking import Tracker, tracking_directory, tracking_uri
 
@@ -38,14 +46,18 @@ class Session:
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
         preflight(flow, config)
-        self.config = config
         self.store = open_store(config.run)
+        self.config = config = resolved(self.store, config)
         self.keys = open_run(self.store, flow, config)
+        self.stop = StopRequest()
+        self._signals = ExitStack()
         self.stamp: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._start: CheckpointRef | None = None
         self._stack = ExitStack()
         self._cluster: Cluster | None = None
+        self._starting = threading.RLock()  # the checkpoint's thread asks for the same processes
         self._trainer: TrainerGroup | None = None
+        self._saving: PrefectFuture[Any] | None = None  # a checkpoint that is being written
         self._engines: EnginePool | None = None
         uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
         self.display = Display(self.keys.run, flow, config, self.store.uri, uri, prefect_page=flow_run.ui_url or "")
@@ -59,17 +71,22 @@ class Session:
         self.tracker.catch_up(self.store, self.keys)
 
     def __enter__(self) -> Session:
+        self._signals = self._listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        for end in (self._stack.close, self.end_engines, self.fence, self._end_cluster):
+        for end in (self._abandon_checkpoint, self._stack.close, self._end_processes):
             end()
         self.display.close()
-        waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=30)
+        waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
         if waiting:
             self.display.note(
                 f"{waiting} lines wait for MLflow ({self.tracker.problem}); they are delivered when the run is started again"
             )
+        wait_for_api(self.display.note, patience=max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None)
+        self._signals.close()
+        if kind is not None and issubclass(kind, Preempted):
+            raise TerminationSignal(signal.SIGTERM)  # so Prefect marks the run as crashed, or as cancelled if it was that
 
     # ---- where the run stands -------------------------------------------------------------------------------------------
 
@@ -121,10 +138,52 @@ class Session:
         return self.display.results(commits)
 
     def failed(self, stage: str, error: BaseException) -> None:
-        """A stage has failed: say so, and fence the trainer."""
-        first_line = str(error).partition("\n")[0]
-        self.display.note(f"{stage} failed ({type(error).__name__}: {first_line}); what it needs is restored from the store")
-        self.fence()
+        """A stage has failed: say so. What the next attempt finds is judged by `trainer_at` and `engines_at`."""
+        if isinstance(error, Preempted):
+            self.display.note(f"{stage} is given up, as asked; the next start does it again")
+        else:
+            first_line = str(error).partition("\n")[0]
+            self.display.note(f"{stage} failed ({type(error).__name__}: {first_line}); what it needs is restored from the store")
+
+    # ---- a checkpoint beside the next rollout ---------------------------------------------------------------------------
+
+    def save_meanwhile(self, saving: PrefectFuture[Any]) -> None:
+        """Let a checkpoint be written while the engines go on. The trainer must not change before `settle`."""
+        self.settle()
+        self._saving = saving
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is committed. Raises what its task raised."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _abandon_checkpoint(self) -> None:
+        """At the end of the session: what can still be saved in the time that is left is saved."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait(timeout=max(0.0, min(self.stop.seconds_left, self.config.train.train_timeout)))
+
+    # ---- being asked to stop --------------------------------------------------------------------------------------------
+
+    def _listen(self) -> ExitStack:
+        """Take SIGTERM as a request to stop within the grace period. Outside the main thread Prefect's own handling stays."""
+        handlers = ExitStack()
+        if threading.current_thread() is not threading.main_thread():
+            return handlers
+
+        def asked(number: int, frame: object) -> None:
+            if not self.stop.requested:
+                self.stop.ask(self.config.run.grace_period)
+                signal.setitimer(signal.ITIMER_REAL, max(self.config.run.grace_period, 1e-3))
+
+        def time_is_up(number: int, frame: object) -> None:
+            raise Preempted(f"the grace period of {self.config.run.grace_period:g} s is over")
+
+        for number, handler in ((signal.SIGTERM, asked), (signal.SIGALRM, time_is_up)):
+            handlers.callback(signal.signal, number, signal.signal(number, handler))
+        handlers.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+        return handlers
 
     # ---- what rollouts need ---------------------------------------------------------------------------------------------
 
@@ -159,19 +218,26 @@ class Session:
 
     @property
     def cluster(self) -> Cluster:
-        """Ray: a standing one if an address is given, else one that ends with this session."""
-        if self._cluster is None:
-            from engines.cluster import Cluster
+        """Ray: a standing one if an address is given, else one that ends with this session, and is started anew if it has died."""
+        with self._starting:
+            if self._cluster is not None and not self._cluster.alive():
+                self.display.note("the run's own Ray has died: starting another one")
+                self._trainer = self._engines = None
+                self._end_cluster()
+            if self._cluster is None:
+                from engines.cluster import Cluster
 
-            self._cluster = Cluster.start(self.config.run.ray_address, namespace=f"penstock-{self.keys.run}")
-        return self._cluster
+                self._cluster = Cluster.start(self.config.run.ray_address, namespace=f"penstock-{self.keys.run}")
+            return self._cluster
 
     @property
     def trainer(self) -> TrainerGroup:
         """The trainer, whatever it holds."""
-        if self._trainer is None:
-            self._trainer = self._new_trainer()
-        return self._trainer
+        with self._starting:
+            cluster = self.cluster  # a new one has no trainer yet
+            if self._trainer is None:
+                self._trainer = self._new_trainer(cluster, self.config)
+            return self._trainer
 
     def trainer_at(self, version: int) -> TrainerGroup:
         """The trainer, holding exactly policy `version`: as it is, or restored from the newest checkpoint and replayed."""
@@ -180,49 +246,67 @@ class Session:
         ensure_policy(self.store, self.keys, self.trainer, version, base=self.start, on_progress=self.display.note)
         return self.trainer
 
-    def start_engines(self) -> None:
-        """Begin to start the engines without waiting; they load for 20-60 s while the trainer is built."""
-        if self._engines is None:
-            self._engines = self._new_engines()
+    def bridge(self) -> None:
+        """In a fork that trains in another way than its parent: save the policy at which it leaves, made in the parent's way."""
+        from stages.train.policy import save_checkpoint
 
-    def engines_at(self, version: int) -> list[str]:
-        """Addresses of engines that all serve policy `version`; publishes to them if they do not."""
-        self.start_engines()
-        assert self._engines is not None
-        self._engines.ensure_alive()
-        wanted = self.weight_version(version)
-        if set(self._engines.weight_versions()) != {wanted}:
-            trainer = self.trainer_at(version)
-            start = time.perf_counter()
-            trainer.publish(
-                self._engines.urls,
-                wanted,
-                transport=self._transport,
-                model_path=self._model_path,
-                directory=self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir(),
-            )
-            seconds = time.perf_counter() - start
-            self.display.published(seconds)
-            self.tracker.log(
-                f"publish-{version}-{time.time_ns()}", {"perf/update_weights_time": seconds}, step=max(0, version - 1)
-            )
-        return self._engines.urls
+        record = self.store.read_json(self.keys.record)
+        assert record is not None
+        if (found := bridge(self.store, record)) is None:
+            return
+        version, before = found
+        parents = self._new_trainer(self.cluster, before)
+        try:
+            save_checkpoint(self.store, self.keys, parents, version, base=self.start, on_progress=self.display.note, **self.stamp)
+        finally:
+            parents.kill()
+
+    def start_engines(self) -> EnginePool:
+        """The engines, whatever they serve. The first call begins to start them, and does not wait the 20-60 s that they load."""
+        with self._starting:
+            cluster = self.cluster
+            if self._engines is None:
+                self._engines = self._new_engines(cluster)
+            return self._engines
+
+    @contextmanager
+    def engines_at(self, version: int) -> Iterator[Callable[[], list[str]]]:
+        """A block in which all engines serve policy `version` and are kept doing so; gives their addresses of the moment."""
+        with self.start_engines().serving(self.weight_version(version), partial(self._publish, version)) as urls:
+            yield urls
+
+    def publish(self, version: int) -> None:
+        """Let every engine serve policy `version`."""
+        self.start_engines().bring_to(self.weight_version(version), partial(self._publish, version))
+
+    def _publish(self, version: int, urls: list[str]) -> None:
+        trainer = self.trainer_at(version)
+        start = time.perf_counter()
+        trainer.publish(
+            urls,
+            self.weight_version(version),
+            transport=self._transport,
+            model_path=self._model_path,
+            directory=self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir(),
+        )
+        seconds = time.perf_counter() - start
+        self.display.published(seconds)
+        self.tracker.log(f"publish-{version}-{time.time_ns()}", {"perf/update_weights_time": seconds}, step=max(0, version - 1))
 
     def weight_version(self, version: int) -> str:
         """What engines report while they serve this run's policy `version`."""
         return f"{self.keys.run}/{version}"
 
-    def fence(self) -> None:
-        """Kill the trainer; the next task that needs it gets a new one. Called when a task has failed, for then nobody knows its state."""
-        if self._trainer is not None:
-            self._trainer.kill()
-            self._trainer = None
-
-    def end_engines(self) -> None:
-        """Stop the engines."""
-        if self._engines is not None:
-            self._engines.stop()
-            self._engines = None
+    def _end_processes(self) -> None:
+        """End trainer, engines and our Ray; those that another driver has taken over are left."""
+        trainer, self._trainer = self._trainer, None
+        engines, self._engines = self._engines, None
+        if self._cluster is not None and self._cluster.alive():
+            if engines is not None:
+                engines.stop()
+            if trainer is not None:
+                trainer.kill()
+        self._end_cluster()
 
     @property
     def _colocated(self) -> bool:
@@ -238,7 +322,7 @@ class Session:
         in_memory = self._colocated or not self.cluster.num_gpus
         return self.config.run.update_weight_transport or ("tensor" if in_memory else "disk")
 
-    def _new_trainer(self) -> TrainerGroup:
+    def _new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
         from engines.megatron.shape import ModelShape
         from stages.train.group import TrainerGroup
         from stages.train.spec import TrainerSpec
@@ -246,19 +330,20 @@ class Session:
         spec = TrainerSpec(
             run=self.keys.run,
             shape=ModelShape.from_hf(self.config.convert.hf_checkpoint),
-            config=self.config.train,
-            temperature=self.config.rollout.rollout_temperature,
+            config=config.train,
+            temperature=config.rollout.rollout_temperature,
             store=self.store.uri,
             store_options=self.config.run.store_options,
         )
-        return TrainerGroup(self.cluster, spec)
+        return TrainerGroup(cluster, spec)
 
-    def _new_engines(self) -> EnginePool:
+    def _new_engines(self, cluster: Cluster) -> EnginePool:
         from engines.sglang.pool import EnginePool
         from engines.sglang.server import ServerSpec
+        from engines.sglang.supervisor import HealthCheck
 
         rollout, train = self.config.rollout, self.config.train
-        has_gpus = self.cluster.num_gpus > 0
+        has_gpus = cluster.num_gpus > 0
         num_gpus = rollout.rollout_num_gpus or train.num_ranks
         spec = ServerSpec(
             model_path=self._model_path,
@@ -273,7 +358,13 @@ class Session:
             start_timeout=rollout.sglang_start_timeout,
         )
         count = num_gpus // rollout.rollout_num_gpus_per_engine if has_gpus else rollout.num_engines
-        return EnginePool(self.cluster, spec, count, offset=0 if self._colocated else train.num_ranks)
+        health = HealthCheck(
+            interval=rollout.rollout_health_check_interval,
+            timeout=rollout.rollout_health_check_timeout,
+            failures=rollout.rollout_health_check_failures,
+            max_restarts=rollout.engine_restarts,
+        )
+        return EnginePool(cluster, spec, count, offset=0 if self._colocated else train.num_ranks, health=health)
 
     def _end_cluster(self) -> None:
         if self._cluster is not None:

@@ -10,36 +10,32 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from prefect import task
-from prefect.artifacts import create_markdown_artifact
+from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 
+from flows.prefect_api import summary_artifact
 from flows.session import Session
 from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
+from storage.retention import expire_checkpoints
 
 RETRY_DELAY_SECONDS = 2
 
-Stage = Callable[..., Any]
 
+class Stage:
+    """A Prefect task whose first argument is the session, made of a plain function.
 
-def stage(name: str) -> Callable[[Stage], Stage]:
-    """A task whose first argument is the session. `name` is a format string over the task's arguments.
-
-    When a task fails, the trainer is fenced: nobody knows whether a step was half applied, so the next attempt restores it from the store.
+    It begins only while nobody has asked the run to stop. A failure is shown and tried again: every attempt looks for the stage's
+    commit first, and asks trainer and engines what they hold.
     """
 
-    def decorate(body: Stage) -> Stage:
-        @functools.wraps(body)
-        def fenced(session: Session, *args: Any) -> Any:
-            try:
-                return body(session, *args)
-            except BaseException as error:
-                session.failed(body.__name__, error)
-                raise
-
-        made = task(
+    def __init__(self, name: str, body: Callable[..., Any], *, after_save: bool = False) -> None:
+        self.body = body
+        self.after_save = after_save
+        functools.update_wrapper(self, body)
+        self._task: Task[..., Any] = task(
             name=body.__name__,
             task_run_name=name,
             retry_delay_seconds=exponential_backoff(RETRY_DELAY_SECONDS),
@@ -47,15 +43,40 @@ def stage(name: str) -> Callable[[Stage], Stage]:
             retry_condition_fn=_worth_retrying,
             persist_result=False,
             cache_policy=NO_CACHE,
-        )(fenced)
+        )(self._telling())
+
+    def __call__(self, session: Session, *args: Any) -> Any:
+        """Run it here, tried again as often as --stage-retries says."""
+        return self._prepared(session)(session, *args)
+
+    def submit(self, session: Session, *args: Any) -> PrefectFuture[Any]:
+        """Run it beside what comes next."""
+        return self._prepared(session).submit(session, *args)
+
+    def _prepared(self, session: Session) -> Task[..., Any]:
+        session.stop.check()
+        if self.after_save:
+            session.settle()
+        return self._task.with_options(retries=session.config.run.stage_retries)
+
+    def _telling(self) -> Callable[..., Any]:
+        body = self.body
 
         @functools.wraps(body)
-        def call(session: Session, *args: Any) -> Any:
-            return made.with_options(retries=session.config.run.stage_retries)(session, *args)
+        def told(session: Session, *args: Any) -> Any:
+            try:
+                return body(session, *args)
+            except BaseException as error:
+                session.failed(body.__name__, error)
+                raise
 
-        return call
+        return told
 
-    return decorate
+
+def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any]], Stage]:
+    """Makes a function a stage. `name` is a format string over its arguments; `after_save` has it wait for a checkpoint that is being
+    written."""
+    return functools.partial(Stage, name, after_save=after_save)
 
 
 def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
@@ -75,6 +96,7 @@ def convert(session: Session) -> CheckpointRef:
 @stage("restore")
 def restore(session: Session) -> None:
     """Build the trainer with the policy the run has come to, while the engines load. Nothing to do if all rounds are trained."""
+    session.bridge()
     version = session.num_trained()
     if version < session.config.run.num_rollout:
         session.trainer_at(version)
@@ -83,25 +105,27 @@ def restore(session: Session) -> None:
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""
+    from stages.rollout.generate import Round
     from stages.rollout.rollout import rollout_stage, state_before
 
     prefix = session.keys.rollout(rollout_id)
-    with session.display.progress("samples") as report:
-        commit = session.store.committed(prefix) or rollout_stage(
-            session.store,
-            prefix,
-            run=session.keys.run,
-            rollout_id=rollout_id,
-            policy_version=rollout_id,
-            urls=session.engines_at(rollout_id),
-            source=session.prompts,
-            tokenizer=session.tokenizer,
-            config=session.config.rollout,
-            state=state_before(session.store, session.keys, rollout_id),
-            grader=session.grader,
-            stamp=session.stamp,
-            on_progress=report,
-        )
+    commit = session.store.committed(prefix)
+    if commit is None:
+        with session.display.progress("samples") as report, session.engines_at(rollout_id) as engines:
+            commit = rollout_stage(
+                session.store,
+                prefix,
+                Round(session.keys.run, rollout_id, policy_version=rollout_id),
+                engines=engines,
+                source=session.prompts,
+                tokenizer=session.tokenizer,
+                config=session.config.rollout,
+                state=state_before(session.store, session.keys, rollout_id),
+                grader=session.grader,
+                stamp=session.stamp,
+                stop=session.stop,
+                on_progress=report,
+            )
     return _rollout_ref(session, prefix, commit)
 
 
@@ -126,9 +150,9 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     return _rollout_ref(session, prefix, commit)
 
 
-@stage("train-{rollout.rollout_id:06d}")
+@stage("train-{rollout.rollout_id:06d}", after_save=True)
 def train(session: Session, rollout: RolloutRef) -> StepRef:
-    """One round of training on a committed rollout."""
+    """One round of training on a committed rollout, once the checkpoint of the round before is written."""
     from stages.train.policy import step_ref, train_round
 
     r = rollout.rollout_id
@@ -143,18 +167,28 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 def publish(session: Session, version: int) -> None:
     """Let every engine serve policy `version`, if a rollout is still to be made with it."""
     if session.generates_with(version):
-        session.engines_at(version)
+        session.publish(version)
+
+
+def checkpoint(session: Session, version: int) -> None:
+    """Save policy `version` while the engines go on; the next stage that needs the trainer waits for it."""
+    session.save_meanwhile(save.submit(session, version))
 
 
 @stage("checkpoint-{version:06d}")
-def checkpoint(session: Session, version: int) -> CheckpointRef:
-    """Save policy `version` with everything that training needs to go on from it."""
+def save(session: Session, version: int) -> CheckpointRef:
+    """Save policy `version` with everything that training needs to go on from it, then let old checkpoints go."""
     from stages.train.policy import save_checkpoint
 
     prefix = session.keys.checkpoint(version)
     if session.store.committed(prefix) is None:
         save_checkpoint(session.store, session.keys, session.trainer, version, base=session.start, **session.stamp)
     commit = session.record(prefix, session.committed(prefix))
+    run = session.config.run
+    if run.keep_checkpoints is not None:
+        expired = expire_checkpoints(session.store, session.keys, keep=run.keep_checkpoints, best=run.keep_best)
+        if expired:
+            session.display.note(f"checkpoints that are not kept any more: {', '.join(map(str, expired))}")
     return CheckpointRef(
         key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="torch_dist", policy_version=version
     )
@@ -165,6 +199,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on one data set: a rollout on its prompts, summed up instead of trained on."""
     from stages.eval.score import score
     from stages.rollout.data_source import PromptSource
+    from stages.rollout.generate import Round
     from stages.rollout.rollout import rollout_stage
 
     evals = session.config.eval
@@ -173,24 +208,21 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     if commit is None:
         config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name]))
         source = PromptSource.open(config)
-        with session.display.progress(f"eval {name}") as report:
+        with session.display.progress(f"eval {name}") as report, session.engines_at(version) as engines:
             commit = rollout_stage(
                 session.store,
                 prefix,
-                run=session.keys.run,
-                rollout_id=version,
-                policy_version=version,
-                urls=session.engines_at(version),
+                Round(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
+                engines=engines,
                 source=source,
                 tokenizer=session.tokenizer,
                 config=config,
                 num_prompts=len(source),
-                kind="eval",
-                id_prefix=f"eval-{version:06d}-{name}-",
                 summarise=lambda samples: score(
                     samples, name, pass_threshold=evals.pass_threshold, require_pass_rate=evals.log_passrate
                 ),
                 stamp=session.stamp,
+                stop=session.stop,
                 on_progress=report,
             )
     session.record(prefix, commit)
@@ -202,7 +234,7 @@ def evaluate(session: Session, version: int) -> list[EvalRef]:
     return [evaluate_one(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
 
 
-@stage("export-{version:06d}")
+@stage("export-{version:06d}", after_save=True)
 def export(session: Session, version: int) -> CheckpointRef:
     """Policy `version` as a Hugging Face directory."""
     from stages.convert.to_hf import export_hf
@@ -229,22 +261,24 @@ def export(session: Session, version: int) -> CheckpointRef:
 
 def finish(session: Session) -> None:
     """Say what came of the run: a table in the terminal, and the same as an artifact on the flow run's Prefect page."""
+    session.settle()
     table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
-    create_markdown_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", key="summary", description="What came of the run")
+    summary_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
-def schedule(session: Session) -> Callable[[int], list[Stage]]:
+def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """What is due after so many rounds, decided once: policy version -> stages to run."""
     run, evals = session.config.run, session.config.eval
     last = run.num_rollout
 
-    def due(version: int) -> list[Stage]:
+    def due(version: int) -> list[Callable[[Session, int], Any]]:
         saves = version > 0 and (version == last or bool(run.save_interval and version % run.save_interval == 0))
         scores = bool(evals.eval_prompt_data) and (
             version in (0, last) or bool(evals.eval_interval and version % evals.eval_interval == 0)
         )
         exports = version > 0 and version == last
-        return [stage for stage, wanted in ((checkpoint, saves), (evaluate, scores), (export, exports)) if wanted]
+        stages: list[tuple[Callable[[Session, int], Any], bool]] = [(checkpoint, saves), (evaluate, scores), (export, exports)]
+        return [stage for stage, wanted in stages if wanted]
 
     return due
 

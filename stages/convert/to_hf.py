@@ -15,6 +15,7 @@ from engines.megatron.shape import ModelShape
 from engines.megatron.stored import stored_model
 from stages.convert.hf_files import ShardWriter, TensorInfo, copy_assets
 from stages.convert.torch_dist_files import TorchDistWeights
+from storage.faults import reach
 from storage.layouts import layout_for
 from storage.layouts.ops import Layout
 from storage.refs import Commit
@@ -57,6 +58,7 @@ def export_hf(
     with _files(store, checkpoint) as source, store.writing(attempt) as writing:
         copy_assets(assets_dir, writing.path)
         num_bytes = write_hf(source, writing.path, dtype, shard_bytes, on_progress)
+        reach("export-writing")
     return store.commit(
         prefix,
         Commit(

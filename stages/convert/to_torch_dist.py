@@ -17,6 +17,7 @@ from engines.megatron.stored import stored_model
 from stages.convert.hf_files import HFWeights, TensorInfo, copy_assets, fingerprint
 from stages.convert.torch_dist_files import write_tensors
 from stages.convert.verify import check_source, verify_conversion
+from storage.faults import reach
 from storage.layouts import layout_for
 from storage.layouts.ops import Layout
 from storage.refs import CheckpointRef, Commit, commit_key
@@ -53,6 +54,7 @@ def _convert(store: Store, hf_dir: Path, shape: ModelShape, prefix: str, on_prog
         total = sum(weights.info[name].num_bytes for name in layout.hf_names())
         with store.writing(attempt) as writing:
             write_tensors(writing.path, stored, _dtypes(layout, weights.info), _resolver(layout, weights, total, on_progress))
+            reach("convert-writing")
             written = time.monotonic()
             report = verify_conversion(weights, writing.path, layout, stored, lambda done: on_progress(total + done, 2 * total))
             verified = time.monotonic()

@@ -1,0 +1,115 @@
+"""What a crash costs: loading the last checkpoint and replaying the committed rounds after it, against generating those rounds again.
+
+    python benchmarks/recovery.py                                  24 rounds of the tiny recipe, recovery from versions 16, 8 and 0
+    python benchmarks/recovery.py --store S --run R --versions 0   of a run that is there already
+
+A fresh trainer is brought to the last version of the run from each of the versions in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from flows import environment
+from flows.config import PostTrainConfig, RunConfig, read_toml, validated
+from flows.demo import RECIPES
+from flows.demo_model import make_tiny_data, make_tiny_model
+from flows.runs import open_store, recorded
+from storage.refs import CheckpointRef, RunKeys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store")
+    parser.add_argument("--run")
+    parser.add_argument(
+        "--versions", type=int, nargs="+", default=[16, 8, 0], help="checkpoints to begin at; 0: the starting weights"
+    )
+    options = parser.parse_args()
+    environment.prepare()
+    if options.run:
+        recover(recorded(RunConfig(store=options.store), options.run)[1], options.versions)
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        root = Path(scratch)
+        make_tiny_model(root / "model", max_length=1024)
+        make_tiny_data(root / "data")
+        config = recipe(root, rounds=24, save_interval=8)
+        from flows.registry import start
+
+        assert start("post_train", config) == 0
+        recover(config, options.versions)
+
+
+def recipe(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
+    """The demo's GRPO with responses of 128 tokens, so that generating costs something."""
+    values = read_toml(RECIPES / "demo-grpo.toml")
+    del values["eval"]
+    values["convert"] = {"hf_checkpoint": str(root / "model")}
+    values["run"] = {"run": "bench", "store": str(root / "store"), "num_rollout": rounds, "save_interval": save_interval}
+    values["rollout"] |= {"prompt_data": [str(root / "data" / "train.jsonl")], "rm_type": "random"}
+    values["rollout"] |= {"rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
+    return validated(values)
+
+
+def recover(config: PostTrainConfig, versions: list[int]) -> None:
+    """Print seconds and ratios for every version to begin at."""
+    from engines.cluster import Cluster
+    from engines.megatron.shape import ModelShape
+    from stages.train.group import TrainerGroup
+    from stages.train.policy import load, replay_round
+    from stages.train.spec import TrainerSpec
+
+    store, keys = open_store(config.run), RunKeys(config.run.run)
+    rounds = len(store.committed_indices(f"{keys.prefix}/steps"))
+    base = CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json"))
+    spec = TrainerSpec(
+        run=keys.run,
+        shape=ModelShape.from_hf(config.convert.hf_checkpoint),
+        config=config.train,
+        temperature=config.rollout.rollout_temperature,
+        store=store.uri,
+    )
+    cluster = Cluster.start()
+    print(f"\nRecovery at round {rounds}: a fresh trainer, seconds")
+    print(
+        f"  {'from':<18}{'start':>8}{'load':>8}{'replay':>8}{'a round':>9}{'generating and training them again':>36}{'ratio':>8}"
+    )
+    for version in versions:
+        group = TrainerGroup(cluster, spec)
+        times = [time.perf_counter()]
+        group.ensure_started()
+        times.append(time.perf_counter())
+        load(store, keys, group, version, base=base)
+        times.append(time.perf_counter())
+        for rollout_id in range(version, rounds):
+            verdict = replay_round(store, keys, group, rollout_id).verdict
+            assert verdict != "DIFFERS"
+        times.append(time.perf_counter())
+        group.kill()
+        started, loaded, replayed = (after - before for before, after in itertools.pairwise(times))
+        commits = [
+            commit
+            for r in range(version, rounds)
+            for prefix in (keys.rollout(r), keys.step(r))
+            if (commit := store.committed(prefix))
+        ]
+        again = sum(sum(commit.seconds.values()) for commit in commits)
+        name = f"checkpoint {version}" if version else "starting weights"
+        print(
+            f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):9.2f}{again:36.1f}"
+            f"{(loaded + replayed) / again:8.2f}"
+        )
+    train = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step(r))))
+    rollout = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r))))
+    print(f"  a round: {rollout:.2f} s of generating, {train:.2f} s of training (medians)")
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`penstock gc`: list what nothing needs any more, and remove it if told to.
+
+What is found, and what guards it, is in storage/leftovers.py and storage/retention.py; here are the words and the table.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.flags import parse
+from flows.runs import open_store
+from flows.words import number, size, taken
+from storage.leftovers import Leftover, leftovers, remove
+from storage.refs import RunKeys
+from storage.retention import finish_expiries
+from storage.store import Store
+
+DEFAULT_HOURS = 24.0
+USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
+
+  Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints, journals of finished rounds,
+  half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
+
+  RUN            only what lies under this run; the whole store if not given
+  --delete       remove it; without this nothing is changed
+  --older-than   hours without a change before something counts as left behind (default 24)"""
+
+
+def main(words: list[str]) -> int:
+    """The command. Returns 0.
+
+    Raises:
+        ValueError: no such run, or unknown words.
+    """
+    if "--help" in words or "-h" in words:
+        print(USAGE)
+        return 0
+    alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
+    if len(alone) > 1:
+        raise ValueError(f"penstock gc takes one run or none; found {' '.join(alone)}")
+    older_than = 3600 * number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
+    store = open_store(parse(rest).run)
+    run = alone[0] if alone else None
+    if run is not None and not store.list(f"runs/{run}"):
+        raise ValueError(f"store {store.uri} has no run {run!r}: check the name, or give --store")
+    found = leftovers(store, run, older_than=older_than)
+    removed = delete(store, found, run, older_than) if "--delete" in own else None
+    show(store, found, removed)
+    return 0
+
+
+def delete(store: Store, found: list[Leftover], run: str | None, older_than: float) -> set[str]:
+    """Remove what was found. Returns the keys of what went; what has come to be needed meanwhile stays."""
+    for name in [run] if run else store.list("runs"):
+        finish_expiries(store, RunKeys(name))  # where a kill has left the record of an expired checkpoint
+    still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than)}
+    removed = {key for key, leftover in still.items() if remove(store, leftover)}
+    return removed | {leftover.key for leftover in found if leftover.kind == "expired checkpoint" and leftover.key not in still}
+
+
+def show(store: Store, found: list[Leftover], removed: set[str] | None) -> None:
+    """A table of what was found, and what became of it."""
+    if not found:
+        print(f"nothing is left over in {store.uri}")
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("what", "where", "files", "size", "last change"):
+        table.add_column(title)
+    for leftover in found:
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(leftover.modified))
+        kept = " (needed now, kept)" if removed is not None and leftover.key not in removed else ""
+        table.add_row(leftover.kind + kept, leftover.key, str(len(leftover.files)), size(leftover.bytes), changed)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width of its own
+    console.print(table)
+    gone = [leftover for leftover in found if removed is None or leftover.key in removed]
+    total = f"{sum(len(leftover.files) for leftover in gone)} files, {size(sum(leftover.bytes for leftover in gone))}"
+    print(f"{total}; nothing was removed: --delete does it" if removed is None else f"{total} removed")

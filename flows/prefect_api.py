@@ -1,0 +1,220 @@
+"""The Prefect API that this process reports to: a configured one, or a server of our own; and what happens while it is away.
+
+The store is the truth, so a run needs Prefect only at two moments: when a flow run begins and when its end is reported. In between, task
+runs and log lines are queued in this process. What the client (3.8) does by itself: a request is tried again for about a minute, an event
+is sent again after a reconnection. What is added here: a server of our own that dies is started again at its port with its database, the
+end of a run waits until the API is back (`wait_for_api`), and a process does not wait minutes at its exit for a server that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from flows.environment import QUIET
+from flows.service import HOST, Service, answers, choose_port, log_directory
+
+PREFECT_PORT = 4200  # what people expect; another free port is taken if it is busy and was not asked for
+PATIENCE = 120.0  # seconds that the end of a run waits for an API that is away
+EXIT_PATIENCE = 5.0  # and that the exit of its process does, with log lines still to send
+CLIENT_RETRIES = 7  # of a request: 2 + 4 + ... + 128 s with jitter; the client's own 5 give up after about 60 s, logs and all
+HEARTBEAT_SECONDS = 30  # a flow run's sign of life, the shortest that Prefect allows (180 if nobody says)
+_UNTIL_EXIT = ExitStack()
+_UNTIL_LEFT = ExitStack()
+_GIVEN_UP = threading.Event()  # our own server cannot be kept alive: nobody waits for it any more
+
+
+@functools.cache
+def ensure_prefect_api() -> str:
+    """Address of the configured Prefect API (PREFECT_API_URL or a profile), or of a server of our own until this process ends.
+
+    Prefect would start one by itself, but that one outlives a killed process and is not replaced when it dies; ours ends with this process,
+    shows its pages too, and is watched. Nobody stops it earlier: at its exit this process still sends the last log lines there.
+    """
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_CLIENT_MAX_RETRIES,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOGGING_INTERNAL_LEVEL,
+        temporary_settings,
+    )
+
+    ours: dict[Any, Any] = {
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_SECONDS,
+        PREFECT_CLIENT_MAX_RETRIES: CLIENT_RETRIES,
+        PREFECT_LOGGING_INTERNAL_LEVEL: "CRITICAL",  # it prints a page of text for every event that has to be sent again
+    }
+    ours = {setting: value for setting, value in ours.items() if setting.name not in os.environ}
+    address = PREFECT_API_URL.value()
+    if not address:
+        port = choose_port("prefect", None, PREFECT_PORT)
+        _start_watched(prefect_server(port))
+        address = f"http://{HOST}:{port}/api"
+        ours[PREFECT_API_URL] = address
+    _UNTIL_EXIT.enter_context(temporary_settings(ours))
+    return address
+
+
+def run_environment() -> dict[str, str]:
+    """What a flow run that a worker starts needs in its environment; `ensure_prefect_api` and the command line say the same to others."""
+    libraries = {name: value for name, value in QUIET.items() if not name.startswith("PREFECT_")}
+    return {
+        **libraries,
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
+    }
+
+
+def prefect_server(port: int) -> Service:
+    """The Prefect server, over the database that runs without a server use too."""
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    environment = {
+        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # the page would otherwise ask port 4200, whatever --port says
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # In memory (the default) a restart forgets who holds a deployment's only slot, and Prefect then cancels the run that holds it.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+    return Service("Prefect", command, log_directory(port) / "prefect.log", environment, ready=f"http://{HOST}:{port}/api/health")
+
+
+def wait_for_api(note: Callable[[str], object] | None = None, patience: float | None = None) -> bool:
+    """Wait until the Prefect API answers, at most `patience` seconds; say so if it does not answer at once. Whether it answers.
+
+    Called before what needs the API (an artifact, the end of a flow run), so that a run ends as soon as the API is back.
+    """
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    address = PREFECT_API_URL.value()
+    if not address:
+        return True  # Prefect starts one of its own
+    _guard_exit()
+    start = time.monotonic()
+    deadline = start + (PATIENCE if patience is None else patience) * (not _without_retries())
+    told = False
+    while not answers(f"{address}/health"):
+        if not told and note and deadline > start:
+            note(
+                f"the Prefect API at {address} is away; waiting for it up to {deadline - start:.0f} s (the run itself is safe in the store)"
+            )
+        told = True
+        if time.monotonic() > deadline or _GIVEN_UP.is_set():
+            if not _without_retries():
+                _UNTIL_LEFT.enter_context(
+                    temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0})
+                )  # waiting is over for the client too
+            return False
+        time.sleep(0.5)
+    if told and note:
+        note(f"the Prefect API is back after {time.monotonic() - start:.0f} s")
+    return True
+
+
+def summary_artifact(markdown: str, note: Callable[[str], object] | None = None) -> bool:
+    """Show a table on the flow run's page. Whether it could be; a page that cannot be written never fails a run."""
+    from httpx import HTTPError
+    from prefect.artifacts import create_markdown_artifact
+
+    if not wait_for_api(note):
+        return False
+    try:
+        create_markdown_artifact(markdown, key="summary", description="What came of the run")
+    except HTTPError as error:  # gone again since, or it refuses
+        if note:
+            note(f"the summary is not on the Prefect page ({type(error).__name__}: {error})")
+        return False
+    return True
+
+
+def leave() -> None:
+    """Called when a flow is over: if the API does not answer, drop the log lines and events that still wait for it."""
+    from prefect.settings import PREFECT_API_URL
+
+    _UNTIL_LEFT.close()
+    address = PREFECT_API_URL.value()
+    if address and not answers(f"{address}/health"):
+        _drop(_queues())
+
+
+@functools.cache
+def _guard_exit() -> None:
+    """At its exit this process waits for a server that is gone only a few seconds.
+
+    Prefect sends what is queued while the interpreter shuts down, and tries minutes for every batch of lines and ten seconds for every event.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    health = f"{PREFECT_API_URL.value()}/health"
+
+    def watch() -> None:
+        queues, last = _queues(), time.monotonic()
+        while time.monotonic() - last < EXIT_PATIENCE:
+            time.sleep(0.5)
+            # Asked for while the process lives: a queue that is being emptied at the exit no longer knows its task. The flag is the one that
+            # stops Prefect's own hooks; a hook of ours would come after those of queues that were made later, and those wait.
+            if not getattr(threading, "_SHUTTING_DOWN", False):
+                queues, last = _queues(), time.monotonic()
+            elif answers(health):
+                last = time.monotonic()
+        _drop(queues)
+
+    # It begins now: a process that ends cannot start a thread.
+    threading.Thread(target=watch, name="prefect-exit-guard", daemon=True).start()
+
+
+def _queues() -> list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]:
+    # No public call ends these queues without sending: `drain` waits for them, and a second one is made at the next log line.
+    from prefect._internal.concurrency import services
+
+    found = [(service._loop, service._task) for service in list(services._active_services)]
+    return [(loop, task) for loop, task in found if loop is not None and task is not None]
+
+
+def _drop(queues: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]) -> None:
+    for loop, task in queues:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+
+def _without_retries() -> bool:
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+    return PREFECT_CLIENT_MAX_RETRIES.value() == 0
+
+
+def _start_watched(server: Service) -> None:
+    """Start the server from the thread that watches it: the kernel ends a child with the thread that started it."""
+    started: list[Exception] = []
+    ready = threading.Event()
+
+    def watch() -> None:
+        try:
+            server.start()
+            server.wait_ready()
+        except Exception as error:
+            started.append(error)
+            return
+        finally:
+            ready.set()
+        assert server.process is not None
+        while True:
+            server.process.wait()
+            try:
+                server.keep()
+            except RuntimeError as error:
+                _GIVEN_UP.set()
+                with server.log.open("a", encoding="utf-8") as log:
+                    log.write(f"penstock: given up, the run goes on without: {error}\n")
+                return
+
+    threading.Thread(target=watch, name="prefect-server-watcher", daemon=True).start()
+    ready.wait()
+    if started:
+        raise started[0]

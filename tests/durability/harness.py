@@ -1,0 +1,397 @@
+"""Kills a running pipeline at exact places, from outside, and asks afterwards whether anything was lost or done twice.
+
+`World` owns what lasts longer than a run: model, data, a Prefect server, an MLflow server, an S3 server, a standing Ray. `Pipeline` is
+one run in it: started, killed, started again. How processes stop at a place is `storage/faults.py`; which places and whom to kill is
+the callers' (matrix.py, soak.py, the tests).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engines.cluster import free_port
+from flows.demo_model import make_tiny_data, make_tiny_model
+from storage.audit import audit
+from storage.faults import VARIABLE
+from storage.refs import RunKeys, commit_key
+from storage.store import Store, committed_prefixes
+
+FAULTY = Path(__file__).parents[1] / "storage" / "faulty.py"
+TARGETS = ("driver", "driver, standing Ray", "engine", "trainer", "ray", "prefect", "mlflow", "tree")
+POINTS = (
+    "convert-writing",
+    "eval-generating",
+    "rollout-before-upload",
+    "rollout-after-upload",
+    "rollout-after-commit",
+    "train-mid-step",
+    "publish-before",
+    "publish-after",
+    "checkpoint-saving",
+    "checkpoint-before-commit",
+    "export-writing",
+)
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+REACH_TIMEOUT = 240.0
+END_TIMEOUT = 300.0
+
+
+class World:
+    """Everything around a run. A context manager: leaving it kills the processes it has started.
+
+    Args:
+        root: an empty directory for all of it.
+        model: sizes for `make_tiny_model`.
+    """
+
+    def __init__(self, root: Path, **model: Any) -> None:
+        self.root = root
+        self.model = make_tiny_model(root / "model", seed=0, **model)
+        make_tiny_data(root / "data")
+        rows = (root / "data" / "train.jsonl").read_text().splitlines()
+        self.train_data, self.eval_data = root / "train.jsonl", root / "eval.jsonl"
+        self.train_data.write_text("\n".join(rows[:12]) + "\n")  # 1.5 rounds an epoch
+        self.eval_data.write_text("\n".join(rows[12:16]) + "\n")
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name.lower() != "http_proxy"},
+            "PREFECT_HOME": str(root / "prefect"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.environment.pop("PREFECT_API_URL", None)
+        self._services: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for name in list(self._services):
+            self.stop(name)
+
+    # ---- services -------------------------------------------------------------------------------------------------------
+
+    def start_prefect(self) -> None:
+        """A Prefect server that all runs use from now on; without it every run has its own."""
+        port = free_port()
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        self._start("prefect", command, f"http://127.0.0.1:{port}/api/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
+        self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+
+    def start_mlflow(self) -> None:
+        """The MLflow server of all runs; started again at the same address after a kill."""
+        if "MLFLOW_TRACKING_URI" not in self.environment:
+            self.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"
+        address = self.environment["MLFLOW_TRACKING_URI"]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.root / 'mlflow.db'}"]
+        self._start("mlflow", command, f"{address}/health", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false")
+
+    def start_s3(self, faults: float = 0.0) -> dict[str, Any]:
+        """A real S3 API with the bucket `bucket`, a share of whose calls goes wrong. Returns the options of its file system."""
+        from s3fs import S3FileSystem
+
+        address = f"http://127.0.0.1:{free_port()}"
+        options: dict[str, Any] = {"endpoint_url": address, "key": "test", "secret": "test"}
+        command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
+        self._start("s3", command, address)
+        S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
+        if faults:
+            port_file = self.root / "faulty.port"
+            command = [sys.executable, str(FAULTY), "--target", address, "--port-file", str(port_file), "--rate", str(faults)]
+            self._start("faulty", [*command, "--hang-seconds", "3"], None)
+            while not port_file.exists() or not port_file.read_text().strip():
+                time.sleep(0.1)
+            self._faulty = options["endpoint_url"] = f"http://127.0.0.1:{port_file.read_text().strip()}"
+            options["config_kwargs"] = {"read_timeout": 2}
+        return options
+
+    def injected(self) -> dict[str, int]:
+        """How often the faulty S3 has done what; `calls` are all of them."""
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._faulty}/-/faults") as answer:
+            return json.load(answer)
+
+    def start_ray(self) -> str:
+        """A standing Ray; returns its address. Runs get its token through the environment."""
+        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+        port = free_port()
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
+        command += ["--port", str(port), "--include-dashboard", "false", "--object-store-memory", str(200 << 20)]
+        command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
+        self._start("ray", command, None)
+        deadline = time.monotonic() + 60
+        while not any("raylet" in process.name() for process in self.family("ray")):
+            assert time.monotonic() < deadline, (self.root / "ray.log").read_text()[-2000:]
+            time.sleep(0.2)
+        time.sleep(2)
+        return f"127.0.0.1:{port}"
+
+    def family(self, name: str) -> list[psutil.Process]:
+        """A service's process and everything below it."""
+        return family(self._services[name].pid) if name in self._services else []
+
+    def stop(self, name: str) -> None:
+        """Kill a service."""
+        if name in self._services:
+            kill(self.family(name))
+            self._services.pop(name).wait()
+
+    def _start(self, name: str, command: list[str], ready: str | None, **environment: str) -> None:
+        with (self.root / f"{name}.log").open("ab") as log:
+            self._services[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**self.environment, **environment}, preexec_fn=die_with_parent
+            )
+        deadline = time.monotonic() + 120
+        while ready and not answers(ready):
+            assert self._services[name].poll() is None and time.monotonic() < deadline, f"{name} does not start"
+            time.sleep(0.2)
+
+
+class Pipeline:
+    """One run of `penstock train`, killed and started again until it ends by itself.
+
+    Args:
+        world: around it.
+        run: its name.
+        store: where it lies.
+        flags: what to run.
+        options: of the store's file system.
+        ray_address: of a standing Ray.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: str,
+        store: str,
+        flags: Sequence[str],
+        options: dict[str, Any] | None = None,
+        ray_address: str | None = None,
+    ) -> None:
+        self.world = world
+        self.keys = RunKeys(run)
+        self.store = Store(store, options)
+        self.faults = world.root / "faults" / run
+        self.faults.mkdir(parents=True)
+        self.log = world.root / f"{run}.log"
+        where = ["--store", store]
+        if options:
+            where += ["--store-options", *(f"{name}={json.dumps(value)}" for name, value in options.items())]
+        self._place = [*where, *(["--ray-address", ray_address] if ray_address else [])]
+        self._flags = ["--run", run, *self._place, *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.num_starts = 0
+
+    # ---- life -----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start it, or go on: by the same command at first and every other time, by `penstock resume` in between."""
+        words = ["resume", self.keys.run, *self._place] if self.num_starts % 2 else ["train", *self._flags]
+        self.num_starts += 1
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self.world.environment, VARIABLE: str(self.faults)},
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the driver."""
+        assert self._process is not None
+        return self._process.pid
+
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait(self, timeout: float = END_TIMEOUT) -> int:
+        """Wait for its end. Returns the exit code."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout:.0f} s:\n{self.tail()}") from None
+
+    def tail(self, size: int = 4000) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-size:]
+
+    def run_until(self, reached: Callable[[], bool], timeout: float = REACH_TIMEOUT) -> bool:
+        """Let it run until `reached()`; it is started (again) if it is not running. False if it ended well before."""
+        deadline = time.monotonic() + timeout
+        while not reached():
+            if self._process is None or (self.returncode() or 0) != 0:
+                assert self.num_starts < 60, f"it is started again and again:\n{self.tail()}"
+                self.start()
+            if self.returncode() == 0:
+                return reached()
+            assert time.monotonic() < deadline, f"not reached within {timeout:.0f} s:\n{self.tail()}"
+            time.sleep(0.01)
+        return True
+
+    # ---- faults ---------------------------------------------------------------------------------------------------------
+
+    def arm(self, point: str) -> None:
+        """The next process that reaches `point` stops there."""
+        (self.faults / point).touch()
+
+    def is_at(self, point: str) -> bool:
+        """Whether a process stands at `point`."""
+        return (self.faults / f"{point}.reached").exists()
+
+    def let_go(self, point: str) -> None:
+        """Let it go on from there."""
+        (self.faults / f"{point}.reached").unlink()
+
+    def strike(self, target: str) -> int:
+        """SIGKILL the target's processes. Returns how many there were."""
+        deadline = time.monotonic() + 15
+        while not (victims := self.victims(target)):  # an engine may be about to be started
+            if time.monotonic() > deadline:
+                return 0
+            time.sleep(0.1)
+        everything = {process: command(process) for process in family(self.pid)}
+        kill(victims)
+        if target == "mlflow":
+            self.world.start_mlflow()
+        if target in ("driver", "tree"):
+            assert self._process is not None
+            self._process.wait(30)
+            # Ray's two agents try for a minute to reach their dead server before they end, and do nothing meanwhile
+            others = [
+                process for process, words in everything.items() if not words.startswith(RAY_AGENTS) and process.pid != self.pid
+            ]
+            _, alive = psutil.wait_procs(others, timeout=30)
+            assert not alive, f"outlived their killed driver: {[everything[process] for process in alive]}"
+        if target == "driver, standing Ray":
+            assert self._process is not None
+            self._process.wait(30)
+        return len(victims)
+
+    def victims(self, target: str) -> list[psutil.Process]:
+        """The processes that make up a target."""
+        ours, ray = family(self.pid), self.world.family("ray")
+
+        def running(*words: str) -> list[psutil.Process]:
+            return [process for process in ours + ray if any(word in command(process) for word in words)]
+
+        match target:
+            case "driver" | "driver, standing Ray":
+                return [psutil.Process(self.pid)]
+            case "tree":
+                return ours
+            case "engine":
+                return running("engines/sglang/launch.py")
+            case "trainer":  # a conversion and an export happen in a process of their own
+                return running("ray::convert_hf", "ray::export_hf") or running("ray::TrainActor")
+            case "ray":
+                return [process for process in ours if process.name() in ("gcs_server", "raylet")]
+            case "prefect":
+                return [
+                    process
+                    for process in ours
+                    if "prefect server start" in command(process) or "prefect.server" in command(process)
+                ]
+            case "mlflow":
+                return self.world.family("mlflow")
+        raise AssertionError(f"unknown target {target!r}")
+
+    # ---- what must hold -------------------------------------------------------------------------------------------------
+
+    def commits(self) -> dict[str, bytes]:
+        """All commit records of the run as they stand."""
+        keys = [commit_key(prefix) for prefix in committed_prefixes(self.store, self.keys)]
+        return {key: data for key in keys if (data := self.store.read(key)) is not None}
+
+    def check(self, hashes: bool = True) -> dict[str, int]:
+        """Nothing lost, nothing done twice: every hash, reference, sample id and prompt. Returns what was counted."""
+        found = audit(self.store, self.keys, hashes=hashes)
+        assert not found.problems, "\n".join(found.problems)
+        return {name: value for name, value in vars(found).items() if name.startswith("num_")}
+
+    def replay(self) -> int:
+        """A clean replay of the run's own commits gives the same weights, bit for bit. Returns the number of rounds."""
+        report = self.world.root / f"{self.keys.run}-replay.json"
+        command = [sys.executable, "-m", "flows.cli", "replay", self.keys.run, *self._place, "--json", str(report)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=self.world.environment, check=False)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        replayed = json.loads(report.read_text())
+        for rollout_id, found in replayed.items():
+            commit = self.store.committed(self.keys.step(int(rollout_id)))
+            assert commit is not None and commit.state["digest"] == found["digest"], f"round {rollout_id} differs"
+            assert found["verdict"] == "equal bit for bit", f"round {rollout_id}: {found['verdict']}"
+        return len(replayed)
+
+
+def tiny_flags(world: World) -> list[str]:
+    """Flags of a run of four rounds of a second, with everything in it that can be killed."""
+    text = f"""
+        --hf-checkpoint {world.model} --prompt-data {world.train_data} --input-key prompt --label-key label
+        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout 4 --save-interval 1 --keep-checkpoints 2
+        --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24 --rollout-sampling ignore_eos=true
+        --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01 --max-tokens-per-gpu 1024
+        --eval-prompt-data tiny {world.eval_data} --eval-interval 2 --trainer-threads 1 --rollout-journal-interval 0.2
+    """
+    return text.split()
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------------
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and everything below it; empty if it is gone."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def command(process: psutil.Process) -> str:
+    """A process's command line; empty if it is gone."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL, all at once, and wait until those are gone that are not our own children (whose Popen must hear how they ended)."""
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue  # it died with another one
+    children = {child.pid for child in psutil.Process().children()}
+    psutil.wait_procs([process for process in processes if process.pid not in children], timeout=30)
+
+
+def answers(address: str) -> bool:
+    """Whether something answers there, whatever it says."""
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def die_with_parent() -> None:
+    """In a child: end when the harness ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,136 @@
+"""The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; a test runs it in short form.
+
+    python tests/durability/matrix.py --results matrix.jsonl                everything (about an hour and a half on 2 cores)
+    python tests/durability/matrix.py --results matrix.jsonl --table        the table of what was done so far
+
+One run per target and store is killed at all boundaries, one after the other, and has to end by itself in between. Finished runs are
+in the results file and are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import POINTS, TARGETS, Pipeline, World, tiny_flags
+
+STORES = ("local", "s3")
+
+
+def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Kill `target` at `point` for every pair, in this order, let the run end, and check it. Returns a record for every kill.
+
+    Raises:
+        AssertionError: something was lost, done twice, left running, or the run did not go on.
+    """
+    kills = []
+    standing: dict[str, bytes] = {}
+    pipeline.arm(schedule[0][0])
+    for number, (point, target) in enumerate(schedule):
+        start, starts = time.monotonic(), pipeline.num_starts
+        assert pipeline.run_until(partial(pipeline.is_at, point)), f"the run ended before {point}:\n{pipeline.tail()}"
+        before = pipeline.commits()
+        changed = [key for key, data in standing.items() if key in before and before[key] != data]
+        assert not changed, f"commit records changed: {changed}"
+        standing = before
+        if number + 1 < len(schedule):
+            pipeline.arm(schedule[number + 1][0])
+        num_killed = pipeline.strike(target)
+        pipeline.let_go(point)
+        kills.append(
+            {"point": point, "target": target, "num_killed": num_killed, "seconds": time.monotonic() - start, "starts": starts}
+        )
+        print(f"  {point:<26} {target:<22} {num_killed} killed", flush=True)
+    pipeline.run_until(lambda: False)
+    changed = [key for key, data in standing.items() if pipeline.commits().get(key, data) != data]
+    assert not changed, f"commit records changed: {changed}"
+    return kills
+
+
+def verdict(pipeline: Pipeline) -> dict[str, Any]:
+    """What is checked when a killed run has ended."""
+    counts = pipeline.check()
+    return {"starts": pipeline.num_starts, "replayed_rounds": pipeline.replay(), **counts}
+
+
+def one_run(root: Path, store: str, target: str, points: Sequence[str]) -> dict[str, Any]:
+    """One target, all boundaries."""
+    with World(root) as world:
+        if target != "prefect":  # else every run starts its own, which is the one to kill
+            world.start_prefect()
+        world.start_mlflow()
+        options = world.start_s3() if store == "s3" else None
+        address = world.start_ray() if target == "driver, standing Ray" else None
+        uri = "s3://bucket/store" if store == "s3" else str(root / "store")
+        pipeline = Pipeline(world, "matrix", uri, tiny_flags(world), options, address)
+        start = time.monotonic()
+        kills = kill_at(pipeline, [(point, target) for point in points])
+        return {
+            "store": store,
+            "target": target,
+            "kills": kills,
+            "verdict": verdict(pipeline),
+            "seconds": time.monotonic() - start,
+        }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Targets x boundaries: kills that were survived, local / S3; `-` where there was nothing to kill."""
+    lines = ["| boundary | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
+    for point in POINTS:
+        cells = []
+        for target in TARGETS:
+            found = {
+                result["store"]: sum(kill["num_killed"] > 0 for kill in result["kills"] if kill["point"] == point)
+                for result in results
+                if result["target"] == target
+            }
+            cells.append(" / ".join(str(found.get(store, "")) or " " for store in STORES))
+        lines.append(f"| {point} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--stores", nargs="+", default=STORES, choices=STORES)
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--points", nargs="+", default=POINTS, choices=POINTS)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    results = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    failed = 0
+    for store in options.stores if not options.table else ():
+        for target in options.targets:
+            if any(result["store"] == store and result["target"] == target for result in results):
+                continue
+            print(f"{target} on {store}", flush=True)
+            root = Path(tempfile.mkdtemp(prefix="penstock-matrix-"))
+            try:
+                result = one_run(root, store, target, options.points)
+            except AssertionError as error:
+                failed += 1
+                print(f"  FAILED: {error}\n  everything is kept in {root}", flush=True)
+                continue
+            results.append(result)
+            with options.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"  ok in {result['seconds']:.0f} s: {result['verdict']}", flush=True)
+            shutil.rmtree(root)
+    print(table(results))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

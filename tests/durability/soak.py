@@ -1,0 +1,102 @@
+"""The soak: the demo's GRPO run, killed at random again and again, learns what the run without kills learns. A program; a test runs it short.
+
+    python tests/durability/soak.py --directory soak                three demos without kills, then 60 rounds with them (about 15 minutes)
+
+In every round, with probability 0.1, a random target is killed at a random moment. The run goes on by itself or is started again. At
+the end its reward may differ from the undisturbed run's by no more than seeds differ from each other, and a clean replay must give its
+weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Pipeline, World
+
+from flows.config import read_toml
+from flows.demo import RECIPES
+from storage.refs import RunKeys
+from storage.store import Store
+
+SOAK_TARGETS = ("driver", "engine", "trainer", "ray", "tree")
+SEEDS = (0, 1, 2)
+LAST = 10  # rounds whose mean reward is compared
+
+
+def soak(pipeline: Pipeline, num_rounds: int, probability: float, seed: int) -> dict[str, int]:
+    """Let a run of `num_rounds` rounds end, killing as it goes. Returns how often each target was killed."""
+    rng, killed = random.Random(seed), dict.fromkeys(SOAK_TARGETS, 0)
+    for rollout_id in range(num_rounds):
+        pipeline.run_until(partial(committed, pipeline, rollout_id))
+        if rng.random() < probability and pipeline.returncode() is None:
+            time.sleep(rng.uniform(0, 1))
+            target = rng.choice(SOAK_TARGETS)
+            killed[target] += pipeline.returncode() is None and pipeline.strike(target) > 0
+    pipeline.run_until(lambda: False)
+    return killed
+
+
+def committed(pipeline: Pipeline, rollout_id: int) -> bool:
+    """Whether a round is trained."""
+    return pipeline.store.committed(pipeline.keys.step(rollout_id)) is not None
+
+
+def last_reward(store: Store, keys: RunKeys) -> float:
+    """Mean reward of the last rounds."""
+    rounds = store.committed_indices(f"{keys.prefix}/rollouts")[-LAST:]
+    commits = [store.committed(keys.rollout(rollout_id)) for rollout_id in rounds]
+    return statistics.mean(commit.summary["rollout/raw_reward"] for commit in commits if commit)
+
+
+def demo_flags(demo: Path, seed: int, num_rounds: int) -> list[str]:
+    """The demo's second half as flags, on what the first half of a demo in `demo` has exported."""
+    sft = RunKeys(f"demo-sft-seed{seed}")
+    store = Store(str(demo / "store"))
+    commit = store.committed(sft.export(store.committed_indices(f"{sft.prefix}/exports")[-1]))
+    assert commit is not None and commit.attempt is not None
+    data = demo / "inputs" / f"data-seed{seed}"
+    words = f"""--config {RECIPES / "demo-grpo.toml"} --num-rollout {num_rounds} --hf-checkpoint {store.path(commit.attempt)}
+        --prompt-data {data / "train.jsonl"} --rollout-seed {seed} --seed {seed} --eval-prompt-data heldout {data / "heldout.jsonl"}"""
+    return words.split()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="finished demos in it are not run again")
+    parser.add_argument("--probability", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=7, help="of the kills")
+    options = parser.parse_args()
+    num_rounds = read_toml(RECIPES / "demo-grpo.toml")["run"]["num_rollout"]
+    rewards = []
+    for seed in SEEDS:
+        command = [sys.executable, "-m", "flows.cli", "demo", "--seed", str(seed), "--directory", str(options.directory / "demo")]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        rewards.append(last_reward(Store(str(options.directory / "demo" / "store")), RunKeys(f"demo-grpo-seed{seed}")))
+        print(f"seed {seed} without kills: reward {rewards[-1]:.3f}", flush=True)
+    root = options.directory / f"soak-{int(time.time())}"
+    root.mkdir()
+    with World(root) as world:
+        world.start_prefect()
+        pipeline = Pipeline(world, "soak", str(root / "store"), demo_flags(options.directory / "demo", SEEDS[0], num_rounds))
+        killed = soak(pipeline, num_rounds, options.probability, options.seed)
+        reward = last_reward(pipeline.store, pipeline.keys)
+        print(f"killed {killed}, started {pipeline.num_starts} times: reward {reward:.3f}", flush=True)
+        print(f"checked: {pipeline.check()}; replayed {pipeline.replay()} rounds bit for bit", flush=True)
+    spread = max(rewards) - min(rewards)
+    good = abs(reward - rewards[0]) <= spread  # no further from its own seed's run than the seeds are from each other
+    print(f"without kills {min(rewards):.3f} to {max(rewards):.3f}: {'within' if good else 'NOT within'} the spread of the seeds")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""From `penstock deploy` to a run that goes on every night: a real server, a real worker, real flow runs (supervised: no engine)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows import deploy
+from storage.refs import RunKeys
+from storage.store import Store
+
+ROOT = Path(__file__).parents[2]
+KEYS = RunKeys("n")
+
+
+# ---- what is refused before anything starts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["post-trian", "--name", "x"], "unknown flow 'post-trian': did you mean post-train?"),
+        (["post-train"], "--name is missing"),
+        (["--cron", "0 2 * * *"], "takes the name of one flow"),
+        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is no schedule"),
+        (["sft", "--name", "x", "--timezone", "UTC"], "give --cron too"),
+        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is no schedule"),
+        (["sft", "--name", "x", "--lr", "much"], "--lr 'much'"),
+    ],
+)
+def test_a_wrong_deployment_is_one_sentence(words: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        deploy.main(words)
+
+
+# ---- a server, a worker and a deployment ------------------------------------------------------------------------------------
+
+
+def prefect_environment(home: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PREFECT_HOME": str(home / "prefect"), "XDG_STATE_HOME": str(home / "state"), **more}
+
+
+def until(what: Callable[[], Any], timeout: float, log: Path) -> Any:
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
+    """`make up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
+    home = tmp_path_factory.mktemp("up")
+    command = [
+        sys.executable,
+        "-m",
+        "flows.services",
+        "up",
+        "--store",
+        str(home / "store"),
+        "--prefect-port",
+        "0",
+        "--mlflow-port",
+        "0",
+    ]
+    log = home / "out"
+    environment = prefect_environment(
+        home, PYTHONPATH=str(ROOT)
+    )  # of the flow runs too, which work in the folder of the deployment
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+    try:
+        until(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, 120, log)
+        text = log.read_text()
+        assert process.poll() is None, text
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        for link in re.findall(r"http://\S+", text)[:2]:
+            assert b"<html" in opener.open(link.split("#")[0], timeout=30).read().lower()
+        yield re.findall(r"http://\S+/api", text)[0], psutil.Process(process.pid), log
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+        assert not psutil.wait_procs(family, timeout=60)[1]
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(up: tuple[str, psutil.Process, Path]) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: up[0]}), get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def deployed(
+    up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """`penstock deploy sft --name nightly ...`, from a folder that is not the checkout; paths are relative to it."""
+    folder = tmp_path_factory.mktemp("work")
+    add_rows(folder / "data.jsonl", 0, 48)
+    words = [
+        *(
+            "sft",
+            "--name",
+            "nightly",
+            "--cron",
+            "0 2 * * *",
+            "--timezone",
+            "Europe/Berlin",
+            "--run",
+            KEYS.run,
+            "--store",
+            "store",
+        ),
+        *(
+            "--num-rollout-per-start",
+            "2",
+            "--save-interval",
+            "2",
+            "--hf-checkpoint",
+            str(tiny_model),
+            "--prompt-data",
+            "data.jsonl",
+        ),
+        *("--input-key", "messages", "--rollout-batch-size", "16", "--n-samples-per-prompt", "1", "--loss-type", "sft_loss"),
+        *("--lr", "1e-3", "--stage-retries", "0"),
+    ]
+    command = [sys.executable, "-m", "flows.cli", "deploy", *words]
+    environment = prefect_environment(folder, PREFECT_API_URL=up[0], PYTHONPATH=str(ROOT))
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"PREFECT_API_URL={up[0]} prefect deployment run 'sft/nightly' --watch" in result.stdout
+    return "sft/nightly", folder
+
+
+def add_rows(path: Path, start: int, stop: int) -> None:
+    chats = [[{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}] for i in range(start, stop)]
+    with path.open("a", encoding="utf-8") as out:
+        out.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats)
+
+
+def fire(client: SyncPrefectClient, title: str) -> Any:
+    return client.create_flow_run_from_deployment(client.read_deployment_by_name(title).id)
+
+
+def state(client: SyncPrefectClient, flow_run: Any) -> str:
+    return client.read_flow_run(flow_run.id).state_name or ""
+
+
+@pytest.mark.integration
+def test_what_is_deployed(client: SyncPrefectClient, deployed: tuple[str, Path]) -> None:
+    made = client.read_deployment_by_name(deployed[0])
+    assert made.work_pool_name == "penstock" and made.enforce_parameter_schema
+    assert made.global_concurrency_limit is not None and made.global_concurrency_limit.limit == 1
+    [schedule] = made.schedules
+    assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
+    automations = client.read_automations_by_name(deploy.AUTOMATION)
+    assert len(automations) == 1, "made twice"  # by `make up` and by `penstock deploy`
+
+
+@pytest.mark.integration
+def test_everything_is_deployed_and_a_schedule_is_left_alone(
+    client: SyncPrefectClient, deployed: tuple[str, Path], up: tuple[str, psutil.Process, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(up[2].parent / "prefect"))
+    assert deploy.deploy_all(up[0]) == 0
+    flows = ("post-train", "sft", "convert", "evaluate", "replay")
+    assert all(client.read_deployment_by_name(f"{flow}/default").enforce_parameter_schema for flow in flows)
+    [template] = client.read_deployment_by_name("post-train/nightly").schedules
+    assert not template.active
+    assert client.read_deployment_by_name(deployed[0]).schedules[0].active
+    assert deploy.exists("post-train/nightly") and not deploy.exists("post-train/weekly")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train": {"lr": "much"}},
+        {"run": {"run": "n", "num_rollouts": 3}},
+        {"run": {"num_rollout": -1}},
+        {"run": {"run": "no spaces"}},
+    ],
+)
+def test_bad_parameters_are_refused_at_submission(client: SyncPrefectClient, deployed: tuple[str, Path], config: dict) -> None:
+    made = client.read_deployment_by_name(deployed[0])
+    with pytest.raises(Exception, match=r"(?s)409|422"):
+        client.create_flow_run_from_deployment(made.id, parameters={"config": config})
+
+
+@pytest.mark.integration
+def test_a_run_goes_on_after_a_kill_with_new_rows_and_without_its_server(
+    client: SyncPrefectClient, deployed: tuple[str, Path], up: tuple[str, psutil.Process, Path]
+) -> None:
+    title, folder = deployed
+    _, parent, log = up
+    store = Store(str(folder / "store"))
+
+    def has(prefix: str) -> bool:
+        return store.exists(f"{prefix}.commit.json")
+
+    # first firing: its process is killed after the first of two rounds; the worker marks it
+    killed = fire(client, title)
+    victim = synthetic_zombie(client, up[0])
+    until(lambda: has(KEYS.step(0)), 120, log)
+    family = flow_processes(parent)
+    for process in family:
+        process.kill()
+    assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, 60, log) == "Crashed"
+    assert until(lambda: state(client, victim) == "Crashed", 60, log), "the automation has not noticed it"
+
+    # second firing: the same target, and the server dies meanwhile
+    second = fire(client, title)
+    until(lambda: state(client, second) == "Running", 90, log)
+    server = next(child for child in parent.children() if "server" in child.cmdline() and "prefect" in child.cmdline())
+    server.kill()
+    until(lambda: has(KEYS.export(2)), 120, log)
+    until(lambda: "Prefect had ended and is started again" in log.read_text(), 60, log)
+    until(lambda: state(client, second) == "Completed", 90, log)
+    assert [has(KEYS.step(r)) for r in range(3)] == [True, True, False]
+
+    # third firing: two rounds more, on rows that were appended meanwhile
+    add_rows(folder / "data.jsonl", 48, 64)
+    third = fire(client, title)
+    until(lambda: state(client, third) == "Completed", 120, log)
+    assert [has(KEYS.step(r)) for r in range(5)] == [True, True, True, True, False]
+    source = store.committed(KEYS.rollout(3)).state["data_source"]  # type: ignore[union-attr]
+    assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
+    assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
+    assert len(store.list(f"{KEYS.prefix}/changes")) == 1  # one more target than run.json's; the killed start added none
+
+
+def flow_processes(up: psutil.Process) -> list[psutil.Process]:
+    """The flow run that the worker has started, and all below it."""
+    worker = next(child for child in up.children() if "worker" in child.cmdline())
+    return worker.children(recursive=True)
+
+
+def synthetic_zombie(client: SyncPrefectClient, address: str) -> Any:
+    """A flow run that says it is alive once and then never again; the automation, with a short window, must find it."""
+    from prefect import flow
+    from prefect.events import emit_event
+    from prefect.states import Running
+
+    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name="for this test")
+
+    @flow(name="sft")
+    def gone() -> None:
+        """Never runs."""
+
+    flow_run = client.create_flow_run(gone, state=Running())
+    resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.resource.name": flow_run.name}
+    related = {
+        "prefect.resource.id": f"prefect.flow.{flow_run.flow_id}",
+        "prefect.resource.role": "flow",
+        "prefect.resource.name": "sft",
+    }
+    emit_event("prefect.flow-run.heartbeat", resource=resource, related=[related])
+    return flow_run

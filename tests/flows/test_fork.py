@@ -1,0 +1,198 @@
+"""A fork shares the past by reference, changes what it likes, is whole or not there, and its data loses and doubles nothing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from made_run import BATCH, ROWS, config_of, make_run, write_data
+
+from flows import fork
+from flows.flags import parse
+from flows.runs import open_run, recorded
+from storage.audit import audit
+from storage.refs import RunKeys, commit_key
+from storage.retention import fork_key
+from storage.store import Store
+
+ROUNDS = 5
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(str(tmp_path / "store"))
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), ROUNDS, save=(2, 4), score=(0, 3, 4))
+    return store
+
+
+def command(store: Store, *words: str) -> int:
+    return fork.main([*words, "--store", store.root])
+
+
+def go_on(store: Store, run: str, rounds: int) -> RunKeys:
+    """What `penstock resume` does, without engines."""
+    _, config = recorded(parse(["--store", store.root]).run, run)
+    return make_run(store, config, rounds)
+
+
+def test_a_fork_shares_the_past_and_goes_its_own_way(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {found.key: found.bytes for found in store.walk("")}
+    assert command(store, "r", "--at", "3", "--name", "f", "--lr", "1e-3", "--num-rollout", "12") == 0
+    out = capsys.readouterr().out
+    assert "shared by reference: 3 rollouts, 3 steps, 1 checkpoints, 2 evals" in out
+    assert "--lr: 1e-06 -> 0.001" in out and f"penstock resume f --store {store.root}" in out
+    new = [found.key for found in store.walk("") if found.key not in before]
+    assert all(key.endswith(".json") for key in new), "only records were written"
+    assert {found.key: found.bytes for found in store.walk("runs/r")} == {
+        key: value for key, value in before.items() if key.startswith("runs/r/")
+    }, "the parent is as it was"
+    keys, old = RunKeys("f"), RunKeys("r")
+    commit, original = store.committed(keys.step(2)), store.committed(old.step(2))
+    assert commit is not None and original is not None
+    assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout(2))})
+    assert commit.model_copy(update={"run": "r", "inputs": original.inputs}) == original
+    record = store.read_json(keys.record)
+    assert {name: record["parent"][name] for name in ("run", "at", "restart_data", "restarts", "parent")} == {
+        **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
+    }
+    assert "store_options" not in record["parent"]["config"]["run"], "credentials are not written down"
+    assert not store.exists(fork_key(keys))
+    go_on(store, "f", ROUNDS + 2)
+    assert audit(store, keys).problems == audit(store, old).problems == []
+    flow, config = recorded(parse(["--store", store.root]).run, "f")
+    assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("post_train", 1e-3, 12, "f")
+    assert open_run(store, flow, config).run == "f", "the fork may be resumed as it stands"
+
+
+def test_killed_anywhere_the_same_command_finishes_it(store: Store) -> None:
+    words = ["r", "--at", "4", "--name", "f"]
+    assert command(store, *words) == 0
+    whole = {found.key: store.read(found.key) for found in store.walk("runs/f")}
+    del whole[RunKeys("f").record]  # it says when
+    for left in (0, 1, len(whole) // 2, len(whole) + 1):
+        store.delete([found.key for found in store.walk("runs/f")])
+        dying = Dying(store, left)
+        with pytest.raises(KeyboardInterrupt):
+            flow, parent = recorded(parse(["--store", store.root]).run, "r")
+            config = fork.changed(parent, [], "f", 4)
+            fork.fork(dying, flow, parent, config, 4, restart_data=False)
+        assert store.read(RunKeys("f").record) is None
+        assert command(store, *words) == 0
+        found = {found.key: store.read(found.key) for found in store.walk("runs/f")}
+        assert found.pop(RunKeys("f").record) and found == whole
+        assert audit(store, RunKeys("f")).problems == []
+        assert command(store, *words) == 0, "and once more is welcome"
+
+
+class Dying(Store):
+    """The same store, for a process that dies before its write number `left`."""
+
+    def __init__(self, store: Store, left: int) -> None:
+        super().__init__(store.uri, probe=False)
+        self.left = left
+
+    def create(self, key: str, data: bytes) -> bool:
+        if self.left <= 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().create(key, data)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["r", "--at", "6", "--name", "f"], r"run 'r' has 5 trained rounds: --at takes a number up to that; found 6"),
+        (["r", "--at", "2", "--name", "r"], r"run 'r' exists already: give --name another name"),
+        (["x", "--at", "2", "--name", "f"], r"has no run 'x' \(it has: r\)"),
+        (["r", "--at", "2", "--name", "f/g"], r"cannot name a run"),
+        (["r", "--at", "2.5", "--name", "f"], r"--at takes the number of a round"),
+        (["r", "--at", "2"], r"penstock fork RUN --at N --name NEW"),
+        (["r", "--at", "4", "--name", "f", "--num-rollout", "3"], r"--num-rollout 3 is less than the 4 rounds"),
+        (["r", "--at", "2", "--name", "f", "--learning-rate", "1"], r"unknown flag --learning-rate"),
+        (["r", "--at", "2", "--name", "f", "--run", "g"], r"leave out --run"),
+    ],
+)
+def test_what_cannot_be_forked_is_refused_in_a_sentence(store: Store, words: list[str], sentence: str) -> None:
+    before = [found.key for found in store.walk("")]
+    with pytest.raises(ValueError, match=sentence):
+        command(store, *words)
+    assert [found.key for found in store.walk("")] == before
+
+
+def test_a_half_made_fork_is_not_mistaken_for_another(store: Store) -> None:
+    assert command(store, "r", "--at", "4", "--name", "f") == 0
+    with pytest.raises(ValueError, match="run 'f' exists already"):
+        command(store, "r", "--at", "3", "--name", "f")
+    store.create(fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
+    store.delete([RunKeys("f").record])
+    with pytest.raises(ValueError, match="begun as another fork and not finished"):
+        command(store, "r", "--at", "3", "--name", "f")
+
+
+def test_batch_sizes_that_follow_from_each_other_follow_again(store: Store) -> None:
+    assert command(store, "r", "--at", "2", "--name", "f", "--n-samples-per-prompt", "4") == 0
+    _, config = recorded(parse(["--store", store.root]).run, "f")
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (4 * BATCH, 1)
+    assert command(store, "r", "--at", "2", "--name", "g", "--global-batch-size", "3") == 0
+    _, config = recorded(parse(["--store", store.root]).run, "g")
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (3, 2)
+    go_on(store, "f", ROUNDS)
+    assert audit(store, RunKeys("f")).problems == []
+
+
+@pytest.mark.parametrize("words", [["--prompt-data", "NEW"], ["--rollout-seed", "7"]])
+def test_other_data_begins_anew_and_prompts_are_numbered_on(store: Store, tmp_path: Path, words: list[str]) -> None:
+    """Also how a run goes on whose rows have changed: `--prompt-data` with the same path says that they may."""
+    if "NEW" in words:
+        write_data(tmp_path / "data.jsonl", ROWS + 2, "changed")
+    words = [str(tmp_path / "data.jsonl") if word == "NEW" else word for word in words]
+    assert command(store, "r", "--at", "3", "--name", "f", *words) == 0
+    keys = go_on(store, "f", ROUNDS + 2)
+    parent = store.read_json(keys.record)["parent"]
+    assert (parent["restart_data"], parent["restarts"]) == (True, [3])
+    commit = store.committed(keys.rollout(3))
+    assert commit is not None
+    state = commit.state["data_source"]
+    assert (state["epoch"], state["cursor"], state["issued"], len(state["segments"])) == (0, BATCH, 4 * BATCH, 1)
+    assert audit(store, keys).problems == []
+    # the fork of a fork knows both its own past and its parent's
+    assert command(store, "f", "--at", "5", "--name", "g", *words) == 0
+    restarts = [3, 5] if "--prompt-data" in words else [3]  # the same seed again is no change
+    assert store.read_json(RunKeys("g").record)["parent"]["restarts"] == restarts
+    assert audit(store, go_on(store, "g", ROUNDS + 3)).problems == []
+    assert command(store, "f", "--at", "2", "--name", "h") == 0, "from before the data began anew"
+    assert store.read_json(RunKeys("h").record)["parent"]["restarts"] == []
+
+
+def test_rows_that_changed_need_the_word(store: Store, tmp_path: Path) -> None:
+    write_data(tmp_path / "data.jsonl", ROWS, "changed")
+    assert command(store, "r", "--at", "3", "--name", "f") == 0
+    with pytest.raises(ValueError, match="have changed since this run saw them"):
+        go_on(store, "f", 4)
+
+
+def test_shared_rounds_are_trained_with_the_config_that_trained_them(store: Store) -> None:
+    assert command(store, "r", "--at", "3", "--name", "f", "--lr", "1e-3") == 0
+    go_on(store, "f", 5)
+    assert command(store, "f", "--at", "4", "--name", "g", "--lr", "1e-2") == 0
+    record = store.read_json(RunKeys("g").record)
+    assert [fork.config_of_round(record, r).train.lr for r in (0, 2, 3, 4, 9)] == [1e-6, 1e-6, 1e-3, 1e-2, 1e-2]
+    version, before = fork.bridge(store, record) or (None, None)
+    assert version == 4 and before is not None and before.train.lr == 1e-3
+    assert command(store, "f", "--at", "2", "--name", "h", "--lr", "1e-2") == 0, "before the parent's own beginning"
+    record = store.read_json(RunKeys("h").record)
+    assert fork.config_of_round(record, 1).train.lr == 1e-6
+    assert fork.bridge(store, record) is None, "checkpoint 2 is there"
+    assert command(store, "r", "--at", "3", "--name", "same", "--num-engines", "2") == 0
+    assert fork.bridge(store, store.read_json(RunKeys("same").record)) is None, "trained alike"
+    assert fork.bridge(store, store.read_json(RunKeys("r").record)) is None, "no fork"
+
+
+def test_at_zero_only_the_beginning_is_shared(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(store, "r", "--at", "0", "--name", "f", "--lr", "1e-3") == 0
+    assert "0 rollouts, 0 steps, 0 checkpoints, 1 evals" in capsys.readouterr().out
+    keys = go_on(store, "f", 2)
+    assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
+    assert fork.bridge(store, store.read_json(keys.record)) is None
+    assert audit(store, keys).problems == []

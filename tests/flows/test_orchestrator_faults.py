@@ -1,0 +1,149 @@
+"""The orchestrator goes away in mid-run, or the tracking server for all of it: the run goes on, and everything is told once in the end.
+
+A server that dies under a worker's run is in test_deploy.py; engines, trainers and drivers that die are in tests/durability.
+"""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.prefect_api import prefect_server
+from flows.service import Service, choose_port
+from flows.services import mlflow_server
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.store import Store
+from storage.tracking import Tracker
+from storage.tracking.lineage import Lineage
+
+pytestmark = pytest.mark.integration
+
+# A run that waits one second, not two minutes, for a server that is not coming back.
+IMPATIENT = "import sys; from flows import cli, prefect_api; prefect_api.PATIENCE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+
+
+def until(what: Callable[[], Any], timeout: float, log: Path) -> Any:
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.05)
+    return found
+
+
+def history(home: Path) -> list[tuple[str, int, str, str]]:
+    """Flow, attempts, task and state of every task run that Prefect knows, with the state of its flow run."""
+    query = "select f.state_name, f.run_count, t.name, t.state_name from flow_run f left join task_run t on t.flow_run_id = f.id"
+    try:
+        with sqlite3.connect(f"file:{home / 'prefect.db'}?mode=ro", uri=True, timeout=20) as database:
+            return database.execute(query).fetchall()
+    except sqlite3.OperationalError:  # not there yet
+        return []
+
+
+def has_begun(home: Path) -> bool:
+    """Whether the first stage runs; a flow run that is only being set up cannot do without its server."""
+    return any(name is not None for _, _, name, _ in history(home))
+
+
+def convert(model: Path, folder: Path, program: list[str], **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
+    log = folder / "log"
+    command = [sys.executable, *program, "convert", "--hf-checkpoint", str(model), "--store", str(folder / "store")]
+    environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state"), **environment}
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=Path(__file__).parents[2]
+        ), log
+
+
+def test_the_runs_own_server_is_killed_and_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    process, log = convert(tiny_model, tmp_path, ["-m", "flows.cli"])
+    try:
+        until(lambda: has_begun(tmp_path / "prefect"), 120, log)
+        [server] = [child for child in psutil.Process(process.pid).children() if "server" in child.cmdline()]
+        server.kill()
+        assert process.wait(timeout=180) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "is converted and verified" in log.read_text()
+    assert [(state, attempts) for state, attempts, _, _ in history(tmp_path / "prefect")] == [("Completed", 1)]
+    assert not Path(f"/proc/{server.pid}").exists() and not psutil.Process().children(recursive=True)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    service = prefect_server(choose_port("prefect", 0, 0))
+    service.start()
+    service.wait_ready()
+    yield service
+    service.stop()
+
+
+def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_model: Path, tmp_path: Path) -> None:
+    process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], PREFECT_API_URL=server.environment["PREFECT_API_URL"])
+    try:
+        until(lambda: has_begun(tmp_path / "prefect"), 120, log)
+        assert server.process is not None
+        server.process.kill()
+        until(lambda: "is converted and verified" in log.read_text(), 120, log)
+        start = time.monotonic()
+        assert process.wait(timeout=120) == 0, log.read_text()
+        assert time.monotonic() - start < 30, "it waited for a server that is gone"  # left to itself, Prefect waits minutes
+    finally:
+        process.kill()
+    assert "convert is complete, but its end could not be reported to Prefect" in log.read_text()
+
+
+def test_mlflow_is_down_for_the_whole_run_and_is_told_everything_once(tmp_path: Path) -> None:
+    keys, store = RunKeys("late"), Store(str(tmp_path / "store"))
+    service = mlflow_server(choose_port("mlflow", 0, 0), f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "logs")
+    uri = (service.ready or "").removesuffix("/health")
+
+    def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
+        tracker = Tracker("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
+        tracker.catch_up(store, keys)
+        for key, commit in offered:
+            tracker.record(key, commit)
+        return tracker.close(timeout=timeout)
+
+    offered = list(rounds(keys))
+    for key, commit in offered:
+        store.commit(key.removesuffix(".commit.json"), commit)
+    assert tracked(0.5, offered) == len(offered) + 2  # its start and its end
+    service.start()
+    try:
+        service.wait_ready()
+        assert tracked(90, []) == 0
+        assert tracked(90, offered) == 0  # a resumed run offers them all again
+        client = Lineage(uri, "penstock", "late", store.uri).client
+        experiment = client.get_experiment_by_name("penstock")
+        [run] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'late'")
+        for metric in ("rollout/raw_reward", "train/loss"):
+            points = client.get_metric_history(run.info.run_id, metric)
+            assert [(point.step, point.value) for point in points] == [(r, 0.5 * r) for r in range(3)]
+    finally:
+        service.stop()
+
+
+def rounds(keys: RunKeys) -> Iterator[tuple[str, Commit]]:
+    for r in range(3):
+        shard = FileRecord(path=f"{keys.rollout(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8)
+        summaries = {"rollout": {"rollout/raw_reward": 0.5 * r}, "step": {"train/loss": 0.5 * r}}
+        at = 1e9 + 100 * r
+        attempt = f"{keys.rollout(r)}/attempt-1"
+        yield (
+            commit_key(keys.rollout(r)),
+            Commit(kind="rollout", index=r, attempt=attempt, files=[shard], summary=summaries["rollout"], created_at=at),
+        )
+        yield (
+            commit_key(keys.step(r)),
+            Commit(kind="step", index=r, policy_version=r + 1, summary=summaries["step"], created_at=at + 1),
+        )
