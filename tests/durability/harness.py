@@ -69,7 +69,9 @@ class World:
             **{name: value for name, value in os.environ.items() if name.lower() != "http_proxy"},
             "PREFECT_HOME": str(root / "prefect"),
             "OMP_NUM_THREADS": "1",
+            VARIABLE: str(root / "faults"),  # also for a standing Ray, where ranks are not the driver's children
         }
+        (root / "faults").mkdir()
         self.environment.pop("PREFECT_API_URL", None)
         self._services: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -159,7 +161,7 @@ class World:
 
 
 class Pipeline:
-    """One run of `penstock train`, killed and started again until it ends by itself.
+    """The run of a world: `penstock train`, killed and started again until it ends by itself.
 
     Args:
         world: around it.
@@ -182,8 +184,7 @@ class Pipeline:
         self.world = world
         self.keys = RunKeys(run)
         self.store = Store(store, options)
-        self.faults = world.root / "faults" / run
-        self.faults.mkdir(parents=True)
+        self.faults = world.root / "faults"
         self.log = world.root / f"{run}.log"
         where = ["--store", store]
         if options:
@@ -204,7 +205,7 @@ class Pipeline:
                 [sys.executable, "-m", "flows.cli", *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self.world.environment, VARIABLE: str(self.faults)},
+                env=self.world.environment,
                 preexec_fn=die_with_parent,
             )
 

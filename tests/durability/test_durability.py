@@ -88,7 +88,7 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     samples = read_samples(pipeline.store, commit)
     assert len({sample.sample_id for sample in samples}) == 8 * 4
     pipeline.check()
-    crashed = subprocess.run(
-        [sys.executable, "-m", "prefect", "flow-run", "ls"], env=world.environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert "CRASHED" in crashed.upper() and "COMPLETED" in crashed.upper()
+    command = [sys.executable, "-m", "prefect", "flow-run", "ls"]
+    environment = {**world.environment, "COLUMNS": "200"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.upper()
+    assert "CRASHED" in shown and "COMPLETED" in shown
