@@ -25,7 +25,7 @@ import psutil
 HOST = "127.0.0.1"
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
-MAX_RESTARTS = 5  # of one service within RESTART_WINDOW seconds: whatever kills it more often than that is not an accident
+MAX_RESTARTS = 20  # of one service within RESTART_WINDOW seconds: whatever kills it more often than that is not an accident
 RESTART_WINDOW = 600.0
 _PR_SET_PDEATHSIG = 1
 

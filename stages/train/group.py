@@ -66,9 +66,12 @@ class TrainerGroup:
             build, incarnation = self._build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             self._actors = [
-                # Ray gives an actor one OpenMP thread unless told otherwise, and the number of threads changes fp32 sums
+                # Ray gives an actor one OpenMP thread unless told otherwise, and the number of threads changes fp32 sums. Inductor's
+                # pool of compile processes outlives a killed rank (seen with torch 2.11): one thread compiles in the rank itself.
                 actor.options(
-                    **slot.with_env(OMP_NUM_THREADS=str(build.threads)), max_restarts=0, **self.cluster.lasting(_name(rank))
+                    **slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1"),
+                    max_restarts=0,
+                    **self.cluster.lasting(_name(rank)),
                 ).remote(build, rank, incarnation, self._owner)
                 for rank, slot in enumerate(self.cluster.place(build.num_ranks))
             ]

@@ -31,17 +31,17 @@ from storage.store import Store, committed_prefixes
 
 FAULTY = Path(__file__).parents[1] / "storage" / "faulty.py"
 TARGETS = ("driver", "driver, standing Ray", "engine", "trainer", "ray", "prefect", "mlflow", "tree")
-POINTS = (
+POINTS = (  # in an order in which a killed trainer is back before it is to be killed again
     "convert-writing",
     "eval-generating",
-    "rollout-before-upload",
-    "rollout-after-upload",
-    "rollout-after-commit",
     "train-mid-step",
     "publish-before",
     "publish-after",
+    "rollout-before-upload",
     "checkpoint-saving",
+    "rollout-after-upload",
     "checkpoint-before-commit",
+    "rollout-after-commit",
     "export-writing",
 )
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")

@@ -38,9 +38,7 @@ def test_killed_on_a_gpu_nothing_is_lost(tmp_path: Path) -> None:
         schedule = [
             ("rollout-before-upload", "engine"),
             ("train-mid-step", "trainer"),
-            ("publish-before", "engine"),
             ("publish-after", "driver"),
-            ("checkpoint-saving", "tree"),
         ]
         kills = kill_at(pipeline, schedule)
         assert all(kill["num_killed"] for kill in kills)
