@@ -7,6 +7,7 @@ stages; the libraries' own log lines are silenced in flows/environment.py.
 from __future__ import annotations
 
 import atexit
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,21 @@ class Display:
     def note(self, text: str) -> None:
         """A sentence about what is happening."""
         self._print(Text(f"· {text}", style="dim"))
+
+    @contextmanager
+    def hears(self, *packages: str) -> Iterator[None]:
+        """Show the warnings of our own packages as sentences while the block runs: an engine was replaced, a journal not written."""
+        ear = _Ear(self)
+        loggers = [logging.getLogger(name) for name in packages]
+        for logger in loggers:
+            logger.addHandler(ear)
+            logger.propagate = False
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(ear)
+                logger.propagate = True
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Report]:
@@ -162,6 +178,17 @@ class Display:
 
     def _print(self, text: Text) -> None:
         self.console.print(text)
+
+
+class _Ear(logging.Handler):
+    """Passes log records on to a display, the first line of each."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self.display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.display.note(record.getMessage().partition("\n")[0])
 
 
 def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()) -> Text:

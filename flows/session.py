@@ -28,6 +28,7 @@ from flows.fork import bridge
 from flows.prefect_api import wait_for_api
 from flows.preflight import preflight
 from flows.runs import code_version, open_run, open_store, run_commits
+from flows.stopping import listen
 from storage.preemption import Preempted, StopRequest
 from storage.refs import CheckpointRef, Commit, commit_key
 from storage.tracking import Tracker, tracking_directory, tracking_uri
@@ -50,7 +51,7 @@ class Session:
         self.config = config = resolved(self.store, config)
         self.keys = open_run(self.store, flow, config)
         self.stop = StopRequest()
-        self._signals = ExitStack()
+        self._entered = ExitStack()
         self.stamp: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._start: CheckpointRef | None = None
         self._stack = ExitStack()
@@ -71,10 +72,12 @@ class Session:
         self.tracker.catch_up(self.store, self.keys)
 
     def __enter__(self) -> Session:
-        self._signals = self._listen()
+        self._entered.enter_context(listen(self.stop, self.config.run.grace_period))
+        self._entered.enter_context(self.display.hears("engines", "stages", "storage"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # what is left to do has limits of its own, and must not be cut short
         for end in (self._abandon_checkpoint, self._stack.close, self._end_processes):
             end()
         self.display.close()
@@ -84,7 +87,7 @@ class Session:
                 f"{waiting} lines wait for MLflow ({self.tracker.problem}); they are delivered when the run is started again"
             )
         wait_for_api(self.display.note, patience=max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None)
-        self._signals.close()
+        self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # so Prefect marks the run as crashed, or as cancelled if it was that
 
@@ -163,27 +166,6 @@ class Session:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait(timeout=max(0.0, min(self.stop.seconds_left, self.config.train.train_timeout)))
-
-    # ---- being asked to stop --------------------------------------------------------------------------------------------
-
-    def _listen(self) -> ExitStack:
-        """Take SIGTERM as a request to stop within the grace period. Outside the main thread Prefect's own handling stays."""
-        handlers = ExitStack()
-        if threading.current_thread() is not threading.main_thread():
-            return handlers
-
-        def asked(number: int, frame: object) -> None:
-            if not self.stop.requested:
-                self.stop.ask(self.config.run.grace_period)
-                signal.setitimer(signal.ITIMER_REAL, max(self.config.run.grace_period, 1e-3))
-
-        def time_is_up(number: int, frame: object) -> None:
-            raise Preempted(f"the grace period of {self.config.run.grace_period:g} s is over")
-
-        for number, handler in ((signal.SIGTERM, asked), (signal.SIGALRM, time_is_up)):
-            handlers.callback(signal.signal, number, signal.signal(number, handler))
-        handlers.callback(signal.setitimer, signal.ITIMER_REAL, 0)
-        return handlers
 
     # ---- what rollouts need ---------------------------------------------------------------------------------------------
 
