@@ -63,8 +63,9 @@ def main(words: list[str]) -> int:
         raise ValueError(f"--name {name!r} cannot name a run: use letters, digits, dot, dash and underscore")
     where = RunConfig.model_validate({key: value for key, value in given.get("run", {}).items() if key.startswith("store")})
     flow, parent = recorded(where, alone[0])
-    config = changed(parent, rest, name, int(at))
     store = open_store(where)
+    _check_trained(store, RunKeys(alone[0]), int(at))
+    config = changed(parent, rest, name, int(at))
     shared = fork(store, flow, parent, config, int(at), restart_data=begins_anew(parent, config, given))
     print(f"run {name} begins at round {int(at)} of {alone[0]}; shared by reference: {shared}")
     for field, before, after in differences(parent, config):
@@ -188,11 +189,15 @@ def _parent_entry(store: Store, parent: PostTrainConfig, at: int, restart_data: 
     }
 
 
+def _check_trained(store: Store, keys: RunKeys, at: int) -> None:
+    num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
+    if at > num_trained:
+        raise ValueError(f"run {keys.run!r} has {num_trained} trained rounds: --at takes a number up to that; found {at}")
+
+
 def _claim(store: Store, old: RunKeys, new: RunKeys, plan: dict[str, Any], at: int) -> None:
     """Take the new run's name, or find that this very fork has it."""
-    num_trained = len(store.committed_indices(f"{old.prefix}/steps"))
-    if at > num_trained:
-        raise ValueError(f"run {old.run!r} has {num_trained} trained rounds: --at takes a number up to that; found {at}")
+    _check_trained(store, old, at)
     standing = store.read_json(new.record)
     if standing is None:
         if store.list(new.prefix) and store.read(fork_key(new)) is None:
