@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from harness import Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
