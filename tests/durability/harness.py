@@ -45,6 +45,7 @@ POINTS = (  # in an order in which a killed trainer is back before it is to be k
     "export-writing",
 )
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+ROUNDS = 6  # so many that every point comes up again after the one before it in POINTS
 REACH_TIMEOUT = 240.0
 END_TIMEOUT = 300.0
 
@@ -340,10 +341,10 @@ class Pipeline:
 
 
 def tiny_flags(world: World) -> list[str]:
-    """Flags of a run of four rounds of a second, with everything in it that can be killed."""
+    """Flags of a run of a few rounds of a second each, with everything in it that can be killed."""
     text = f"""
         --hf-checkpoint {world.model} --prompt-data {world.train_data} --input-key prompt --label-key label
-        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout 4 --save-interval 1 --keep-checkpoints 2
+        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {ROUNDS} --save-interval 1 --keep-checkpoints 2
         --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24 --rollout-sampling ignore_eos=true
         --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01 --max-tokens-per-gpu 1024
         --eval-prompt-data tiny {world.eval_data} --eval-interval 2 --trainer-threads 1 --rollout-journal-interval 0.2

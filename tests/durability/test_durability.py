@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from harness import Pipeline, World, tiny_flags
+from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
 from storage.shards import read_samples
@@ -22,7 +22,7 @@ def test_what_the_driver_owns_dies_with_it_and_comes_back(world: World) -> None:
     kills = kill_at(pipeline, [("rollout-before-upload", "prefect"), ("train-mid-step", "tree"), ("publish-after", "ray")])
     assert all(kill["num_killed"] for kill in kills)
     assert pipeline.num_starts == 2, "only the whole tree needs another start"
-    assert verdict(pipeline)["replayed_rounds"] == 4
+    assert verdict(pipeline)["replayed_rounds"] == ROUNDS
 
 
 def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Pipeline, World, tiny_flags
+from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
 
@@ -33,6 +33,6 @@ def test_every_boundary_on_a_faulty_object_store_with_actors_that_outlive_the_dr
         "others than the driver are replaced in the run"
     )
     found = verdict(pipeline)
-    assert found["replayed_rounds"] == 4 and found["num_samples"] == 4 * 8 * 4 and found["num_prompts"] == 32
+    assert found["replayed_rounds"] == ROUNDS and found["num_samples"] == ROUNDS * 8 * 4 and found["num_prompts"] == ROUNDS * 8
     injected = world.injected()
     assert sum(injected.values()) - injected["calls"] > 20

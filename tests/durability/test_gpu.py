@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Pipeline, World, tiny_flags
+from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,4 +39,4 @@ def test_killed_on_a_gpu_nothing_is_lost(tmp_path: Path) -> None:
         ]
         kills = kill_at(pipeline, schedule)
         assert all(kill["num_killed"] for kill in kills)
-        assert verdict(pipeline)["replayed_rounds"] == 4
+        assert verdict(pipeline)["replayed_rounds"] == ROUNDS
