@@ -69,6 +69,7 @@ class World:
         self.environment = {
             **{name: value for name, value in os.environ.items() if name.lower() != "http_proxy"},
             "PREFECT_HOME": str(root / "prefect"),
+            "XDG_STATE_HOME": str(root / "state"),
             "OMP_NUM_THREADS": "1",
             VARIABLE: str(root / "faults"),  # also for a standing Ray, where ranks are not the driver's children
         }
