@@ -223,7 +223,8 @@ class TrainerGroup:
 
         with self.alone:
             actors = self._actors
-            assert actors, f"{method} before ensure_started"
+            if not actors:  # another thread has killed them since the caller saw to it that they run
+                raise RankDied(f"the trainer's ranks have died before {method!r}")
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
             calls = [actor.call.remote(self._owner, method, *args) for actor in actors]
             waiting = calls
