@@ -1,6 +1,6 @@
 """What a crash costs: loading the last checkpoint and replaying the committed rounds after it, against generating those rounds again.
 
-    python benchmarks/recovery.py                                  24 rounds of the tiny recipe, recovery from versions 16, 8 and 0
+    python benchmarks/recovery.py                                  12 rounds of the tiny recipe, recovery from versions 8, 4 and 0
     python benchmarks/recovery.py --store S --run R --versions 0   of a run that is there already
 
 A fresh trainer is brought to the last version of the run from each of the versions in turn.
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--store")
     parser.add_argument("--run")
     parser.add_argument(
-        "--versions", type=int, nargs="+", default=[16, 8, 0], help="checkpoints to begin at; 0: the starting weights"
+        "--versions", type=int, nargs="+", default=[8, 4, 0], help="checkpoints to begin at; 0: the starting weights"
     )
     options = parser.parse_args()
     environment.prepare()
@@ -39,7 +39,7 @@ def main() -> None:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
-        config = recipe(root, rounds=24, save_interval=8)
+        config = recipe(root, rounds=12, save_interval=4)
         from flows.registry import start
 
         assert start("post_train", config) == 0
