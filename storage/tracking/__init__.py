@@ -179,4 +179,6 @@ def tracking_uri(store: Store, given: str | None = None) -> str:
 def _state_directory(store: Store) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     endpoint = store.options.get("endpoint_url") or store.options.get("client_kwargs", {}).get("endpoint_url") or ""
-    return state / "penstock" / hashlib.sha256(f"{store.uri}{endpoint}".encode()).hexdigest()[:12]  # buckets of one name elsewhere
+    return (
+        state / "penstock" / hashlib.sha256(f"{store.uri}{endpoint}".encode()).hexdigest()[:12]
+    )  # buckets of one name elsewhere
