@@ -98,10 +98,14 @@ def _runs(words: list[str]) -> int:
 
 
 def _later(module: str) -> Callable[[list[str]], int]:
-    """The command in `flows.<module>`, imported when it is called."""
+    """The command in `flows.<module>`, imported when it is called; its USAGE, if it has one, is what --help shows."""
 
     def call(words: list[str]) -> int:
-        return importlib.import_module(f"flows.{module}").main(words)
+        command = importlib.import_module(f"flows.{module}")
+        if ("--help" in words or "-h" in words) and hasattr(command, "USAGE"):
+            print(command.USAGE)
+            return 0
+        return command.main(words)
 
     return call
 

@@ -31,7 +31,7 @@ penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--pool 
 
 At most one run of a deployment is active at a time; the next one waits. Relative paths are those of the folder you deploy from."""
 
-FIELDS = {"--name": True, "--cron": True, "--timezone": True, "--pool": True, "--help": False}
+FIELDS = {"--name": True, "--cron": True, "--timezone": True, "--pool": True}
 ROOT = Path(__file__).parent.parent
 AUTOMATION = "penstock: flow runs without a sign of life are crashed"
 ZOMBIE_AFTER = timedelta(seconds=180)  # six heartbeats: an API that was away for two minutes has heard of the living by then
@@ -44,9 +44,6 @@ def main(words: list[str]) -> int:
         ValueError: the request is wrong.
     """
     alone, own, rest = taken(words, FIELDS)
-    if "--help" in own:
-        print(USAGE)
-        return 0
     if len(alone) > 1 or (not alone and (own or rest)):
         raise ValueError("penstock deploy takes the name of one flow and then options, or nothing at all; --help shows both")
     from flows.prefect_api import ensure_prefect_api

@@ -49,9 +49,6 @@ def main(words: list[str]) -> int:
     Raises:
         ValueError: no such run or round, a name that is taken, or an option that does not fit.
     """
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
     alone, own, rest = taken(words, {"--at": True, "--name": True})
     if len(alone) != 1 or own.keys() != {"--at", "--name"}:
         raise ValueError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")

@@ -35,9 +35,6 @@ def main(words: list[str]) -> int:
     Raises:
         ValueError: no such run, or unknown words.
     """
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
     alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
     if len(alone) > 1:
         raise ValueError(f"penstock gc takes one run or none; found {' '.join(alone)}")

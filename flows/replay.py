@@ -46,9 +46,6 @@ def main(words: list[str]) -> int:
     Raises:
         ValueError: the request is wrong.
     """
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
     if not words or words[0].startswith("-"):
         raise ValueError("penstock replay needs the name of a run; `penstock runs` lists them")
     own, rest = own_options(words[1:])

@@ -31,9 +31,6 @@ def main(words: list[str]) -> int:
     Raises:
         ValueError: no such run, or unknown words.
     """
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
     alone, own, rest = taken(words, {"--no-hashes": False})
     if len(alone) != 1:
         raise ValueError("penstock verify needs the name of one run; `penstock runs` lists them")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engines.sglang.client import EngineClient, Generation
 from stages.rewards.outcome import Outcome, failed
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}  # finish reason -> status; anything else ends the rollout
 RESERVE = 2.0  # seconds of a grace period that are kept for the journal and the way out
 
+T = TypeVar("T")
 Submit = Callable[[Sample], "Future[Outcome]"]  # begins to grade a sample
 Progress = Callable[[int, int], None]  # samples done, samples in all
 
@@ -162,31 +163,37 @@ async def generate(
         journal.add(samples)
         return [(sample, submit(sample), generation.cached_tokens) for sample, generation in zip(samples, generations)]
 
-    deadline = asyncio.timeout(config.rollout_timeout)
-    try:
-        async with deadline, client, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(group)) for group in groups]
-            beside = [tasks.create_task(journal.keep())]
-            if stop is not None:
-                beside.append(tasks.create_task(_until_preempted(stop, pace)))
-            await asyncio.wait(running)
-            for task in beside:
-                task.cancel()
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None  # the others were cancelled because of it, or failed alike
-    except TimeoutError:
-        if deadline.expired():
-            raise TimeoutError(
-                f"{pace.done} of {pace.total} samples within --rollout-timeout {config.rollout_timeout:g} s"
-            ) from None
-        raise
-    results = [result for task in running for result in task.result()]
+    beside = [journal.keep(), *([_until_preempted(stop, pace)] if stop is not None else [])]
+    async with client:
+        answered = await _together([one(group) for group in groups], beside, config.rollout_timeout, pace)
+    results = [result for group in answered for result in group]
     return Generated(
         samples=[sample for sample, _, _ in results],
         outcomes=[outcome for _, outcome, _ in results],
         num_cached_tokens=sum(cached for _, _, cached in results),
         adopted_groups=[group.group_id for group in groups if group.group_id in journal.adopted],
     )
+
+
+async def _together(
+    work: Sequence[Coroutine[Any, Any, T]], beside: Sequence[Coroutine[Any, Any, None]], time_limit: float, pace: _Pace
+) -> list[T]:
+    """The results of all of `work`, in order, with `beside` running as long as it does. The first failure of either ends everything."""
+    deadline = asyncio.timeout(time_limit)
+    try:
+        async with deadline, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+            watching = [tasks.create_task(one) for one in beside]
+            await asyncio.wait(running)
+            for task in watching:
+                task.cancel()
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None  # the others were cancelled because of it, or failed alike
+    except TimeoutError:
+        if deadline.expired():
+            raise TimeoutError(f"{pace.done} of {pace.total} samples within --rollout-timeout {time_limit:g} s") from None
+        raise
+    return [task.result() for task in running]
 
 
 class _Pace:

@@ -1,6 +1,6 @@
 """The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; a test runs it in short form.
 
-    python tests/durability/matrix.py --results matrix.jsonl                everything (about an hour and a half on 2 cores)
+    python tests/durability/matrix.py --results matrix.jsonl                everything (hours on 2 cores; ended and called again, it goes on)
     python tests/durability/matrix.py --results matrix.jsonl --table        the table of what was done so far
 
 One run per target and store is killed at all boundaries, one after the other, and has to end by itself in between. Finished runs are

@@ -1,6 +1,6 @@
 """The soak: the demo's GRPO run, killed at random again and again, learns what the run without kills learns. A program; a test runs it short.
 
-    python tests/durability/soak.py --directory soak                three demos without kills, then 60 rounds with them (about 15 minutes)
+    python tests/durability/soak.py --directory soak                three demos without kills, then 60 rounds with them
 
 In every round, with probability 0.1, a random target is killed at a random moment. The run goes on by itself or is started again. At
 the end its reward may differ from the undisturbed run's by no more than seeds differ from each other, and a clean replay must give its
