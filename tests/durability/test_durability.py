@@ -11,6 +11,7 @@ import time
 import pytest
 from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
+from soak import soak
 
 from storage.shards import read_samples
 
@@ -53,3 +54,12 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     environment = {**world.environment, "COLUMNS": "200"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.upper()
     assert "CRASHED" in shown and "COMPLETED" in shown
+
+
+def test_killed_at_random_again_and_again_it_loses_nothing(world: World) -> None:
+    """The soak in short form (soak.py has the whole one, with a model that learns)."""
+    pipeline = Pipeline(world, "soaked", str(world.root / "store"), tiny_flags(world))
+    killed = soak(pipeline, ROUNDS, probability=0.5, seed=2)
+    assert sum(killed.values()) >= 2, killed
+    found = verdict(pipeline)
+    assert found["replayed_rounds"] == ROUNDS and found["num_samples"] == ROUNDS * 8 * 4

@@ -58,6 +58,7 @@ class FaultyProxy:
     Args:
         target: the real server, `http://host:port`.
         rate: share of the calls that get a fault.
+        limit: this many faults and no more; None: no end of them.
         seed: of the faults (calls that run at the same time may still meet them in another order).
         kinds: only these faults; all by default.
         hang_seconds: longer than the client's read timeout.
@@ -70,6 +71,7 @@ class FaultyProxy:
         target: str,
         *,
         rate: float = 0.05,
+        limit: int | None = None,
         seed: int = 0,
         kinds: set[str] | None = None,
         hang_seconds: float = 3.0,
@@ -77,7 +79,7 @@ class FaultyProxy:
         lag_seconds: float = 5.0,
         port: int = 0,
     ) -> None:
-        self.target, self.rate, self.kinds, self.port = target, rate, kinds, port
+        self.target, self.rate, self.limit, self.kinds, self.port = target, rate, limit, kinds, port
         self.hang_seconds, self.slow_seconds, self.lag_seconds = hang_seconds, slow_seconds, lag_seconds
         self.counts: Counter[str] = Counter()  # by kind; "calls" are all of them
         self.url = ""
@@ -126,6 +128,7 @@ class FaultyProxy:
         fault = self._draw(request, body)
         if fault:
             self.counts[fault] += 1
+            self.limit = None if self.limit is None else self.limit - 1
         if fault in _CODES:
             status, code = _CODES[fault]
             xml = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>"
@@ -159,7 +162,8 @@ class FaultyProxy:
         if request.method == "PUT" and len(body) > 1:
             kinds += ["cut_upload"] if "If-None-Match" in request.headers else ["cut_upload", "short"]
         kinds = [kind for kind in kinds if self.kinds is None or kind in self.kinds]
-        return self._random.choice(kinds) if self._random.random() < self.rate and kinds else None
+        wanted = self._random.random() < self.rate and self.limit != 0
+        return self._random.choice(kinds) if wanted and kinds else None
 
     async def _forward(self, request: web.Request, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP]
