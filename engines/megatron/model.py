@@ -44,7 +44,7 @@ class PolicyModel(GPTModel):
 
     def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
         if stream.cos_sin is None:
-            stream.cos_sin = cosines_and_sines(stream.positions, self.shape.head_dim, self.shape.rotary_base)
+            stream.cos_sin = cosines_and_sines(stream.positions, self.shape.head_dim, self.shape.rotary.base)
         return super().forward(stream.token_ids[None], stream.positions[None], None, packed_seq_params=stream)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:

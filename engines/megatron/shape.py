@@ -4,11 +4,70 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 FAMILIES = {"Qwen3ForCausalLM": "qwen3"}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Llama3Scaling(_Part):
+    """Llama 3.1's stretching of long wavelengths (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+class YarnScaling(_Part):
+    """YaRN (Peng et al. 2023), with DeepSeek's mscale."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+class Rotary(_Part):
+    """Rotary position embedding (Su et al. 2021)."""
+
+    base: float  # Hugging Face's rope_theta
+    fraction: float = 1.0  # of a head's dimensions that turn; the first ones
+    interleaved: bool = False  # pairs (0, 1), (2, 3), ... turn together, instead of (i, i + half)
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+
+class LatentAttention(_Part):
+    """Multi-head latent attention (DeepSeek-V2). A head has `nope + rope` query and key dimensions."""
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class Experts(_Part):
+    """A mixture of experts in place of the MLP."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int  # of one routed expert
+    shared_ffn_hidden_size: int = 0  # of all shared experts together
+    num_dense_layers: int = 0  # the first ones have an ordinary MLP of the model's ffn_hidden_size
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True  # the chosen experts' scores are divided by their sum
+    bias: bool = False  # a frozen correction is added to the scores for choosing, not for weighting
+    num_groups: int = 1  # experts are chosen from the best `top_groups` groups only
+    top_groups: int = 1
+    scaling: float = 1.0  # of the routed experts' sum
 
 
 class ModelShape(BaseModel):
@@ -23,14 +82,18 @@ class ModelShape(BaseModel):
     ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     vocab_size: int
     max_position_embeddings: int
-    rotary_base: float
+    rotary: Rotary
     norm_epsilon: float
     qk_layernorm: bool
     qkv_bias: bool
     tied_embeddings: bool
+    sandwich_norms: bool = False  # norms also after attention and after the MLP, before the residual is added (GLM-4)
+    latent: LatentAttention | None = None  # None: grouped-query attention
+    experts: Experts | None = None  # None: every layer is dense
+    num_mtp_layers: int = 0  # multi-token prediction layers after the last one; not trained
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> ModelShape:
@@ -65,7 +128,7 @@ class ModelShape(BaseModel):
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config["max_position_embeddings"],
-            rotary_base=config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+            rotary=Rotary(base=config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
             norm_epsilon=config.get("rms_norm_eps", 1e-6),
             qk_layernorm=True,
             qkv_bias=bool(config.get("attention_bias", False)),

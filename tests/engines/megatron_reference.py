@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.shape import ModelShape
+from engines.megatron.shape import ModelShape, Rotary
 
 SHAPE = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -25,7 +25,7 @@ SHAPE = ModelShape(
     head_dim=16,
     vocab_size=61,  # odd: tensor parallelism must pad it
     max_position_embeddings=256,
-    rotary_base=10000.0,
+    rotary=Rotary(base=10000.0),
     norm_epsilon=1e-6,
     qk_layernorm=True,
     qkv_bias=False,
@@ -78,7 +78,7 @@ def hf_model(shape: ModelShape = SHAPE, seed: int = 7) -> Any:
         intermediate_size=shape.ffn_hidden_size,
         tie_word_embeddings=shape.tied_embeddings,
         max_position_embeddings=shape.max_position_embeddings,
-        rope_theta=shape.rotary_base,
+        rope_theta=shape.rotary.base,
         initializer_range=0.15,
         attn_implementation="eager",
     )
