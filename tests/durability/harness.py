@@ -87,11 +87,21 @@ class World:
     # ---- services -------------------------------------------------------------------------------------------------------
 
     def start_prefect(self) -> None:
-        """A Prefect server that all runs use from now on; without it every run has its own."""
-        port = free_port()
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        self._start("prefect", command, f"http://127.0.0.1:{port}/api/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
-        self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+        """The Prefect server of all runs from now on, started again at the same address; without it every run has its own."""
+        address = self.environment.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+        port = address.rpartition(":")[2].removesuffix("/api")
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
+        self._start("prefect", command, f"{address}/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
+
+    def flow_states(self) -> list[str]:
+        """States of all flow runs that the Prefect server knows, the oldest first."""
+        request = urllib.request.Request(
+            f"{self.environment['PREFECT_API_URL']}/flow_runs/filter",
+            data=json.dumps({"sort": "START_TIME_ASC"}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+            return [run["state_name"] for run in json.load(answer)]
 
     def start_mlflow(self) -> None:
         """The MLflow server of all runs; started again at the same address after a kill."""

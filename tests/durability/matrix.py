@@ -44,9 +44,9 @@ def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dic
         changed = [key for key, data in standing.items() if key in before and before[key] != data]
         assert not changed, f"commit records changed: {changed}"
         standing = before
-        if number + 1 < len(schedule):
-            pipeline.arm(schedule[number + 1][0])
         num_killed = pipeline.strike(target)
+        if number + 1 < len(schedule):
+            pipeline.arm(schedule[number + 1][0])  # not before: a rank that is to die beside its driver could get there
         pipeline.let_go(point)
         kills.append(
             {"point": point, "target": target, "num_killed": num_killed, "seconds": time.monotonic() - start, "starts": starts}

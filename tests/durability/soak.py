@@ -2,8 +2,8 @@
 
     python tests/durability/soak.py --directory soak                three demos without kills, then 60 rounds with them
 
-In every round, with probability 0.1, a random target is killed at a random moment. The run goes on by itself or is started again. At
-the end its reward may differ from the undisturbed run's by no more than seeds differ from each other, and a clean replay must give its
+In every round, with probability 0.1, a random target is killed at a random moment, and in the middle the Prefect server is away for a
+minute. The run goes on by itself or is started again. At the end its reward may differ from the undisturbed run's by no more than seeds differ from each other, and a clean replay must give its
 weights, bit for bit.
 """
 
@@ -33,17 +33,29 @@ SEEDS = (0, 1, 2)
 LAST = 10  # rounds whose mean reward is compared
 
 
-def soak(pipeline: Pipeline, num_rounds: int, probability: float, seed: int) -> dict[str, int]:
-    """Let a run of `num_rounds` rounds end, killing as it goes. Returns how often each target was killed."""
+def soak(pipeline: Pipeline, num_rounds: int, probability: float, seed: int, outage: float) -> dict[str, int]:
+    """Let a run of `num_rounds` rounds end, killing as it goes; half way the Prefect server is away for `outage` seconds. Returns how
+    often each target was killed."""
     rng, killed = random.Random(seed), dict.fromkeys(SOAK_TARGETS, 0)
     for rollout_id in range(num_rounds):
         pipeline.run_until(partial(committed, pipeline, rollout_id))
+        if rollout_id == num_rounds // 2:
+            without_prefect(pipeline, outage)
         if rng.random() < probability and pipeline.returncode() is None:
             time.sleep(rng.uniform(0, 1))
             target = rng.choice(SOAK_TARGETS)
             killed[target] += pipeline.returncode() is None and pipeline.strike(target) > 0
     pipeline.run_until(lambda: False)
     return killed
+
+
+def without_prefect(pipeline: Pipeline, seconds: float) -> None:
+    """The Prefect server goes away and comes back."""
+    pipeline.world.stop("prefect")
+    back = time.monotonic() + seconds
+    ended = not pipeline.run_until(lambda: time.monotonic() > back)
+    assert not ended, f"it ended without having told Prefect:\n{pipeline.tail()}"
+    pipeline.world.start_prefect()
 
 
 def committed(pipeline: Pipeline, rollout_id: int) -> bool:
@@ -75,6 +87,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, required=True, help="finished demos in it are not run again")
     parser.add_argument("--probability", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=7, help="of the kills")
+    parser.add_argument("--outage", type=float, default=60.0, help="seconds without a Prefect server")
     options = parser.parse_args()
     num_rounds = read_toml(RECIPES / "demo-grpo.toml")["run"]["num_rollout"]
     rewards = []
@@ -88,9 +101,10 @@ def main() -> int:
     with World(root) as world:
         world.start_prefect()
         pipeline = Pipeline(world, "soak", str(root / "store"), demo_flags(options.directory / "demo", SEEDS[0], num_rounds))
-        killed = soak(pipeline, num_rounds, options.probability, options.seed)
+        killed = soak(pipeline, num_rounds, options.probability, options.seed, options.outage)
         reward = last_reward(pipeline.store, pipeline.keys)
         print(f"killed {killed}, started {pipeline.num_starts} times: reward {reward:.3f}", flush=True)
+        print(f"flow runs: {', '.join(world.flow_states())}", flush=True)
         print(f"checked: {pipeline.check()}; replayed {pipeline.replay()} rounds bit for bit", flush=True)
     spread = max(rewards) - min(rewards)
     good = abs(reward - rewards[0]) <= spread  # no further from its own seed's run than the seeds are from each other

@@ -57,9 +57,12 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
 
 
 def test_killed_at_random_again_and_again_it_loses_nothing(world: World) -> None:
-    """The soak in short form (soak.py has the whole one, with a model that learns)."""
+    """The soak in short form (soak.py has the whole one, with a model that learns and a longer outage)."""
+    world.start_prefect()
     pipeline = Pipeline(world, "soaked", str(world.root / "store"), tiny_flags(world))
-    killed = soak(pipeline, ROUNDS, probability=0.5, seed=2)
+    killed = soak(pipeline, ROUNDS, probability=0.5, seed=2, outage=10)
     assert sum(killed.values()) >= 2, killed
+    *crashed, last = world.flow_states()
+    assert last == "Completed" and len(crashed) == pipeline.num_starts - 1
     found = verdict(pipeline)
     assert found["replayed_rounds"] == ROUNDS and found["num_samples"] == ROUNDS * 8 * 4
