@@ -273,8 +273,8 @@ class Pipeline:
 
     def strike(self, target: str) -> int:
         """SIGKILL the target's processes. Returns how many there were."""
-        deadline = time.monotonic() + 15
-        while not (victims := self.victims(target)):  # an engine may be about to be started
+        deadline = time.monotonic() + (60 if target == "prefect" else 15)
+        while not (victims := self.victims(target)):  # about to be started (again)
             if time.monotonic() > deadline:
                 return 0
             time.sleep(0.1)
