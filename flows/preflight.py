@@ -26,7 +26,8 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
 
 @cache
 def _checked(flow: str, config_json: str) -> None:
-    from engines.megatron.args import check_megatron_args
+    from engines.megatron.fit import check_fit
+    from engines.megatron.model_options import contradictions
     from engines.megatron.shape import ModelShape
 
     config = PostTrainConfig.model_validate_json(config_json)
@@ -36,8 +37,15 @@ def _checked(flow: str, config_json: str) -> None:
         raise ValueError(
             "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
-    ModelShape.from_hf(config.convert.hf_checkpoint)
-    check_megatron_args(config.train.megatron)
+    shape, train = ModelShape.from_hf(config.convert.hf_checkpoint), config.train
+    contradictions(shape, train.megatron)
+    check_fit(
+        shape,
+        train.tensor_model_parallel_size,
+        train.expert_model_parallel_size,
+        train.expert_tensor_parallel_size,
+        train.sequence_parallel,
+    )
     store = open_store(config.run)
     if flow != "convert":
         check_run(store, flow, config)

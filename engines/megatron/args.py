@@ -1,7 +1,8 @@
 """Names of Megatron-core's options, for the command line and for preflight, without importing megatron or torch.
 
-They are the fields of four dataclasses, read from the installed source. Megatron-LM's command line knows some of them under other
-names (`--recompute-activations`): a table of these spellings stands here. Values are checked where the model is built.
+They are the fields of five dataclasses, read from the installed source. Megatron-LM's command line knows some of them under other
+names (`--recompute-activations`), and has options that no dataclass has (`--vocab-size`): tables of both stand here. Values are
+checked against the checkpoint by `model_options.py`, and where the model is built.
 """
 
 from __future__ import annotations
@@ -9,16 +10,32 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCES = {  # in megatron/core
-    "transformer/transformer_config.py": "TransformerConfig",
-    "model_parallel_config.py": "ModelParallelConfig",
-    "optimizer/optimizer_config.py": "OptimizerConfig",
-    "distributed/distributed_data_parallel_config.py": "DistributedDataParallelConfig",
+SOURCES = {  # class -> file in megatron/core
+    "TransformerConfig": "transformer/transformer_config.py",
+    "MLATransformerConfig": "transformer/transformer_config.py",
+    "ModelParallelConfig": "model_parallel_config.py",
+    "OptimizerConfig": "optimizer/optimizer_config.py",
+    "DistributedDataParallelConfig": "distributed/distributed_data_parallel_config.py",
+}
+# of Megatron-LM's command line, and of forks of it (the last two), in no dataclass: they describe the model
+COMMAND_LINE = {
+    "vocab_size": "int",
+    "max_position_embeddings": "int",
+    "untie_embeddings_and_output_weights": "bool",
+    "group_query_attention": "bool",
+    "position_embedding_type": "str",
+    "use_rotary_position_embeddings": "bool",
+    "no_position_embedding": "bool",
+    "use_rope_scaling": "bool",
+    "rope_scaling_factor": "float",
+    "post_self_attn_layernorm": "bool",
+    "post_mlp_layernorm": "bool",
 }
 # the usual spellings of Megatron-LM's command line -> what they set
 ALIASES: dict[str, dict[str, Any]] = {
@@ -38,6 +55,7 @@ ALIASES: dict[str, dict[str, Any]] = {
     "no_overlap_p2p_communication": {"overlap_p2p_comm": False},
     "norm_epsilon": {"layernorm_epsilon": ...},
     "num_experts": {"num_moe_experts": ...},
+    "swiglu": {"gated_linear_unit": True},
 }
 
 
@@ -47,16 +65,19 @@ class MegatronFlag:
 
     name: str
     annotation: str
-    owner: str  # the dataclass, or "alias"
+    owner: str  # the dataclass, "alias" or "command line"
 
 
 @cache
 def megatron_flags() -> dict[str, MegatronFlag]:
     """All options by name, other spellings included."""
     flags: dict[str, MegatronFlag] = {}
-    for file, owner in SOURCES.items():
+    for owner, file in SOURCES.items():
         for name, annotation in _fields(_core() / file, owner).items():
             flags.setdefault(name, MegatronFlag(name, annotation, owner))
+    for name, annotation in COMMAND_LINE.items():
+        assert name not in flags, f"{name} is a field, and no option of the command line alone"
+        flags[name] = MegatronFlag(name, annotation, "command line")
     for alias, target in ALIASES.items():
         flags[alias] = MegatronFlag(alias, "Any" if ... in target.values() else "bool", "alias")
     return flags
@@ -66,7 +87,7 @@ def check_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
     """The same options under the names of Megatron's fields.
 
     Raises:
-        ValueError: an option that the installed megatron-core does not know; the nearest one is named.
+        ValueError: an option that the installed megatron-core does not know, the nearest one is named; or no pattern of layers.
     """
     known, out = megatron_flags(), {}
     for given, value in args.items():
@@ -78,7 +99,17 @@ def check_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
             out[name] = value
         elif value is not False:  # a switch that is off
             out |= {field: value if fixed is ... else fixed for field, fixed in ALIASES[name].items()}
+    if isinstance(out.get("moe_layer_freq"), str):
+        out["moe_layer_freq"] = _pattern(out["moe_layer_freq"])
     return out
+
+
+def _pattern(text: str) -> list[int]:
+    """`([0]*3+[1]*58)`, as Megatron-LM writes which layers are mixtures -> the list."""
+    terms = [re.fullmatch(r"\[(\d(?:,\d)*)\](?:\*(\d+))?", term) for term in re.sub(r"[()'\"\s]", "", text).split("+")]
+    if None in terms:
+        raise ValueError(f"megatron option moe_layer_freq = {text!r} is no pattern of layers: write it like '([0]*3+[1]*58)'")
+    return [int(digit) for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
 
 
 def _core() -> Path:

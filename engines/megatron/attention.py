@@ -1,26 +1,27 @@
 """Causal self-attention over packed sequences for Megatron layers when TransformerEngine is absent, rotary embedding included.
 
 Megatron-core's own `DotProductAttention` refuses packs and context parallelism, and its unfused rotary embedding for packs cuts
-and joins every sequence in every layer. Here both work on the whole stream: cosines and sines are looked up once per micro-batch
-by position. In bf16 on CUDA the kernel is torch's own variable-length flash attention; otherwise sequences of similar length are
-padded into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks.
+and joins every sequence in every layer. Here both work on the whole stream. In bf16 on CUDA the kernel is torch's own
+variable-length flash attention; otherwise sequences of similar length are padded into batches for `scaled_dot_product_attention`.
+Under context parallelism keys and values are gathered over the ranks. Latent attention (`latent.py`) has projections of its own
+and comes here for `attend` only.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from engines.megatron.packing import Bucket, PackedStream
+from engines.megatron.rotary import turn
 
 
 class CoreAttention(MegatronModule):
@@ -38,6 +39,7 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.context_group = pg_collection.cp
+        self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -52,43 +54,25 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [t, heads * head_dim]
         stream = packed_seq_params
         assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "this attention runs on packed sequences only"
-        turn = _fused_rotate() if query.is_cuda else rotate
-        query, key = turn(query, *stream.cos_sin), turn(key, *stream.cos_sin)
-        if stream.key_rows is not None:
-            key = gather_from_sequence_parallel_region(key.contiguous(), group=self.context_group)[stream.key_rows]
-            value = gather_from_sequence_parallel_region(value.contiguous(), group=self.context_group)[stream.key_rows]
-        if stream.buckets is not None:
-            return bucketed_attention(query, key, value, stream.buckets, self.scale).flatten(-2)
-        return _varlen_attention(query, key, value, stream, self.scale).flatten(-2)
+        query, key = turn(query, stream.cos_sin, self.interleaved), turn(key, stream.cos_sin, self.interleaved)
+        return attend(query, key, value, stream, self.scale, self.context_group).flatten(-2)
 
 
-def cosines_and_sines(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Rotary embedding at these positions.
-
-    Args:
-        positions: [t]
-        head_dim: of a head.
-        base: the `rope_theta` of Hugging Face.
-
-    Returns:
-        cosines and sines, [t, 1, head_dim], fp32.
-    """
-    frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim))
-    angles = torch.outer(positions.float(), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of every head; computed in fp32 like the engine's kernel does. x: [t, heads, head_dim]"""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
-
-
-@cache
-def _fused_rotate() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One kernel forwards and one backwards; for any number of tokens."""
-    return torch.compile(rotate, dynamic=True)
+def attend(
+    query: Tensor,  # [t, heads, head_dim]
+    key: Tensor,  # [t, groups, head_dim]
+    value: Tensor,  # [t, groups, value_dim]
+    stream: PackedStream,
+    scale: float,
+    context_group: dist.ProcessGroup,
+) -> Tensor:  # [t, heads, value_dim]
+    """Every token attends to the tokens before it in its own sequence, wherever on the context-parallel ranks they are."""
+    if stream.key_rows is not None:
+        key = gather_from_sequence_parallel_region(key.contiguous(), group=context_group)[stream.key_rows]
+        value = gather_from_sequence_parallel_region(value.contiguous(), group=context_group)[stream.key_rows]
+    if stream.buckets is not None:
+        return bucketed_attention(query, key, value, stream.buckets, scale)
+    return _varlen_attention(query, key, value, stream, scale)
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
@@ -103,7 +87,7 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        attended = attended.transpose(1, 2).flatten(0, 1)  # [batch * num_queries, heads, head_dim]
+        attended = attended.transpose(1, 2).flatten(0, 1)  # [batch * num_queries, heads, value_dim]
         part = _Spread.apply(attended, bucket.query_places, bucket.query_rows, query.shape[0])
         out = part if out is None else out + part
     assert out is not None, "an empty pack"
@@ -136,6 +120,9 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedS
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 groups the heads without being asked
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     starts, longest = (stream.cu_seqlens_q, stream.cu_seqlens_kv), (stream.max_seqlen_q, stream.max_seqlen_kv)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # the kernel knows one width of heads
+        value = F.pad(value, (0, query.shape[-1] - width))
     attended = varlen_attn(query, key, value, *starts, *longest, **options)
     assert isinstance(attended, Tensor)  # a tuple only for those who ask for more
-    return attended
+    return attended[..., :width]

@@ -89,6 +89,10 @@ def repair_without_transformer_engine(module: ModuleType) -> None:
         names.setdefault("te_general_gemm", None)  # NameError as soon as moe_router_dtype is set
     elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # is True: the stand-ins of a failed import count as TE
+    elif module.__name__ == "megatron.core.tensor_parallel.random":
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (
+            None,
+        )  # fp8=False counts as fp8: recomputing norms is a NameError
     elif module.__name__ == "megatron.core.optimizer.distrib_optimizer":
         _repair_optimizer_state(module.DistributedOptimizer)
 

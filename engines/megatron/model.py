@@ -1,34 +1,30 @@
 """Building Megatron-core GPT models from a `ModelShape`. They give hidden states, not logits: the loss applies the head to a few
 thousand tokens at a time, so that [tokens, vocabulary] never exists.
 
-Wrapping for data parallelism and the optimizer is for `engine.py`, names and layouts of weights for `storage/layouts`.
+Megatron's configuration of it is made by `transformer_config.py`, its layers by `layers.py`; wrapping for data parallelism and the optimizer is
+for `engine.py`, names and layouts of weights for `storage/layouts`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.door import open_door
 from engines.megatron.parallel import ParallelLayout
 from engines.megatron.shape import ModelShape
+from engines.megatron.transformer_config import TransformerConfig, transformer_config
 
-open_door()
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from engines.megatron.layers import block_spec
+from engines.megatron.packing import PackedStream
+from engines.megatron.rotary import cosines_and_sines, rotary_width
 
-from engines.megatron.attention import CoreAttention, cosines_and_sines  # noqa: E402
-from engines.megatron.norm import RMSNorm  # noqa: E402
-from engines.megatron.packing import PackedStream  # noqa: E402
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PADDED_LOGIT = -1e30  # of a padded vocabulary entry: probability 0, and finite, so that 0 * logit in an entropy is no NaN
 
 
@@ -44,7 +40,7 @@ class PolicyModel(GPTModel):
 
     def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
         if stream.cos_sin is None:
-            stream.cos_sin = cosines_and_sines(stream.positions, self.shape.head_dim, self.shape.rotary.base)
+            stream.cos_sin = cosines_and_sines(stream.positions, rotary_width(self.shape), self.shape.rotary)
         return super().forward(stream.token_ids[None], stream.positions[None], None, packed_seq_params=stream)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -87,99 +83,6 @@ def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
     return -(-shape.vocab_size // tensor) * tensor
 
 
-def transformer_config(
-    shape: ModelShape, layout: ParallelLayout | None = None, dtype: str = "fp32", overrides: dict[str, Any] | None = None
-) -> TransformerConfig:
-    """Megatron's configuration of a model.
-
-    Args:
-        shape: of the model.
-        layout: parallel sizes.
-        dtype: "fp32" or "bf16".
-        overrides: the user's `megatron` options under field names; those that this configuration has are taken from it.
-
-    Raises:
-        ValueError: the shape and the layout do not fit, or an override contradicts the model.
-    """
-    layout = layout or ParallelLayout()
-    fixed = {**_shape_fields(shape), **_layout_fields(layout, dtype)}
-    return TransformerConfig(**with_overrides(TransformerConfig, _defaults(torch.cuda.is_available()), overrides or {}, fixed))
-
-
-def with_overrides(
-    config_class: type, defaults: dict[str, Any], overrides: dict[str, Any], fixed: dict[str, Any]
-) -> dict[str, Any]:
-    """Arguments of one of Megatron's dataclasses: our defaults, what the user says of its fields, what is settled elsewhere.
-
-    Raises:
-        ValueError: the user contradicts what is settled elsewhere.
-    """
-    known = {field.name for field in dataclasses.fields(config_class)}
-    chosen = {name: value for name, value in overrides.items() if name in known}
-    for name, value in chosen.items():
-        if name in fixed and value != fixed[name]:
-            raise ValueError(
-                f"megatron option {name} = {value!r}, but the checkpoint or Penstock's own options say {fixed[name]!r}: drop it"
-            )
-    return {**defaults, **chosen, **fixed}
-
-
-def _shape_fields(shape: ModelShape) -> dict[str, Any]:
-    return dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        layernorm_epsilon=shape.norm_epsilon,
-        qk_layernorm=shape.qk_layernorm,
-        add_qkv_bias=shape.qkv_bias,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-    )
-
-
-def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
-    return dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
-        params_dtype=DTYPES[dtype],
-        pipeline_dtype=DTYPES[dtype],
-        bf16=dtype == "bf16",
-        variable_seq_lengths=layout.pipeline > 1,  # packs differ in length
-        overlap_p2p_comm=layout.virtual_pipeline is not None,  # with gloo anything else is silently wrong
-        batch_p2p_comm=layout.virtual_pipeline is None,
-        calculate_per_token_loss=True,  # gradients are plain sums: the loss brings its own denominators
-    )
-
-
-def _defaults(cuda: bool) -> dict[str, Any]:
-    """Choices that fit an installation without TransformerEngine and apex. A user may change them."""
-    return dict(
-        transformer_impl="local",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=cuda,
-        bias_activation_fusion=cuda,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        moe_token_dispatcher_type="alltoall",  # the other one refuses packs of varying length, also in a dense model
-        cross_entropy_loss_fusion=False,  # casts gradients to bf16 in an fp32 model
-        use_cpu_initialization=not cuda,
-        perform_initialization=True,  # without it weights lack the attributes that tell how they are sharded
-    )
-
-
 def build_model(
     shape: ModelShape, layout: ParallelLayout | None = None, dtype: str = "fp32", overrides: dict[str, Any] | None = None
 ) -> list[PolicyModel]:
@@ -195,17 +98,22 @@ def build_model(
 def build_meta_model(shape: ModelShape) -> PolicyModel:
     """The whole model without memory, for its names, shapes and sharding (`sharded_state_dict`). Needs a world of one rank."""
     assert parallel_state.get_model_parallel_group().size() == 1, "a meta model is a whole model: it needs a world of one rank"
-    config = transformer_config(shape, overrides={"use_cpu_initialization": True})
+    uninitialized = dict(init_method=_keep, output_layer_init_method=_keep)  # 30,000 draws of nothing for DeepSeek-V3
+    config = transformer_config(shape, overrides={"use_cpu_initialization": True, **uninitialized})
     with torch.device("meta"):
         return _build_chunk(shape, config, None)
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _build_chunk(shape: ModelShape, config: TransformerConfig, stage: int | None) -> PolicyModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    return PolicyModel(
+    chunk = PolicyModel(
         config,
-        _layer_specs(config, stage),
+        block_spec(shape, config, stage),
         padded_vocab_size(shape, config.tensor_model_parallel_size),
         shape.max_position_embeddings,
         pre_process=first,
@@ -216,17 +124,14 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, stage: int | None
         vp_stage=stage,
         shape=shape,
     )
+    for name, param in chunk.named_parameters():
+        if is_expert(name):
+            param.allreduce = False
+    return chunk
 
 
-def _layer_specs(config: TransformerConfig, stage: int | None) -> Any:
-    """Megatron's local layers with our norm and our attention in them."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    for layer in block.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = CoreAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    block.layer_norm = RMSNorm
-    return block
+def is_expert(name: str) -> bool:
+    """Parameters of routed experts. They are shared among other ranks than the rest, so Megatron reduces and steps them apart. It marks
+    them under expert parallelism only: with another tensor parallelism than the rest's, gradients would be wrong, silently, and a
+    checkpoint's optimizer would not load where the mark differs."""
+    return ".local_experts." in name

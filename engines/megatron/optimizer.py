@@ -1,10 +1,11 @@
 """AdamW on Megatron-core's distributed optimizer, and its learning-rate schedule.
 
-Three repairs live here. torch's AdamW (TransformerEngine's and apex's are absent) has no state before its first step, and
+Four repairs live here. torch's AdamW (TransformerEngine's and apex's are absent) has no state before its first step, and
 Megatron can neither save nor load it then: the state is made at once. Loading gives every parameter the *same* `step` tensor,
 which AdamW then counts up once per parameter: training diverges silently after a resume, unless they are taken apart again. And
 a checkpoint of several gradient buckets (tied embeddings over pipeline stages, or overlapped reduction) leaves the padding
-between them out but looks parameters up as if it were there: moments are shifted, silently but for a line in the log.
+between them out but looks parameters up as if it were there: moments are shifted, silently but for a line in the log. And a pipeline
+stage of dense layers only has an optimizer for experts without experts, of which Megatron can tell no step, so it refuses to save.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from engines.megatron.model import PolicyModel, with_overrides
+from engines.megatron.model import PolicyModel
+from engines.megatron.transformer_config import with_overrides
 
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 SCHEDULE = ("lr_decay_style", "lr_warmup_iters")  # and lr_decay_iters, unless the style is constant
@@ -65,6 +67,8 @@ def build_optimizer(
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer and chained.data_parallel_group.size() == 1:
             chained.sharded_param_state_fully_reshardable = partial(_whole_state, chained)
+        if not chained.is_stub_optimizer and not chained.optimizer.state:
+            chained.state_dict = partial(_groups_alone, optimizer, chained)
     for buffer in (buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         buffer.numel_unpadded = buffer.numel  # the third repair: padding is content, so offsets with and without it agree
         for bucket in buffer.buckets:
@@ -107,6 +111,15 @@ def _stored(optimizer: Any, param: torch.Tensor, sharding: ShardedTensor | Shard
             data = tensor.detach().view(param.shape)
             stored[key] = replace(sharding, key=f"optimizer.state.{key}.{sharding.key}", data=data, **dtype)
     return stored
+
+
+def _groups_alone(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of an optimizer without parameters: its groups, at the step of the others. Other stages' ranks read it."""
+    inner = empty.optimizer.state_dict()
+    steps = {state["step"].item() for other in inner_optimizers(optimizer) for state in other.state.values()}
+    assert len(steps) == 1, f"parameters at steps {steps}"
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner["param_groups"]]
+    return {"optimizer": {"param_groups": [group | {"step": min(steps)} for group in groups]}}
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class PackedStream:
     cu_seqlens_kv: Tensor  # [S + 1] int32
     max_seqlen_q: int
     max_seqlen_kv: int
-    cos_sin: tuple[Tensor, Tensor] | None = None  # rotary embedding, [t, 1, head_dim] each, fp32
+    cos_sin: tuple[Tensor, Tensor] | None = None  # rotary embedding, [t, 1, dimensions that turn] each, fp32
     key_rows: Tensor | None = None  # [k] rows of the keys gathered over context-parallel ranks; None: the t keys, as they are
     buckets: list[Bucket] | None = None  # for attention without a variable-length kernel
     real: Tensor | None = None  # [r] rows of this rank that are no padding; None: all

@@ -1,14 +1,14 @@
-"""The shape of a model, read from its Hugging Face `config.json`. No torch here: preflight and the CLI use it too."""
+"""The shape of a model: all that building, converting and counting it needs to know. No torch here: preflight uses it too.
+
+Reading it from a Hugging Face `config.json` is `hf_config.py`'s, naming it with Megatron's options `model_options.py`'s.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-
-FAMILIES = {"Qwen3ForCausalLM": "qwen3"}
 
 
 class _Part(BaseModel):
@@ -31,7 +31,7 @@ class YarnScaling(_Part):
     original_max_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
+    mscale: float = 1.0  # both count only together; 0: absent from config.json
     mscale_all_dim: float = 0.0
 
 
@@ -62,7 +62,7 @@ class Experts(_Part):
     ffn_hidden_size: int  # of one routed expert
     shared_ffn_hidden_size: int = 0  # of all shared experts together
     num_dense_layers: int = 0  # the first ones have an ordinary MLP of the model's ffn_hidden_size
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid"] = "softmax"  # softmax over all experts, before the best are chosen
     normalized: bool = True  # the chosen experts' scores are divided by their sum
     bias: bool = False  # a frozen correction is added to the scores for choosing, not for weighting
     num_groups: int = 1  # experts are chosen from the best `top_groups` groups only
@@ -87,7 +87,7 @@ class ModelShape(BaseModel):
     max_position_embeddings: int
     rotary: Rotary
     norm_epsilon: float
-    qk_layernorm: bool
+    qk_layernorm: bool  # of whole heads; latent attention has norms of its own, and True here
     qkv_bias: bool
     tied_embeddings: bool
     sandwich_norms: bool = False  # norms also after attention and after the MLP, before the residual is added (GLM-4)
@@ -100,56 +100,21 @@ class ModelShape(BaseModel):
         """Read `<directory>/config.json`.
 
         Raises:
-            ValueError: no config, or an architecture without a layout.
+            ValueError: no config, an architecture without a layout, or something in the config that Penstock cannot honour.
         """
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
-                "tokenizer)"
-            )
-        config: dict[str, Any] = json.loads(path.read_text())
-        architecture = (config.get("architectures") or ["none"])[0]
-        if architecture not in FAMILIES:
-            raise ValueError(
-                f"{path} names the architecture {architecture!r}; Penstock converts {', '.join(FAMILIES)}: use a checkpoint of "
-                "one of these"
-            )
-        rope = config.get("rope_parameters") or {}  # transformers 5 moved rope_theta here
-        heads = config["num_attention_heads"]
-        return cls(
-            architecture=architecture,
-            family=FAMILIES[architecture],
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            ffn_hidden_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rotary=Rotary(base=config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            qk_layernorm=True,
-            qkv_bias=bool(config.get("attention_bias", False)),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        )
+        from engines.megatron.hf_config import read_shape
+
+        return read_shape(Path(directory) / "config.json")
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, embeddings included once if tied."""
-        return (
-            self.num_layers * self._layer_parameters
-            + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-            + self.hidden_size
-        )
+        """Parameters, embeddings included once if tied. Multi-token prediction layers and frozen router corrections are none."""
+        return self._num_parameters(self.experts.num_experts if self.experts else 0)
 
     @property
-    def _layer_parameters(self) -> int:
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
-        attention = self.hidden_size * (2 * queries + 2 * keys) + (queries + 2 * keys if self.qkv_bias else 0)
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_layernorm else 0)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size + norms
+    def num_active_parameters(self) -> int:
+        """Parameters that take part in one token: of the routed experts only the chosen ones."""
+        return self._num_parameters(self.experts.top_k if self.experts else 0)
 
     def train_flops(self, tokens: int, squared_lengths: int) -> float:
         """Floating-point operations of one forward and backward pass (Narayanan et al. 2021, without recomputation).
@@ -158,6 +123,42 @@ class ModelShape(BaseModel):
             tokens: number of tokens.
             squared_lengths: sum over sequences of length squared (causal attention does half of it).
         """
-        matrices = self.num_layers * (self._layer_parameters - 2 * self.hidden_size) + self.vocab_size * self.hidden_size
-        attention = 2 * self.num_layers * self.num_attention_heads * self.head_dim * squared_lengths
-        return 6.0 * matrices * tokens + 3.0 * attention
+        widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # scores, then weighted values
+        attention = self.num_layers * self.num_attention_heads * widths * squared_lengths
+        return 6.0 * self._matrices(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
+
+    def _num_parameters(self, num_experts: int) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self._matrices(num_experts) + embedding + self.num_layers * self._layer_vectors + self.hidden_size
+
+    def _matrices(self, num_experts: int) -> int:
+        """Numbers in the matrices that a token is multiplied with, the head included, if it meets so many routed experts."""
+        mlp = 3 * self.hidden_size
+        total = self.num_layers * self._attention_matrices + self.vocab_size * self.hidden_size
+        if self.experts is None:
+            return total + self.num_layers * mlp * self.ffn_hidden_size
+        dense, experts = self.experts.num_dense_layers, self.experts
+        routed = self.hidden_size * experts.num_experts + mlp * num_experts * experts.ffn_hidden_size
+        mixture = routed + mlp * experts.shared_ffn_hidden_size
+        return total + dense * mlp * self.ffn_hidden_size + (self.num_layers - dense) * mixture
+
+    @property
+    def _attention_matrices(self) -> int:
+        hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
+        if self.latent is None:
+            return hidden * (2 * queries + 2 * self.num_query_groups * self.head_dim)
+        latent, heads = self.latent, self.num_attention_heads
+        rank = latent.q_lora_rank
+        query = hidden * queries if rank is None else rank * (hidden + queries)
+        down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+        up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        return query + down + up + heads * latent.v_head_dim * hidden
+
+    @property
+    def _layer_vectors(self) -> int:
+        """Numbers in a layer's norms and biases."""
+        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
+        if self.latent is not None:
+            return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
+        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
+        return norms + biases + (2 * self.head_dim if self.qk_layernorm else 0)

@@ -6,10 +6,22 @@ A layout takes and gives full tensors; gathering over ranks and reading files ar
 
 from __future__ import annotations
 
-from storage.layouts import qwen3
-from storage.layouts.ops import Layout, Shape
+from collections.abc import Callable
 
-FAMILIES = {"qwen3": qwen3.rows}
+from storage.layouts import deepseek_v3, dense, glm4, mixtures
+from storage.layouts.ops import Layout, Row, Shape
+
+FAMILIES: dict[str, Callable[[Shape], list[Row]]] = {
+    "llama": dense.rows,
+    "qwen2": dense.rows,
+    "qwen3": dense.rows,
+    "qwen3_moe": mixtures.qwen3_rows,
+    "glm": glm4.plain_rows,
+    "glm4": glm4.rows,
+    "glm4_moe": mixtures.glm4_rows,
+    "glm4_moe_lite": deepseek_v3.rows,
+    "deepseek_v3": deepseek_v3.rows,
+}
 
 
 def layout_for(shape: Shape) -> Layout:

@@ -6,12 +6,31 @@ Ops only cut, stack and reorder, so they also work on meta tensors, where they t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Latent(Protocol):
+    """What a layout wants to know of latent attention."""
+
+    @property
+    def q_lora_rank(self) -> int | None: ...
+
+
+class Mixture(Protocol):
+    """What a layout wants to know of a mixture of experts."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_dense_layers(self) -> int: ...
+    @property
+    def shared_ffn_hidden_size(self) -> int: ...
 
 
 class Shape(Protocol):
@@ -31,6 +50,16 @@ class Shape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def tied_embeddings(self) -> bool: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_layernorm(self) -> bool: ...
+    @property
+    def latent(self) -> Latent | None: ...
+    @property
+    def experts(self) -> Mixture | None: ...
+    @property
+    def num_mtp_layers(self) -> int: ...
 
 
 class Op(Protocol):
@@ -115,12 +144,14 @@ class InterleavedQKV:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a family's table; `{}` in the names stands for the layer's number."""
+    """One line of a family's table; `{layer}` and `{expert}` in the names stand for their numbers."""
 
     megatron: str
     op: Op
     hf: tuple[str, ...]
     copies: tuple[str, ...] = ()  # names under which some checkpoints hold the same tensor again; never written
+    layers: range | None = None  # that have it; None: it is no layer's
+    num_experts: int = 1
 
 
 class Layout:
@@ -136,8 +167,11 @@ class Layout:
         self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
         self.copies: dict[str, str] = {}  # Hugging Face name of a superfluous copy -> the name that counts
         for row in rows:
-            for layer in range(shape.num_layers) if "{}" in row.megatron else [0]:
-                self._rows[row.megatron.format(layer)] = (row.op, tuple(name.format(layer) for name in row.hf))
+            assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
+            for layer in range(1) if row.layers is None else row.layers:
+                for expert in range(row.num_experts):
+                    names = tuple(name.format(layer=layer, expert=expert) for name in row.hf)
+                    self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, names)
             self.copies |= {copy: row.hf[0] for copy in row.copies}
 
     def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -165,6 +199,18 @@ class Layout:
     def hf_names(self) -> set[str]:
         """Every Hugging Face name of the model, without copies such as a tied head."""
         return {hf_name for _, hf_names in self._rows.values() for hf_name in hf_names}
+
+    def carried(self, hf_name: str) -> bool:
+        """Whether a tensor of a checkpoint is none of the model's that trains, and known to be harmless.
+
+        True for multi-token prediction layers, which hub checkpoints hold after the last layer, and for rotary frequencies, which
+        old ones hold although they follow from config.json. Any other name that is not in `hf_names` or `copies` is another
+        model's.
+        """
+        if hf_name.endswith(".rotary_emb.inv_freq"):
+            return True
+        layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+        return layer is not None and 0 <= int(layer[1]) - self.shape.num_layers < self.shape.num_mtp_layers
 
     def _row(self, name: str) -> tuple[Op, tuple[str, ...]]:
         if name not in self._rows:

@@ -13,8 +13,10 @@ from tests.engines.megatron_reference import LENGTHS, make_pack
 
 open_door()
 
-from engines.megatron.attention import bucketed_attention, cosines_and_sines, rotate  # noqa: E402
+from engines.megatron.attention import bucketed_attention  # noqa: E402
 from engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
+from engines.megatron.rotary import cosines_and_sines, rotate  # noqa: E402
+from engines.megatron.shape import Rotary  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -115,7 +117,7 @@ def test_sequence_parallel_padding_is_taken_away_again() -> None:
 
 def test_rotation_turns_pairs_and_keeps_lengths() -> None:
     x = torch.randn(50, 2, 16, dtype=torch.float64)
-    cosines, sines = cosines_and_sines(torch.arange(50), 16, 10000.0)
+    cosines, sines = cosines_and_sines(torch.arange(50), 16, Rotary(base=10000.0))
     turned = rotate(x, cosines.double(), sines.double())
     pairs = torch.complex(x[..., :8], x[..., 8:])
     angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)

@@ -1,20 +1,36 @@
 """Layouts: what Megatron's rows mean, against naive loops, and that nothing is lost either way."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from engines.megatron.shape import ModelShape
 from storage.layouts import layout_for
 from storage.layouts.ops import GateUp, InterleavedQKV, PaddedVocab
+from tests.families import FAMILIES, make_family
 
 
 def shape(**changes: Any) -> Any:
     fields = dict(
-        family="qwen3", num_layers=3, num_attention_heads=6, num_query_groups=2, head_dim=4, vocab_size=11, tied_embeddings=False
-    )
+        family="qwen3", num_layers=3, num_attention_heads=6, num_query_groups=2, head_dim=4, vocab_size=11, tied_embeddings=False,
+        qkv_bias=False, qk_layernorm=True, latent=None, experts=None, num_mtp_layers=0,
+    )  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint of every family, in bf16 as the hub's are, and of the older GLM; two with a prediction layer."""
+    directory = tmp_path_factory.mktemp("families")
+    made = {name: make_family(directory / name, name, dtype="bfloat16") for name in FAMILIES}
+    made["glm"] = make_family(directory / "glm", "glm4", architecture="GlmForCausalLM")
+    for name in ("glm4.5", "deepseek-v3"):
+        made[f"{name}-mtp"] = make_family(directory / f"{name}-mtp", name, num_nextn_predict_layers=1)
+    return made
 
 
 @pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
@@ -46,32 +62,86 @@ def test_padding_of_the_vocabulary_is_cut_off() -> None:
     assert torch.equal(found, padded[:11])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_name_of_the_model_is_covered(tied: bool) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = dict(
-        num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=4, hidden_size=8, intermediate_size=12
-    )
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=11, tie_word_embeddings=tied, **config))
-    real = {name: parameter for name, parameter in model.named_parameters()}  # a tied head is no parameter of its own
-    layout = layout_for(shape(tied_embeddings=tied))
-    assert layout.hf_names() == set(real)
-    assert layout.copies == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
-    for name in layout.megatron_names():
-        for hf_name, tensor in layout.to_hf(name, layout.to_megatron(name, real.__getitem__)):
-            assert tensor.shape == real[hf_name].shape
+@pytest.mark.parametrize("name", [*FAMILIES, "glm", "glm4.5-mtp", "deepseek-v3-mtp"])
+def test_every_tensor_on_disk_goes_there_and_back_unchanged(checkpoints: dict[str, Path], name: str) -> None:
+    layout, hf = layout_for(ModelShape.from_hf(checkpoints[name])), load_file(checkpoints[name] / "model.safetensors")
+    carried = {hf_name for hf_name in hf if layout.carried(hf_name)}
+    assert layout.hf_names() == set(hf) - carried and bool(carried) == name.endswith("mtp")
+    back: dict[str, torch.Tensor] = {}
+    for megatron in layout.megatron_names():
+        back |= layout.to_hf(megatron, layout.to_megatron(megatron, hf.__getitem__))
+    assert back.keys() == layout.hf_names()
+    assert all(torch.equal(back[key], hf[key]) and back[key].dtype == hf[key].dtype for key in back)
 
 
-def test_the_way_there_and_back_changes_nothing() -> None:
-    layout = layout_for(shape())
-    rows = {"q_proj": 24, "k_proj": 8, "v_proj": 8, "lm_head": 11, "embed_tokens": 11}
-    hf = {name: torch.randn(next((n for part, n in rows.items() if part in name), 10), 8) for name in layout.hf_names()}
-    back = {}
-    for name in layout.megatron_names():
-        back |= dict(layout.to_hf(name, layout.to_megatron(name, hf.__getitem__)))
-    assert back.keys() == hf.keys() and all(torch.equal(back[name], hf[name]) for name in hf)
+def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
+    assert layout_for(shape(tied_embeddings=True)).copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in layout_for(shape(tied_embeddings=True)).hf_names()
+    assert layout_for(shape()).copies == {} and layout_for(shape()).hf_of("output_layer.weight") == ("lm_head.weight",)
+
+
+def test_experts_stay_who_they_are(checkpoints: dict[str, Path]) -> None:
+    """Against names written out: a mixture's second layer and its dense first one."""
+    layout, hf = layout_for(ModelShape.from_hf(checkpoints["glm4.5"])), load_file(checkpoints["glm4.5"] / "model.safetensors")
+    to, fro = "decoder.layers.1.mlp.", "model.layers.1.mlp."
+    expected = {
+        to + "router.weight": hf[fro + "gate.weight"],
+        to + "router.expert_bias": hf[fro + "gate.e_score_correction_bias"],
+        to + "experts.local_experts.5.linear_fc2.weight": hf[fro + "experts.5.down_proj.weight"],
+        to + "experts.local_experts.5.linear_fc1.weight": torch.cat(
+            [hf[fro + "experts.5.gate_proj.weight"], hf[fro + "experts.5.up_proj.weight"]]
+        ),
+        to + "shared_experts.linear_fc1.weight": torch.cat(
+            [hf[fro + "shared_experts.gate_proj.weight"], hf[fro + "shared_experts.up_proj.weight"]]
+        ),
+        to + "shared_experts.linear_fc2.weight": hf[fro + "shared_experts.down_proj.weight"],
+        "decoder.layers.0.mlp.linear_fc2.weight": hf["model.layers.0.mlp.down_proj.weight"],
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(layout.to_megatron(name, hf.__getitem__), tensor), name
+    assert expected[to + "router.expert_bias"].dtype == torch.float32  # beside bf16 weights
+    assert "decoder.layers.0.mlp.router.weight" not in layout.megatron_names()
+    assert "decoder.layers.1.mlp.linear_fc1.weight" not in layout.megatron_names()
+
+
+def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, Path]) -> None:
+    to, fro = "decoder.layers.2.", "model.layers.2."
+    names = {
+        "kimi-k2": {
+            "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+            "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+            "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+            "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+            "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        },
+        "moonlight": {"self_attention.linear_q_proj.weight": "self_attn.q_proj.weight"},
+        "glm4": {
+            "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+            "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
+            "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
+        },
+    }
+    for family, pairs in names.items():
+        layout = layout_for(ModelShape.from_hf(checkpoints[family]))
+        assert {name: layout.hf_of(to + name) for name in pairs} == {name: (fro + hf,) for name, hf in pairs.items()}
+
+
+def test_only_prediction_layers_and_rotary_frequencies_are_carried() -> None:
+    layout = layout_for(shape(num_mtp_layers=1))
+    assert layout.carried("model.layers.3.eh_proj.weight") and layout.carried("model.layers.3.mlp.experts.0.up_proj.weight")
+    assert layout.carried("model.layers.1.self_attn.rotary_emb.inv_freq") and layout.carried("model.rotary_emb.inv_freq")
+    for name in (
+        "model.layers.4.eh_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.30.x",
+        "lm_head.bias",
+        "visual.x",
+    ):
+        assert not layout.carried(name)
+    assert not layout_for(shape()).carried("model.layers.3.eh_proj.weight")  # config.json says that there is none
 
 
 def test_layers_keep_their_numbers() -> None:
@@ -82,7 +152,7 @@ def test_layers_keep_their_numbers() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'llama9' has no layout; Penstock has qwen3"):
+    with pytest.raises(ValueError, match=r"'llama9' has no layout; Penstock has llama, qwen2"):
         layout_for(shape(family="llama9"))
     with pytest.raises(ValueError, match=r"linear_qkv.weight: found shape \[39, 8\], needed 40 rows"):
         layout_for(shape()).to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))

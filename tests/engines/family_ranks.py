@@ -1,0 +1,278 @@
+"""One of two processes that `test_megatron_families.py` starts: every family under every layout of two ranks, compared with
+transformers' eager implementation: logits, gradients, weights, and checkpoints that go from one layout to another.
+
+usage: family_ranks.py RANK DIRECTORY
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+
+from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.shape import ModelShape
+from engines.megatron.stored import StoredPiece, stored_model
+from storage.layouts import layout_for
+from tests.engines import megatron_reference
+from tests.engines.megatron_reference import make_pack, targets_of
+from tests.families import FAMILIES, hf_model, make_family
+
+PACKS = [make_pack([5, 40, 1, 17, 33], 0), make_pack([3, 4, 61, 9], 1)]  # as many as virtual pipelining and two replicas need
+MIXTURES = [name for name, fields in FAMILIES.items() if "moe_intermediate_size" in fields]
+TOLERANCE = 1e-4  # of logits, and of gradients relative to the largest of their tensor
+OPTIMIZER = megatron_reference.OPTIMIZER | {"adam_eps": 1e-3}  # gradients of a key's bias that does not turn are rounding errors
+TRAINED = ["glm4", "moonlight", "deepseek-v3"]  # whose training checkpoints are loaded under other layouts
+RESAVED = ["experts", "tensor and experts", "uneven"]  # layouts that also save one
+ONE_KEY_HEAD = "glm4 with one key head"  # for two tensor-parallel ranks
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FAMILIES},
+    ONE_KEY_HEAD: ("glm4", {"num_key_value_heads": 1}),
+}
+
+
+@dataclass
+class Case:
+    layout: ParallelLayout
+    families: list[str]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "data": Case(ParallelLayout(), list(FAMILIES)),
+    "tensor": Case(ParallelLayout(tensor=2), [ONE_KEY_HEAD, *(name for name in FAMILIES if name not in MIXTURES)]),
+    "sequence": Case(ParallelLayout(tensor=2, sequence_parallel=True), ["glm4-32b", *MIXTURES]),
+    "pipeline": Case(ParallelLayout(pipeline=2), list(FAMILIES)),
+    "experts": Case(ParallelLayout(expert=2), MIXTURES),
+    "whole experts": Case(ParallelLayout(tensor=2, sequence_parallel=True, expert_tensor=1), ["moonlight"]),
+    "tensor and experts": Case(
+        ParallelLayout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1), ["glm4.5", "deepseek-v3"]
+    ),
+    "context": Case(ParallelLayout(context=2), ["glm4", "deepseek-v3"]),
+    "virtual": Case(ParallelLayout(pipeline=2, virtual_pipeline=2), ["deepseek-v3"]),
+    "uneven": Case(ParallelLayout(pipeline=2), ["moonlight"], {"num_layers_in_first_pipeline_stage": 1}),
+}
+
+
+# ---- what is right, and the files that the layouts load ------------------------------------------------------------------------
+
+
+def prepare(directory: Path, name: str) -> None:
+    """A checkpoint of Hugging Face, what transformers computes with it, and the model as one rank of Megatron saves it."""
+    family, changes = MODELS[name]
+    source = make_family(directory / name, family, **changes)
+    shape, hf = ModelShape.from_hf(source), hf_model(source)
+    hf.model.embed_tokens.padding_idx = None  # else transformers gives this token's row no gradient
+    full = under_megatron_names(shape, {key: tensor.detach() for key, tensor in hf.state_dict().items()})
+    save_alone(shape, full, source / "saved")
+
+    logits = [
+        torch.cat([hf(input_ids=tokens[None]).logits[0] for tokens in pack.token_ids.tensor_split(pack.cu_seqlens[1:-1].long())])
+        for pack in PACKS
+    ]
+    loss = torch.stack([loss_of(x, pack) for x, pack in zip(logits, PACKS)]).sum()
+    loss.backward()
+    gradients = under_megatron_names(shape, {key: param.grad for key, param in hf.named_parameters()})
+    reference = {"logits": [x.detach() for x in logits], "gradients": gradients, "weights": full}
+    torch.save(reference, directory / f"{name}.pt")
+
+
+def save_alone(shape: ModelShape, full: dict[str, Tensor], directory: Path) -> None:
+    """Save from one rank; what `stored_model` says of the files, without a model, is true."""
+    from megatron.core import dist_checkpointing
+
+    from engines.megatron.checkpoint import PlainWriter
+    from engines.megatron.model import build_model
+    from engines.megatron.weights import local_parameters
+
+    [model] = build_model(shape)
+    with torch.no_grad():
+        for name, tensor in local_parameters(model):
+            tensor.copy_(full[name])
+    directory.mkdir()
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(directory), PlainWriter())
+
+    stored = stored_model(shape)
+    assert stored.pieces.keys() == full.keys(), stored.pieces.keys() ^ full.keys()
+    files = dcp.FileSystemReader(directory)
+    found = {piece.key: torch.empty(piece.stored_shape) for pieces in stored.pieces.values() for piece in pieces}
+    dcp.load(found, storage_reader=files, no_dist=True)
+    for name, pieces in stored.pieces.items():
+        assert stored.shape(name) == tuple(full[name].shape)
+        for piece in pieces:
+            assert torch.equal(found[piece.key][box(piece)].squeeze(), full[name][piece.part].squeeze()), piece
+    parameters = files.read_metadata().state_dict_metadata.keys()
+    assert parameters == found.keys() | stored.objects.keys(), parameters ^ found.keys()
+
+
+def box(piece: StoredPiece) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.sizes))
+
+
+@cache
+def reference_of(directory: Path, name: str) -> dict[str, Any]:
+    return torch.load(directory / f"{name}.pt")
+
+
+def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers holds in memory. It has joined the experts there, which the hub and the layouts name one by one."""
+    hub: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, joined in enumerate(tensor):
+                gate, up = joined.chunk(2)
+                at = name.removesuffix("gate_up_proj") + f"{expert}."
+                hub |= {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            at = name.removesuffix("down_proj")
+            hub |= {f"{at}{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            hub[name] = tensor
+    layout = layout_for(shape)
+    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_of(name))]  # corrections have no gradients
+    return {name: layout.to_megatron(name, hub.__getitem__) for name in known}
+
+
+def loss_of(logits: Tensor, pack: Any) -> Tensor:
+    targets, counted = targets_of(pack)
+    return F.cross_entropy(logits[counted], targets[counted], reduction="sum")
+
+
+# ---- one family under one layout -----------------------------------------------------------------------------------------------
+
+
+def run(case_name: str, case: Case, family: str, directory: Path) -> None:
+    from engines.megatron.engine import MegatronEngine
+
+    reference = reference_of(directory, family)
+    shape = ModelShape.from_hf(directory / family)
+    engine = MegatronEngine(shape, case.layout, dtype="fp32", optimizer=OPTIMIZER, overrides=case.overrides)
+    engine.load_weights(directory / family / "saved")
+    gathered = dict(engine.named_weights())
+    assert gathered.keys() == reference["weights"].keys(), gathered.keys() ^ reference["weights"].keys()
+    for key, tensor in gathered.items():
+        assert torch.equal(tensor, reference["weights"][key]), f"{key} was changed by loading and gathering"
+
+    packs, loss_fn = packs_and_loss(engine)
+    engine.zero_grad()
+    outputs = engine.forward_backward(packs, loss_fn)
+    rank, size = engine.data_parallel
+    worst = 0.0
+    for output, pack, expected in zip(outputs, packs, reference["logits"][rank::size]):
+        rows = engine.rows_of(pack)
+        worst = max(worst, (output["logits"] - (expected if rows is None else expected[rows])).abs().max().item())
+    assert worst < TOLERANCE, f"logits differ by {worst:.1e}"
+
+    errors = []
+    for key, gradient in gradients_of(engine).items():
+        expected = reference["gradients"][key]
+        largest = expected.abs().max().item()  # 0 for an expert that no token went to
+        errors.append(((gradient - expected).abs().max().item() / (largest or 1), key))
+    assert max(errors)[0] < TOLERANCE, "gradients differ: " + ", ".join(
+        f"{key} {error:.1e}" for error, key in sorted(errors)[-4:]
+    )
+    assert len(errors) == len(reference["gradients"])
+
+    _, norm = engine.step()
+    expected = torch.cat([gradient.flatten() for gradient in reference["gradients"].values()]).norm().item()
+    assert abs(norm - expected) < TOLERANCE * expected, f"the gradient's norm is {norm}, not {expected}"
+
+    if family in TRAINED:
+        check_training_checkpoint(engine, directory, case_name, family, packs, loss_fn)
+    if engine.is_last_stage:
+        print(f"{case_name}, {family}: logits {worst:.1e}, gradients {max(errors)[0]:.1e} {max(errors)[1]}", flush=True)
+
+
+def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
+    rank, size = engine.data_parallel
+
+    def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
+        logits = head(hidden)
+        if engine.tensor_group:  # every rank sums over the whole vocabulary
+            from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+            logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
+        targets, counted = targets_of(pack)
+        rows = engine.rows_of(pack)
+        if rows is not None:
+            targets, counted = targets[rows], counted[rows]
+        loss = F.cross_entropy(logits[counted], targets[counted], reduction="sum")
+        return loss, {"logits": logits.detach()[:, : engine.shape.vocab_size]}
+
+    return PACKS[rank::size], loss_fn
+
+
+def gradients_of(engine: Any) -> dict[str, Tensor]:
+    """Full gradients under global names. The distributed optimizer leaves each rank the part that it updates: they are joined, put
+    where the weights were, and gathered like these."""
+    with torch.no_grad():
+        for param in (param for chunk in engine.chunks for param in chunk.parameters()):
+            inner = next(x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers))
+            whole = torch.zeros_like(param)
+            if param in inner.model_param_gbuf_map:
+                mine = inner._get_model_param_range_map(param)["param"]
+                whole.view(-1)[mine.start : mine.end] = param.main_grad.view(-1)[mine.start : mine.end]
+            dist.all_reduce(whole, group=inner.data_parallel_group)
+            param.copy_(whole)
+    return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
+
+
+def check_training_checkpoint(engine: Any, directory: Path, case: str, family: str, packs: list[Any], loss_fn: Any) -> None:
+    """The first layout trains and saves; every other one loads that, gathers the same bits, and its next step is the same but for
+    rounding. The corrections of the routers stay."""
+
+    def train() -> None:
+        engine.zero_grad()
+        engine.forward_backward(packs, loss_fn)
+        engine.step()
+
+    saved, known = directory / f"{family}-trained", directory / f"{family}-trained.pt"
+    if case == "data":
+        engine.load_weights(directory / family / "saved")
+        train()
+        engine.save(saved, {"version": 1})
+        before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        train()
+        if dist.get_rank() == 0:
+            torch.save((before, dict(engine.named_weights())), known)
+        dist.barrier()
+    assert engine.load(saved) == {"version": 1}
+    weights = [{name: tensor.clone() for name, tensor in engine.named_weights()}]
+    train()
+    weights.append(dict(engine.named_weights()))
+    for tolerance, ours, theirs in zip((0, 1e-5), weights, torch.load(known)):
+        for name, tensor in ours.items():
+            assert (tensor - theirs[name]).abs().max() <= tolerance, f"{name} after loading under another layout"
+    for name, tensor in weights[1].items():
+        assert torch.equal(tensor, reference_of(directory, family)["weights"][name]) == name.endswith("expert_bias"), name
+    if case in RESAVED:
+        engine.save(directory / f"{family}-{case}", {"version": 2})
+        train()
+        digest = engine.digest()
+        assert engine.load(directory / f"{family}-{case}") == {"version": 2}
+        train()
+        assert engine.digest() == digest, "a resume is not bit-exact"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    init_parallel(0, 1, f"file://{directory}/alone-{rank}")
+    for name in list(MODELS)[rank::2]:
+        prepare(directory, name)
+        gc.freeze()  # Megatron collects garbage at every save and load: 0.4 s each time with transformers in memory
+    shutdown_parallel()
+    for case_name, case in CASES.items():
+        init_parallel(rank, 2, f"file://{directory}/{case_name}", case.layout)
+        for family in case.families:
+            run(case_name, case, family, directory)
+        shutdown_parallel()

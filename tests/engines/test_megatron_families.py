@@ -1,0 +1,264 @@
+"""Megatron models of every family: their configuration, one rank against itself, two processes against transformers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engines.megatron.fit import check_fit
+from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.shape import Experts, LatentAttention, ModelShape, Rotary
+from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
+from tests.families import FAMILIES, make_family
+
+HERE = Path(__file__).parent
+PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
+MIXTURE = Experts(num_experts=8, top_k=2, ffn_hidden_size=24)
+LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+
+
+# ---- what contradicts a model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "option", "message"),
+    [
+        ({}, {"num_experts": 8}, "num_moe_experts = 8.*has None"),
+        ({}, {"multi_latent_attention": True}, "multi_latent_attention"),
+        ({}, {"rotary_base": 500000}, "rotary_base = 500000.*10000.0"),
+        ({"latent": LATENT}, {"kv_lora_rank": 512}, "kv_lora_rank = 512.*20"),
+        ({"experts": MIXTURE}, {"moe_router_topk": 8}, "moe_router_topk = 8.*2"),
+        ({"experts": MIXTURE}, {"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff = 0.01.*0.0"),
+        ({"experts": MIXTURE}, {"moe_router_bias_update_rate": 1e-3}, "moe_router_bias_update_rate"),
+        ({"experts": MIXTURE}, {"moe_grouped_gemm": True}, "moe_grouped_gemm"),
+        ({"experts": MIXTURE}, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
+        ({"experts": MIXTURE}, {"moe_router_load_balancing_type": "sinkhorn"}, "chooses other experts"),
+        ({"experts": MIXTURE}, {"moe_token_dispatcher_type": "allgather"}, "equal length"),
+        ({"experts": MIXTURE}, {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ],
+    ids=lambda value: next(iter(value), "dense") if isinstance(value, dict) else None,
+)
+def test_options_that_contradict_the_model(change: dict[str, Any], option: dict[str, Any], message: str) -> None:
+    from engines.megatron.transformer_config import transformer_config
+
+    with pytest.raises(ValueError, match=message):
+        transformer_config(SHAPE.model_copy(update=change), overrides=option)
+
+
+def test_options_that_say_what_the_model_says() -> None:
+    from engines.megatron.transformer_config import transformer_config
+
+    told = dict(moe_router_topk=2, moe_layer_freq=1, moe_aux_loss_coeff=0, moe_router_load_balancing_type="seq_aux_loss")
+    config = transformer_config(SHAPE.model_copy(update={"experts": MIXTURE}), overrides=told)
+    assert config.moe_layer_freq == [1] * SHAPE.num_layers and config.moe_router_dtype == "fp32"
+    told = dict(kv_channels=128, rotary_interleaved=True, q_lora_rank=24)  # the first two mean nothing to latent attention
+    config = transformer_config(SHAPE.model_copy(update={"latent": LATENT, "num_query_groups": 4}), overrides=told)
+    assert (config.q_lora_rank, config.v_head_dim, config.rotary_interleaved) == (24, 12, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "message"),
+    [
+        ({}, {"tensor": 3}, "tensor-model-parallel-size 3 .* 4 attention heads: use a divisor"),
+        ({"num_attention_heads": 12, "num_query_groups": 3}, {"tensor": 2}, "3 key heads: one number must divide"),
+        ({"ffn_hidden_size": 47}, {"tensor": 2}, "47 rows of the MLP"),
+        ({}, {"expert": 2}, "has no experts: drop"),
+        ({"experts": MIXTURE}, {"expert": 3}, "does not divide the model's 8 experts"),
+        ({"experts": MIXTURE}, {"expert_tensor": 5}, "expert-tensor-parallel-size 5 .* 24 rows of an expert"),
+        ({"experts": MIXTURE}, {"tensor": 2}, "add --sequence-parallel"),
+        ({"latent": LATENT}, {"tensor": 2}, "add --sequence-parallel"),
+    ],
+)
+def test_layouts_that_do_not_fit(change: dict[str, Any], sizes: dict[str, int], message: str) -> None:
+    from engines.megatron.transformer_config import transformer_config
+
+    shape = SHAPE.model_copy(update=change)
+    with pytest.raises(ValueError, match=message):
+        check_fit(shape, **sizes)
+    with pytest.raises(ValueError, match=message):
+        transformer_config(shape, ParallelLayout(**sizes))
+
+
+def test_layouts_that_fit() -> None:
+    check_fit(SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4)  # every rank then has the one key head
+    mixture = SHAPE.model_copy(update={"experts": MIXTURE, "ffn_hidden_size": 47})  # of no layer
+    check_fit(mixture, tensor=2, expert=8, expert_tensor=3, sequence_parallel=True)
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
+    yield
+    shutdown_parallel()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
+    directory = tmp_path_factory.mktemp("families")
+    return {name: ModelShape.from_hf(make_family(directory / name, name)) for name in ("deepseek-v3", "glm4", "qwen3-moe")}
+
+
+def make_engine(shape: ModelShape, **options: Any) -> Any:
+    """The same random weights every time, and corrections that matter."""
+    from engines.megatron.engine import MegatronEngine
+    from engines.megatron.weights import local_parameters
+
+    engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in local_parameters(engine.chunks[0]):
+        if name.endswith("expert_bias"):
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    engine.optimizer.reload_model_params()
+    return engine
+
+
+def loss_fn(hidden: Tensor, head: Any, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    targets, counted = targets_of(pack)
+    loss = F.cross_entropy(head(hidden)[counted].float(), targets[counted], reduction="sum")
+    return loss, {"loss": loss.detach()}
+
+
+def train(engine: Any, steps: int = 2) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        engine.zero_grad()
+        seen += [output["loss"].item() for output in engine.forward_backward(PACKS, loss_fn)]
+        engine.step()
+    return seen
+
+
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deepseek-v3", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["core_attn"]}),
+        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["mla_up_proj", "moe", "mlp"]}),
+        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["mla_up_proj", "core_attn", "shared_experts"]}),
+        ("glm4", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ],
+    ids=lambda value: "-".join(value.get("recompute_modules", ["full"])) if isinstance(value, dict) else value,
+)
+def test_recomputing_changes_memory_not_numbers(
+    world: None, shapes: dict[str, ModelShape], name: str, options: dict[str, Any]
+) -> None:
+    plain, other = make_engine(shapes[name]), make_engine(shapes[name], overrides=options)
+    assert train(other) == train(plain)
+    assert other.digest() == plain.digest()
+
+
+def test_norms_can_be_recomputed(world: None, shapes: dict[str, ModelShape]) -> None:
+    """Without the door's repair a NameError. Gradients are then added up in another order."""
+    recomputing = make_engine(shapes["glm4"], overrides=SELECTIVE | {"recompute_modules": ["layernorm"]})
+    assert train(recomputing) == pytest.approx(train(make_engine(shapes["glm4"])), rel=1e-6)
+
+
+def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, ModelShape], tmp_path: Path) -> None:
+    plain = make_engine(shapes["deepseek-v3"])
+    engine = make_engine(shapes["deepseek-v3"], dtype="bf16", optimizer={**OPTIMIZER, "lr": 1e-3})
+    weights = dict(engine.named_weights())
+    assert {name for name, tensor in weights.items() if tensor.dtype == torch.float32} == {
+        name for name in weights if name.endswith("expert_bias")
+    }
+    corrections = {name: tensor.clone() for name, tensor in weights.items() if name.endswith("expert_bias")}
+    assert train(engine, 1) == pytest.approx(train(plain, 1), rel=0.02)
+    engine.save(tmp_path, {"version": 1})
+    expected = train(engine), engine.digest()
+    assert engine.load(tmp_path) == {"version": 1}
+    assert (train(engine), engine.digest()) == expected
+    after = dict(engine.named_weights())
+    assert all(torch.equal(after[name], tensor) for name, tensor in corrections.items()), "a frozen correction moved"
+
+
+def test_reference_and_digest_have_the_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
+    engine = make_engine(shapes["deepseek-v3"])
+    start, held = engine.digest(), engine.snapshot()
+    assert set(start) == {name for name, _ in engine.named_weights()}
+    correction = dict(engine.named_weights())["decoder.layers.1.mlp.router.expert_bias"]
+    correction += 1
+    changed = engine.digest()
+    assert [name for name in start if changed[name] != start[name]] == ["decoder.layers.1.mlp.router.expert_bias"]
+    with engine.using(held):
+        assert engine.digest() == start
+    assert engine.digest() == changed
+
+
+def test_meta_model_of_a_real_size(world: None) -> None:
+    """A layer of each kind of DeepSeek-V3: 256 experts, and no memory."""
+    from engines.megatron.model import build_meta_model
+
+    shape = ModelShape(
+        architecture="DeepseekV3ForCausalLM",
+        family="deepseek_v3",
+        num_layers=2,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=128,
+        num_query_groups=128,
+        head_dim=192,
+        vocab_size=129280,
+        max_position_embeddings=163840,
+        rotary=Rotary(base=10000.0, interleaved=True),
+        norm_epsilon=1e-6,
+        qk_layernorm=True,
+        qkv_bias=False,
+        tied_embeddings=False,
+        latent=LatentAttention(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        experts=Experts(
+            num_experts=256,
+            top_k=8,
+            ffn_hidden_size=2048,
+            shared_ffn_hidden_size=2048,
+            num_dense_layers=1,
+            score="sigmoid",
+            bias=True,
+            num_groups=8,
+            top_groups=4,
+            scaling=2.5,
+        ),
+    )
+    model = build_meta_model(shape)
+    assert all(param.is_meta for param in model.parameters())
+    assert sum(param.numel() for param in model.parameters()) == shape.num_parameters
+
+
+# ---- two ranks -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_every_family_under_every_layout_of_two_ranks(tmp_path: Path) -> None:
+    """Logits, gradients, gathered weights, checkpoints that load under another layout: `family_ranks.py` compares them."""
+    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "family_ranks.py"), str(rank), str(tmp_path)],
+            env=environment,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = "\n".join(log.read_text() for log in logs)
+    assert codes == [0, 0], said[-6000:]
+    assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in FAMILIES)

@@ -1,0 +1,244 @@
+"""Tiny random checkpoints of every model family, written by transformers and named as the hub names them.
+
+`make_family(directory, name)` gives a Hugging Face directory that converts, loads and generates like the real one, in a few
+hundred kilobytes; `hf_model(directory)` is transformers' eager float32 model of it, the reference for all others. Sizes are
+chosen so that mistakes show: norms, biases and router corrections are random too, no two widths are equal by chance, the
+vocabulary is odd, the first layer of a mixture is dense (Qwen3's have none), and layers, key heads and experts can be cut in
+two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    attention_dropout=0.0,
+    bos_token_id=None,
+    initializer_range=0.12,
+)
+NORM_SPREAD, BIAS_SPREAD = 0.2, 0.1  # standard deviations of norms about 1 and of biases about 0
+
+
+def _rope(theta: float, rope_type: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **more}}
+
+
+LLAMA_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+GLM_DENSE = dict(head_dim=16, rms_norm_eps=1e-5, **_rope(10000.0, partial_rotary_factor=0.5))
+MIXTURE: dict[str, Any] = dict(  # with Hugging Face's words for GLM and DeepSeek
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+)
+DEEPSEEK = MIXTURE | dict(  # entries of the hub's configs which transformers writes only when told, and SGLang reads
+    first_k_dense_replace=1, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid"
+)
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+)
+GLM_MOE = MIXTURE | dict(head_dim=12, first_k_dense_replace=1, **_rope(1e6, partial_rotary_factor=0.5), rms_norm_eps=1e-5)
+
+FAMILIES: dict[str, dict[str, Any]] = {  # architecture and its config beyond COMMON; `model_type` only where the hub's differs
+    "qwen2": dict(architecture="Qwen2ForCausalLM", tie_word_embeddings=True, **_rope(1e6)),
+    "qwen2.5-7b": dict(architecture="Qwen2ForCausalLM", **_rope(1e6)),
+    "qwen3": dict(architecture="Qwen3ForCausalLM", head_dim=16, tie_word_embeddings=True, **_rope(1e6)),
+    "qwen3-moe": dict(
+        architecture="Qwen3MoeForCausalLM",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        **_rope(1e6),
+    ),
+    "llama3": dict(architecture="LlamaForCausalLM", rms_norm_eps=1e-5, **_rope(500000.0)),
+    "llama3.1": dict(architecture="LlamaForCausalLM", head_dim=16, rms_norm_eps=1e-5, **_rope(500000.0, "llama3", **LLAMA_ROPE)),
+    "llama3.2": dict(
+        architecture="LlamaForCausalLM",
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        **_rope(500000.0, "llama3", **LLAMA_ROPE | {"factor": 32.0}),
+    ),
+    "glm4": dict(architecture="Glm4ForCausalLM", attention_bias=True, **GLM_DENSE),
+    "glm4-32b": dict(architecture="Glm4ForCausalLM", attention_bias=False, **GLM_DENSE),
+    "glm4.5": dict(
+        architecture="Glm4MoeForCausalLM", attention_bias=True, use_qk_norm=False, routed_scaling_factor=1.0, **GLM_MOE
+    ),
+    "glm4.5-355b": dict(
+        architecture="Glm4MoeForCausalLM", attention_bias=True, use_qk_norm=True, routed_scaling_factor=2.5, **GLM_MOE
+    ),
+    "glm4.7-flash": dict(
+        architecture="Glm4MoeLiteForCausalLM",
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-5,
+        **_rope(1e6),
+        **MIXTURE | LATENT | {"v_head_dim": 24},  # as wide as queries and keys, like the real one
+    ),
+    "deepseek-v3": dict(
+        architecture="DeepseekV3ForCausalLM",
+        routed_scaling_factor=2.5,
+        **_rope(
+            10000.0,
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        **DEEPSEEK | LATENT | dict(n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2),
+    ),
+    "kimi-k2": dict(
+        architecture="DeepseekV3ForCausalLM",
+        model_type="kimi_k2",
+        routed_scaling_factor=2.827,
+        **_rope(
+            50000.0,
+            "yarn",
+            factor=32.0,
+            original_max_position_embeddings=8,
+            beta_fast=1.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        **DEEPSEEK | LATENT,
+    ),
+    "moonlight": dict(
+        architecture="DeepseekV3ForCausalLM",
+        routed_scaling_factor=2.446,
+        rms_norm_eps=1e-5,
+        **_rope(50000.0),
+        **DEEPSEEK | LATENT | dict(q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=3),
+    ),
+}
+
+
+def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "float32", **config_changes: Any) -> Path:
+    """Write a tiny random checkpoint of a family, with the demo's character tokenizer. The same arguments give the same bytes.
+
+    Args:
+        directory: made if it is not there.
+        seed: of the weights.
+        dtype: of all weights but the routers' corrections, which stay float32 as in the hub's files.
+        config_changes: replace entries of the Hugging Face config, or the architecture. `num_nextn_predict_layers=1` (GLM-4.5 and
+            later, DeepSeek-V3) also writes tensors of a multi-token prediction layer, which transformers itself never does.
+    """
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    from flows.demo_model import END, PAD, make_tokenizer
+
+    disable_progress_bar()
+    fields = COMMON | FAMILIES[name] | config_changes
+    model_class = getattr(transformers, fields.pop("architecture"))
+    model_type = fields.pop("model_type", None)
+    config = model_class.config_class(eos_token_id=END, pad_token_id=PAD, dtype=dtype, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+        _randomise(model)
+        extra = _prediction_layer(model) if fields.get("num_nextn_predict_layers") else {}
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    _cast(model, getattr(torch, dtype))
+    path = Path(directory)
+    model.save_pretrained(path)
+    make_tokenizer(config.max_position_embeddings).save_pretrained(path)
+    _as_on_the_hub(path / "config.json", model_type)
+    if extra:
+        _add(path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in extra.items()})
+    return path
+
+
+def hf_model(directory: str | Path) -> Any:
+    """Transformers' model of a checkpoint: float32, eager attention, evaluation mode.
+
+    Also for `kimi_k2`, which AutoConfig does not know: with that model type transformers leaves the experts unread and random.
+    """
+    import transformers
+
+    fields = json.loads((Path(directory) / "config.json").read_text())
+    model_class = getattr(transformers, fields["architectures"][0])
+    config = model_class.config_class(**{key: value for key, value in fields.items() if key != "model_type"})
+    model, report = model_class.from_pretrained(
+        directory, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["mismatched_keys"], report
+    return model.eval()
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Give what an initialiser leaves at one or zero values of its own. Buffers: the routers' corrections only."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.split(".")[-2]:
+                parameter.copy_(1 + NORM_SPREAD * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.copy_(BIAS_SPREAD * torch.randn_like(parameter))
+            elif parameter.ndim > 1:
+                parameter.copy_(COMMON["initializer_range"] * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(BIAS_SPREAD * torch.randn_like(buffer))
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.to(dtype)
+    for name, buffer in kept.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module)._buffers[last] = buffer
+
+
+def _as_on_the_hub(path: Path, model_type: str | None) -> None:
+    """Spell entries of a config.json as the hub's checkpoints do."""
+    config = json.loads(path.read_text())
+    if "num_local_experts" in config:  # transformers 5's word for Qwen3's `num_experts`
+        config["num_experts"] = config.pop("num_local_experts")
+    config["model_type"] = model_type or config["model_type"]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _prediction_layer(model: Any) -> dict[str, Tensor]:
+    """What the hub's files hold beyond the last layer: a whole layer, its norms and projection, copies of embedding and head."""
+    hidden, last = model.config.hidden_size, model.config.num_hidden_layers
+    layer = f"model.layers.{last}."
+    return {
+        layer + "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
+        layer + "shared_head.head.weight": model.lm_head.weight.detach().clone(),
+        layer + "shared_head.norm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
+        layer + "enorm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
+        layer + "hnorm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
+        layer + "eh_proj.weight": COMMON["initializer_range"] * torch.randn(hidden, 2 * hidden),
+        layer + "input_layernorm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
+        layer + "mlp.experts.0.down_proj.weight": COMMON["initializer_range"]
+        * torch.randn(hidden, model.config.moe_intermediate_size),
+    }
+
+
+def _add(directory: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
