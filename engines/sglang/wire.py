@@ -1,17 +1,20 @@
 """The weight-update wire of SGLang: how tensors become its payloads, and the order of calls of one update.
 
-The only place that knows the wire format: SGLang unpickles nothing but its own bucket class. Tensors do not travel through HTTP:
-the payload carries handles (CUDA IPC on a GPU, shared memory on CPU) and the server copies from where they lie. Which tensors go,
-in buckets of what size, is the publisher's business (`engines/weights`).
+The only place that knows the wire format: SGLang unpickles nothing but a short list of plain classes and its own. Tensors do not
+travel through HTTP: the payload carries handles (CUDA IPC on a GPU, shared memory on CPU) and the server copies from where they
+lie. Which tensors go, in buckets of what size, is the publisher's business (`engines/weights`).
 """
 
 from __future__ import annotations
 
+import base64
+import itertools
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ from torch import Tensor
 from engines.sglang import control
 
 NEEDS_SESSION = (0, 5, 21)  # from here on tensor updates stand between /begin_weight_update and /end_weight_update
+# SGLang makes one parameter of these two (MLA), and forgets the one that came alone when the call ends: in different buckets both
+# would be lost without a word, and the engine would go on with the old ones.
+FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 Named = tuple[str, Tensor]
 logger = logging.getLogger(__name__)
 
@@ -129,40 +135,50 @@ class WeightUpdate:
 
 
 class FlatBucket:
-    """Tensors of any dtypes laid end to end in one flat tensor, with SGLang's description of what lies where."""
+    """Tensors of any dtypes laid end to end in one flat tensor, and the description by which SGLang finds them (`content`)."""
 
     def __init__(self, bucket: list[Named]) -> None:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
         self.device = bucket[0][1].device
         if self.device.type == "cuda":
+            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
             monkey_patch_torch_reductions()  # names the GPU by its UUID: sender and server may number them differently
         # SGLang views the bytes where they lie: wide types first, or a float32 could begin at an odd offset behind a bfloat16.
         aligned = sorted(bucket, key=lambda item: -item[1].element_size())
-        packed = FlattenedTensorBucket(named_tensors=[(name, tensor.detach().contiguous()) for name, tensor in aligned])
-        self._content = {"flattened_tensor": packed.get_flattened_tensor(), "metadata": packed.get_metadata()}
+        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        self.content: dict[str, Any] = {
+            "flattened_tensor": torch.cat(parts),
+            # Namespaces with the fields of SGLang's own class: importing SGLang for its sake would cost a trainer 3 s on CPU.
+            "metadata": [
+                SimpleNamespace(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    start_idx=end - len(part),
+                    end_idx=end,
+                    numel=len(part),
+                )
+                for (name, tensor), part, end in zip(aligned, parts, ends)
+            ],
+        }
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads on a stream of its own
 
     def payload(self) -> str:
         """One receiver's handle on the bucket."""
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        if self.device.type == "cuda":
-            return MultiprocessingSerializer.serialize(self._content, output_str=True)
-        # The default strategy passes file descriptors through a socket that needs this process's secret, and crashes SGLang's
-        # scheduler; names in /dev/shm need none.
+        # The default strategy for CPU tensors passes file descriptors through a socket that needs this process's secret, and
+        # crashes SGLang's scheduler; names in /dev/shm need none.
         strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
-            return MultiprocessingSerializer.serialize(self._content, output_str=True)
+            return base64.b64encode(ForkingPickler.dumps(self.content)).decode()
         finally:
             torch.multiprocessing.set_sharing_strategy(strategy)
 
     def free(self) -> None:
         """Give the flat tensor back; to be called when every receiver has answered."""
-        self._content = {}
+        self.content = {}
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
 
@@ -170,19 +186,35 @@ class FlatBucket:
 def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[tuple[list[Named], bool]]:
     """Cut a stream of tensors into buckets of at most `max_bytes`, each with whether it is the last.
 
-    A larger tensor is a bucket of its own.
+    A larger tensor, or pair of tensors that belong together, is a bucket of its own.
     """
     bucket: list[Named] = []
     size = 0
-    for name, tensor in named:
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if bucket and size + tensor_bytes > max_bytes:
+    for group in _together(named):
+        group_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in group)
+        if bucket and size + group_bytes > max_bytes:
             yield bucket, False
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor_bytes
+        bucket.extend(group)
+        size += group_bytes
     if bucket:
         yield bucket, True
+
+
+def _together(named: Iterable[Named]) -> Iterator[list[Named]]:
+    """The tensors one by one, but the two of FUSED of one layer as a pair, when the second has come."""
+    first, second = FUSED
+    waiting: dict[str, Named] = {}
+    for item in named:
+        name = item[0]
+        partner = name.replace(second, first) if second in name else name.replace(first, second)
+        if partner == name:
+            yield [item]
+        elif partner in waiting:
+            yield [waiting.pop(partner), item]
+        else:
+            waiting[name] = item
+    yield from ([item] for item in waiting.values())  # Moonlight has only the second
 
 
 def shared_memory_bytes() -> int:

@@ -1,0 +1,174 @@
+"""A process that loads one tiny model after another into the real SGLang on CPU; `test_sglang_families.py` starts it.
+
+usage: sglang_families.py DIRECTORY    and on stdin, line by line, the models: NAME CHECKPOINT OTHER_CHECKPOINT
+
+A server would take as long to start for each model as all of them together take here: SGLang is imported once, behind the door of
+`engines/sglang/launch.py`, and every model gets a forked child, because SGLang's settings are global to a process. The child does
+with SGLang's ModelRunner what its scheduler does: load a checkpoint, prefill with log-probs of the prompts, decode with those of
+what it samples, take the weights of another checkpoint in buckets under their hub names, and generate again. DIRECTORY/NAME.json
+says what came out, or the traceback.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from array import array
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("launch", ROOT / "engines/sglang/launch.py")
+assert spec and spec.loader
+launch = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(launch)  # ends this process with its parent, and opens the door to SGLang
+
+import sglang.srt.models.registry  # noqa: E402 F401  (else every child would import the models)
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from sglang.benchmark import one_batch  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
+
+from engines.sglang.wire import FlatBucket, buckets  # noqa: E402
+
+NUM_NEW_TOKENS = 6
+BUCKET_BYTES = 4096  # many buckets, also several for one layer
+CHILD_SECONDS = 120  # a stuck child ends
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Of unequal lengths, one long enough for stretched rotations to show."""
+    return [[(7 * i * i + 3 * i + 2) % vocab_size for i in range(length)] for length in (40, 7)]
+
+
+def load(checkpoint: str) -> Any:
+    """SGLang's ModelRunner of a checkpoint, as its own benchmark of one batch makes it."""
+    flags = [*launch.CPU_FLAGS, "--max-total-tokens", "1024", "--random-seed", "0", "--log-level", "error"]
+    args = prepare_server_args([*flags, "--model-path", checkpoint])
+    args.resolve_once()
+    one_batch._set_envs_and_config(args)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    one_batch.initialize_moe_config()
+    one_batch.initialize_fp8_gemm_config()
+    one_batch.initialize_fp4_gemm_config()
+    return one_batch.load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
+
+
+@torch.no_grad()
+def generate(runner: Any) -> dict[str, Any]:
+    """Prefill and decode all prompts as one batch, with the log-probs that SGLang returns with them."""
+    requests = [request(number, tokens) for number, tokens in enumerate(prompts(runner.model_config.vocab_size))]
+    pools = {"req_to_token_pool": runner.req_to_token_pool, "token_to_kv_pool_allocator": runner.token_to_kv_pool_allocator}
+    batch = ScheduleBatch.init_new(
+        reqs=requests,
+        **pools,
+        tree_cache=one_batch.TreeCacheNamespace(
+            page_size=get_schedule().page_size,
+            device=runner.device,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        ),
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu
+    tokens, output = forward(runner, batch)
+    lengths = [len(request.origin_input_ids) for request in requests]
+    of_prompts = [part[:-1].tolist() for part in output.input_token_logprobs.split(lengths)]  # the last has no next token
+    generated, logprobs = [tokens], [output.next_token_logprobs]
+    for _ in range(NUM_NEW_TOKENS - 1):
+        batch.input_ids = tokens.long()
+        batch.prepare_for_decode()
+        tokens, output = forward(runner, batch)
+        generated.append(tokens)
+        logprobs.append(output.next_token_logprobs)
+    for pool in pools.values():
+        pool.clear()
+    return {
+        "prompt_logprobs": of_prompts,
+        "generated": torch.stack(generated, 1).tolist(),
+        "generated_logprobs": torch.stack(logprobs, 1).tolist(),
+    }
+
+
+def request(number: int, tokens: list[int]) -> Req:
+    """A prompt whose log-probs are wanted, as SGLang's scheduler would hold it."""
+    made = Req(
+        rid=str(number),
+        origin_input_text="",
+        origin_input_ids=array("q", tokens),
+        sampling_params=SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW_TOKENS),
+        return_logprob=True,
+    )
+    made.full_untruncated_fill_ids = made.origin_input_ids
+    made.set_extend_range(0, len(tokens))
+    return made
+
+
+def forward(runner: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """One pass of the model: the sampled tokens, [B], and SGLang's output with the log-probs."""
+    forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    output = runner.forward(forward_batch).logits_output
+    return runner.sample(output, forward_batch), output
+
+
+def update(runner: Any, checkpoint: Path) -> None:
+    """New weights as a publisher sends them and SGLang's scheduler hands them on, but for the way between two processes."""
+    updater = runner.weight_updater
+    updater.begin_weight_update()
+    for bucket, _ in buckets(load_file(checkpoint / "model.safetensors").items(), BUCKET_BYTES):
+        done, message = updater.update_weights_from_tensor(FlatBucket(bucket).content, load_format="flattened_bucket")
+        assert done, message
+    updater.end_weight_update(run_post_load=False)
+
+
+def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
+    """What one model does before and after an update."""
+    runner = load(checkpoint)
+    model = type(runner.model)
+    passes = [generate(runner)]
+    update(runner, Path(other_checkpoint))
+    passes.append(generate(runner))
+    return {
+        "model": f"{model.__module__}.{model.__name__}",
+        "prompts": prompts(runner.model_config.vocab_size),
+        "passes": passes,
+    }
+
+
+def in_child(file: Path, checkpoint: str, other_checkpoint: str) -> None:
+    """Write the answer to a file; does not return."""
+    launch.die_with_parent()
+    signal.alarm(CHILD_SECONDS)
+    try:
+        content = answer(checkpoint, other_checkpoint)
+    except BaseException:
+        content = {"error": traceback.format_exc()}
+    file.write_text(json.dumps(content))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    gc.freeze()  # SGLang collects garbage while it loads: over all that was imported it takes 0.35 s, longer than the rest
+    for line in sys.stdin:
+        name, *checkpoints = line.split()
+        file = Path(sys.argv[1]) / f"{name}.json"
+        child = os.fork()
+        if child == 0:
+            in_child(file, *checkpoints)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            file.write_text(json.dumps({"error": f"its process ended with {code}"}))
