@@ -79,12 +79,18 @@ def remove(store: Store, leftover: Leftover) -> bool:
     if leftover.kind == "half-made fork" and store.exists(RunKeys(leftover.key.removeprefix("runs/")).record):
         return False
     attempt = _ATTEMPT.match(leftover.files[0])
-    if attempt and leftover.kind != "half-made fork":
-        commit = store.committed(attempt["prefix"])
-        if commit is not None and not {record.path for record in commit.files}.isdisjoint(leftover.files):
-            return False  # its writer was only slow
+    if attempt and leftover.kind != "half-made fork" and not _named_at(store, attempt["prefix"]).isdisjoint(leftover.files):
+        return False  # its writer was only slow
     store.delete(leftover.files)
     return True
+
+
+def _named_at(store: Store, prefix: str) -> set[str]:
+    """The files that the commit of an attempt names. A model's attempt lies beside all models: its name is known at its end only."""
+    names = [name for name in store.list(prefix) if name.endswith(_COMMIT)] if prefix == "models" else []
+    prefixes = [f"{prefix}/{name.removesuffix(_COMMIT)}" for name in names] or [prefix]
+    commits = in_parallel(store.committed, prefixes, NUM_READS)
+    return {record.path for commit in commits if commit is not None for record in commit.files}
 
 
 def _named(store: Store, found: Iterable[str], expired: set[str | None]) -> set[str]:

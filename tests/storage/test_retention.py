@@ -212,12 +212,13 @@ def test_exactly_what_nothing_needs_is_found_and_goes(
 
 def test_what_has_come_to_be_needed_is_not_removed(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
-    attempt = store.new_attempt(keys.checkpoint(1))
-    with store.writing(attempt) as out:
-        (out.path / "weights").write_bytes(b"slow")
-    (found,) = leftovers(store, older_than=0, now=time.time() + 1)
-    store.commit(keys.checkpoint(1), Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
-    assert not remove(store, found) and store.exists(f"{attempt}/weights")
+    # a model's attempt does not lie under the model's name, which is known at its end only
+    for attempt, prefix in ((store.new_attempt(keys.checkpoint(1)), keys.checkpoint(1)), ("models/attempt-x", "models/other")):
+        with store.writing(attempt) as out:
+            (out.path / "weights").write_bytes(b"slow")
+        (found,) = leftovers(store, older_than=0, now=time.time() + 1)
+        store.commit(prefix, Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
+        assert not remove(store, found) and store.exists(f"{attempt}/weights")
     store.create(fork_key(RunKeys("f")), b"{}")
     half: Leftover = leftovers(store, "f", older_than=0, now=time.time() + 1)[0]
     store.create(RunKeys("f").record, b"{}")
