@@ -16,7 +16,7 @@ USAGE = """usage: penstock COMMAND [options]
   demo      make a tiny model and watch it learn, all stages, a few minutes on a laptop
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
   sft       the same loop over demonstrations (no engine)
-  convert   Hugging Face checkpoint -> torch_dist in the store, verified
+  convert   Hugging Face checkpoint -> torch_dist, in the store or anywhere, and back
   eval      score a Hugging Face checkpoint on data sets
   resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
@@ -65,7 +65,13 @@ def _evaluate(words: list[str]) -> int:
 
 
 def _convert(words: list[str]) -> int:
-    return _run_flow("convert", words)
+    from flows import convert, flags
+    from flows.registry import start
+
+    if "--help" in words or "-h" in words:
+        print(convert.USAGE)
+        return 0
+    return start("convert", convert.completed(flags.parse(convert.flags_of(words))))
 
 
 def _run_flow(name: str, words: list[str]) -> int:

@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 
+from flows.conversion import converted
 from flows.prefect_api import summary_artifact
 from flows.session import Session
 from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
@@ -87,10 +88,8 @@ def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
     """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there."""
-    from stages.convert.to_torch_dist import convert_hf
-
-    config = session.config.convert
-    return session.begin_at(session.cluster.run(convert_hf, session.store, config.hf_checkpoint, timeout=config.convert_timeout))
+    config = session.config.convert.model_copy(update={"convert_save": None})  # a run begins from its own store
+    return session.begin_at(converted(session.cluster, session.store, config, verify=True))
 
 
 @stage("restore")
@@ -250,6 +249,7 @@ def export(session: Session, version: int) -> CheckpointRef:
             session.config.convert.hf_checkpoint,
             prefix,
             dtype=session.config.convert.export_dtype,
+            mtp=session.config.convert.mtp,
             inputs={"checkpoint": commit_key(checkpoint)},
             timeout=session.config.convert.convert_timeout,
         )

@@ -1,32 +1,35 @@
-"""Hugging Face directories: weights read and written one tensor at a time, and the small files that travel with them.
+"""The weights of Hugging Face directories, read row by row.
 
-The safetensors format is a JSON header (name -> dtype, shape, place) and raw bytes, so shapes cost no reading, and a file can be
-written without holding it in memory. Which names there are is for `storage.layouts`.
+The safetensors format is a JSON header (name -> dtype, shape, place) and raw bytes, so shapes cost no reading, and rows are read
+where they lie. Weights that are quantised in fp8 blocks are bf16 to everybody else. Which names there are is for `storage.layouts`,
+writing is `hf_writer`'s, what lies beside the weights `hf_assets`'.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import mmap
+import os
 import struct
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
 from torch import Tensor
 
-from storage.store import hash_file
+from stages.convert.fp8 import SCALE, dequantise, scale_shape
 
 INDEX = "model.safetensors.index.json"
-ASSETS = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}  # suffixes of config, tokenizer and chat template files
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
+CHUNK = 1 << 20  # bytes in a piece: one that is hashed and written stays in the core's cache
+AHEAD = 2 << 30  # bytes that the disk is asked for in advance
+HELD = 16 << 20  # bytes of a file that stay mapped behind a reader
 
 
 @dataclass(frozen=True)
@@ -40,42 +43,188 @@ class TensorInfo:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first axis."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie."""
+
+    path: Path
+    start: int
+    dtype: str  # safetensors' code
+
 
 class HFWeights:
-    """The weights of a Hugging Face directory, read when asked for. A context manager: files stay open inside.
+    """The weights of a Hugging Face directory, read when asked for. Threads may share it. A context manager: files stay open inside.
+
+    Args:
+        directory: with config.json.
+        files: to read; by default those of the model.
 
     Raises:
-        ValueError: no safetensors, a damaged file, or a number type that Penstock does not train.
+        ValueError: no safetensors, a damaged file, or numbers that Penstock does not read.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, files: list[Path] | None = None) -> None:
         self.directory = Path(directory)
-        self.files: dict[str, Path] = {}  # tensor -> file
-        self.info: dict[str, TensorInfo] = {}
-        for path in weight_files(self.directory):
-            for name, entry in read_header(path).items():
-                if entry["dtype"] not in DTYPES:
-                    raise ValueError(
-                        f"{path}: {name} is stored as {entry['dtype']}, needed {', '.join(DTYPES)}: use an unquantised checkpoint"
-                    )
-                self.files[name] = path
-                self.info[name] = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        block = _block_size(self.directory)
+        self.block = block or (1, 1)
+        self.files = weight_files(self.directory) if files is None else files
+        self.places: dict[str, Place] = {}
+        self.info: dict[str, TensorInfo] = {}  # as others see it: bf16 where fp8 is stored, without the scales
+        self._find()
+        self._scales = self._take_scales(block)
+        self._open: dict[Path, mmap.mmap] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> HFWeights:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._open.clear()  # a map lives as long as somebody looks at a piece of it
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some of it is stored in fp8."""
+        return bool(self._scales)
 
     def fetch(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
-        path = self.files[name]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
-        return self._open[path].get_tensor(name)
+        """One tensor."""
+        return _filled(self.info[name], self.rows(name))
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+        """The bytes of the rows `start` to `stop` (default: all), piece by piece."""
+        info, place = self.info[name], self.places[name]
+        if not info.shape:
+            return self._bytes(place, 0, info.num_bytes)
+        stop = info.shape[0] if stop is None else stop
+        if name not in self._scales:
+            return self._bytes(place, start * info.row_bytes, (stop - start) * info.row_bytes)
+        return self._dequantised(name, start, stop)
+
+    def _dequantised(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        place, columns = self.places[name], self.info[name].shape[1]
+        info, scales_place = self._scales[name]
+        scales = _filled(info, self._bytes(scales_place, 0, info.num_bytes))
+        step = max(1, CHUNK // columns // self.block[0]) * self.block[0]
+        for first in range(start, stop, step):
+            num_rows = min(step, stop - first)
+            raw = bytearray().join(self._bytes(place, first * columns, num_rows * columns))
+            weight = torch.frombuffer(raw, dtype=torch.float8_e4m3fn).view(num_rows, columns)
+            yield memoryview(_as_bytes(dequantise(weight, scales, first, self.block)))
+
+    def read_ahead(self) -> None:
+        """Let the disk begin with the first files while something else is done."""
+
+        def ask() -> None:
+            for path in self.files[: max(1, AHEAD // max(1, self.files[0].stat().st_size))]:
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+        threading.Thread(target=ask, name="read ahead", daemon=True).start()
+
+    def hash(self, path: Path) -> str:
+        """xxh3-128 of a weight file, hex; as `storage.disk.hash_file`, without a copy."""
+        digest = xxhash.xxh3_128()
+        for piece in self._stretch(path, 0, path.stat().st_size):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _bytes(self, place: Place, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """A stretch of a tensor's stored bytes."""
+        return self._stretch(place.path, place.start + start, num_bytes)
+
+    def _stretch(self, path: Path, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """Pieces of a file, as it lies in memory already: nothing is copied, and what was read is let go of."""
+        memory, end = self._mapped(path), start + num_bytes
+        view = memoryview(memory)
+        for low in range(start, end, HELD):
+            high = min(low + HELD, end)
+            for at in range(low, high, CHUNK):
+                yield view[at : min(at + CHUNK, high)]
+            first, last = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE, high // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:  # of this process's memory only: who reads it again finds it in the page cache
+                memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _mapped(self, path: Path) -> mmap.mmap:
+        with self._opening:
+            if path not in self._open:
+                with open(path, "rb") as file:
+                    self._open[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            return self._open[path]
+
+    def _find(self) -> None:
+        """Read the headers. Where an index says which file a tensor is in, it is right."""
+        index = self.directory / INDEX
+        listed = _index(index) if index.is_file() and self.files == weight_files(self.directory) else {}
+        for path in self.files:
+            header, start = read_header(path)
+            for name, entry in header.items():
+                if listed.get(name, path.name) != path.name:
+                    continue
+                if name in self.places:
+                    raise ValueError(f"{self.places[name].path} and {path} both have {name}: keep one of them")
+                self.places[name] = Place(path, start + entry["data_offsets"][0], entry["dtype"])
+                self.info[name] = TensorInfo(DTYPES.get(entry["dtype"], torch.bfloat16), tuple(entry["shape"]))
+        if lost := sorted(set(listed) - set(self.places)):
+            raise ValueError(
+                f"{index} says that {listed[lost[0]]} has {lost[0]}, but it has not ({len(lost)} such tensors): download both again"
+            )
+
+    def _take_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, Place]]:
+        """Make quantised weights and their scales one thing: weight -> its scales. Refuse what is stored in any other way."""
+        quantised = [name for name, place in self.places.items() if place.dtype not in DTYPES]
+        for name in quantised:
+            path, shape, scales = self.places[name].path, self.info[name].shape, self.info.get(name + SCALE)
+            if self.places[name].dtype != "F8_E4M3" or scales is None or len(shape) != 2 or block is None:
+                raise ValueError(
+                    f"{path}: {name} is stored as {self.places[name].dtype}, needed {', '.join(DTYPES)}, or F8_E4M3 in blocks (with "
+                    f"{name + SCALE}, and weight_block_size in config.json): use an unquantised checkpoint"
+                )
+            if scales.shape != scale_shape(shape, block):
+                raise ValueError(
+                    f"{path}: {name + SCALE} has shape {list(scales.shape)}, but {list(shape)} in blocks of {list(block)} needs "
+                    f"{list(scale_shape(shape, block))}: correct weight_block_size in config.json"
+                )
+        return {name: (self.info.pop(name + SCALE), self.places[name + SCALE]) for name in quantised}
+
+
+def _filled(info: TensorInfo, pieces: Iterator[memoryview]) -> Tensor:
+    out = torch.empty(info.shape, dtype=info.dtype)
+    target, at = memoryview(_as_bytes(out)), 0
+    for piece in pieces:
+        target[at : at + len(piece)] = piece
+        at += len(piece)
+    assert at == info.num_bytes, f"{at} bytes came for {info}"
+    return out
+
+
+def _as_bytes(tensor: Tensor) -> Any:
+    """[bytes] a contiguous tensor's memory, as numpy has it."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _block_size(directory: Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks in which config.json says that weights are quantised; None if they are not.
+
+    Raises:
+        ValueError: they are quantised in another way.
+    """
+    config = directory / "config.json"
+    found = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+    if not found:
+        return None
+    block = found.get("weight_block_size")
+    if found.get("quant_method") != "fp8" or not block:
+        raise ValueError(
+            f"{config} says that the weights are quantised by {found.get('quant_method')!r} (blocks {block}); Penstock reads plain weights "
+            "and fp8 in blocks: use the bf16 or the fp8 checkpoint of this model"
+        )
+    return int(block[0]), int(block[1])
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -86,7 +235,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(_index(index).values()))
     elif (directory / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -99,8 +248,16 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: tensor name -> `{"dtype", "shape", "data_offsets"}`.
+def _index(path: Path) -> dict[str, str]:
+    """Tensor -> file name."""
+    found = _parse(path.read_bytes())
+    if found is None or not isinstance(found.get("weight_map"), dict):
+        raise ValueError(f"{path} is no index of safetensors files (JSON with weight_map): download it again")
+    return found["weight_map"]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, tensor name -> `{"dtype", "shape", "data_offsets"}`, and where the tensors begin.
 
     Raises:
         ValueError: the file is cut short or is no safetensors file.
@@ -115,89 +272,11 @@ def read_header(path: Path) -> dict[str, Any]:
     needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != needed:
         raise ValueError(f"{path} has {size} bytes, its header needs {needed}: download it again")
-    return header
+    return header, 8 + length
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
     try:
         return dict(json.loads(data))
-    except ValueError:
+    except (ValueError, TypeError):
         return None
-
-
-class ShardWriter:
-    """Writes named tensors as `model-00001-of-0000N.safetensors` with an index (or one `model.safetensors`), in a given order.
-
-    Args:
-        directory: where the files go.
-        plan: name and size of every tensor, in the order in which they will come.
-        shard_bytes: a shard holds at most this much, or one tensor.
-    """
-
-    def __init__(self, directory: Path, plan: list[tuple[str, TensorInfo]], shard_bytes: int) -> None:
-        self.directory, self.shards = directory, _split(plan, shard_bytes)
-        self.total = sum(info.num_bytes for _, info in plan)
-
-    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Consume the tensors of the plan, in its order."""
-        for number, shard in enumerate(self.shards):
-            with open(self.directory / self._name(number), "wb") as file:
-                file.write(_header(shard))
-                for name, info in shard:
-                    found, tensor = next(tensors)
-                    assert (found, tensor.dtype, tuple(tensor.shape)) == (name, info.dtype, info.shape), (
-                        f"{found} came, {name} was planned"
-                    )
-                    file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        if len(self.shards) > 1:
-            where = {name: self._name(number) for number, shard in enumerate(self.shards) for name, _ in shard}
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
-            (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _name(self, number: int) -> str:
-        count = len(self.shards)
-        return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _split(plan: list[tuple[str, TensorInfo]], shard_bytes: int) -> list[list[tuple[str, TensorInfo]]]:
-    shards: list[list[tuple[str, TensorInfo]]] = [[]]
-    filled = 0
-    for name, info in plan:
-        if shards[-1] and filled + info.num_bytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append((name, info))
-        filled += info.num_bytes
-    return shards
-
-
-def _header(shard: list[tuple[str, TensorInfo]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, info in shard:
-        entries[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [end, end + info.num_bytes]}
-        end += info.num_bytes
-    data = json.dumps(entries, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)  # the format wants the bytes after it aligned
-    return struct.pack("<Q", len(data)) + data
-
-
-def assets(directory: Path) -> list[Path]:
-    """The small files beside the weights: config, tokenizer, chat template, generation defaults."""
-    files = (path for path in sorted(directory.iterdir()) if path.is_file() and path.suffix in ASSETS)
-    return [path for path in files if not path.name.startswith(".") and not path.name.endswith(".index.json")]
-
-
-def copy_assets(source: Path, target: Path) -> None:
-    """Carry the small files over."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in assets(source):
-        shutil.copyfile(path, target / path.name)
-
-
-def fingerprint(directory: Path) -> str:
-    """A name for exactly these weights and small files: equal fingerprint = equal model and tokenizer."""
-    digest = xxhash.xxh3_128()
-    for path in [*assets(directory), *weight_files(directory)]:
-        digest.update(f"{path.name} {hash_file(path)}\n".encode())
-    return digest.hexdigest()

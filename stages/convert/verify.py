@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engines.megatron.stored import StoredModel
+from engines.megatron.shape import ModelShape
+from engines.megatron.stored import StoredModel, stored_model
 from stages.convert.hf_files import HFWeights
 from stages.convert.torch_dist_files import TorchDistWeights
+from storage.disk import in_parallel
+from storage.layouts import layout_for
 from storage.layouts.ops import Layout
+from storage.refs import Commit
+from storage.store import Store
+
+NUM_THREADS = 2  # each holds a parameter three times
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,40 @@ class ConversionReport:
 
     num_tensors: int  # on the Hugging Face side
     num_bytes: int
+    logits: str = ""  # what came of comparing them
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: title and text."""
+        return [
+            ("names", f"{self.num_tensors} tensors, each accounted for on both sides"),
+            ("shapes", "all as config.json says"),
+            ("bits", f"{self.num_bytes:,} bytes came back as they were"),
+            ("logits", self.logits),
+        ]
+
+
+def verify_standing(store: Store, commit: Commit, hf_dir: str | Path) -> ConversionReport:
+    """Everything that can be known of a converted model: names, shapes and bits, unless they were compared when it was made, and logits.
+
+    Args:
+        store: that the commit's files are in.
+        commit: of the model.
+        hf_dir: what it was made of.
+
+    Raises:
+        ValueError: something is wrong.
+    """
+    from stages.convert.probe import compare_logits
+
+    with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
+        shape = ModelShape.from_hf(hf_dir)
+        if "convert/num_tensors" in commit.summary:
+            report = ConversionReport(int(commit.summary["convert/num_tensors"]), int(commit.summary["convert/num_bytes"]))
+        else:
+            layout, stored = layout_for(shape), stored_model(shape)
+            check_source(layout, stored, weights)
+            report = verify_conversion(weights, directory, layout, stored)
+        return replace(report, logits=str(compare_logits(directory, Path(hf_dir))))
 
 
 def check_source(layout: Layout, stored: StoredModel, weights: HFWeights) -> None:
@@ -38,7 +80,8 @@ def check_source(layout: Layout, stored: StoredModel, weights: HFWeights) -> Non
             f"{weights.directory} lacks {missing[0]} ({len(missing)} tensors missing) which config.json's model has: "
             "download it again, or correct config.json"
         )
-    if unknown := sorted(found - needed - set(layout.copies)):
+    unknown = sorted(name for name in found - needed - set(layout.copies) if not layout.carried(name))
+    if unknown:
         raise ValueError(
             f"{weights.directory} has {unknown[0]} ({len(unknown)} such tensors), which the {layout.shape.family} layout lacks: "
             "use a plain checkpoint of this family"
@@ -66,54 +109,60 @@ def verify_conversion(
     directory: Path,
     layout: Layout,
     stored: StoredModel,
-    on_progress: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> ConversionReport:
     """Read every parameter back from the checkpoint, turn it into Hugging Face tensors and compare these with the source.
+
+    It goes by torch's own reader and the other direction of the layout, so it shares no step with how the checkpoint was written.
 
     Args:
         weights: the source.
         directory: the torch_dist checkpoint made of it.
-        on_progress: called with the number of bytes compared so far.
+        on_bytes: called with the size of everything that was compared.
 
     Raises:
         ValueError: with the first tensor that differs.
     """
     converted = TorchDistWeights(directory, stored)
-    seen: set[str] = set()
-    num_bytes = 0
-    for name in layout.megatron_names():
-        for hf_name, tensor in layout.to_hf(name, converted.fetch(name)):
-            compare(hf_name, weights.fetch(hf_name), tensor)
-            seen.add(hf_name)
-            num_bytes += tensor.nbytes
-        if on_progress:
-            on_progress(num_bytes)
-    assert seen == layout.hf_names()
-    return ConversionReport(len(seen), num_bytes)
+
+    def check(name: str) -> list[tuple[str, int]]:
+        with converted.lent(name) as whole:
+            found = layout.to_hf(name, whole)
+            for hf_name, tensor in found:
+                compare(hf_name, weights, tensor)
+                on_bytes(tensor.nbytes)
+            return [(hf_name, tensor.nbytes) for hf_name, tensor in found]
+
+    seen = dict(entry for entries in in_parallel(check, layout.megatron_names(), NUM_THREADS) for entry in entries)
+    assert seen.keys() == layout.hf_names()
+    return ConversionReport(len(seen), sum(seen.values()))
 
 
-def compare(name: str, expected: Tensor, found: Tensor) -> None:
-    """Raise ValueError unless both tensors have the same type, shape and bits."""
-    if (expected.dtype, expected.shape) != (found.dtype, found.shape):
+def compare(name: str, weights: HFWeights, found: Tensor) -> None:
+    """Raise ValueError unless a tensor has the type, the shape and the bits of the source's: NaN equals itself, and -0.0 is not 0.0."""
+    info, at = weights.info[name], 0
+    if (info.dtype, info.shape) != (found.dtype, tuple(found.shape)):
         raise ValueError(
-            f"{name} came back as {found.dtype} {list(found.shape)}, it was {expected.dtype} {list(expected.shape)}: "
+            f"{name} came back as {found.dtype} {list(found.shape)}, it was {info.dtype} {list(info.shape)}: "
             "please report this as a bug"
         )
-    if not torch.equal(_bits(expected), _bits(found)):
-        raise ValueError(f"{name} came back with other bits: the disk or the memory is faulty, or please report this as a bug")
+    content = found.contiguous().view(-1).view(torch.uint8).numpy()
+    for piece in weights.rows(name):
+        if not np.array_equal(content[at : at + len(piece)], np.frombuffer(piece, dtype=np.uint8)):
+            raise ValueError(
+                f"{name} came back with other bits: the disk or the memory is faulty, or please report this as a bug"
+            )
+        at += len(piece)
 
 
 def _check_copy(weights: HFWeights, copy: str, original: str) -> None:
-    if not torch.equal(_bits(weights.fetch(copy)), _bits(weights.fetch(original))):
+    one, other = weights.info[copy], weights.info[original]
+    pieces = zip(weights.rows(copy), weights.rows(original), strict=True)
+    if one != other or any(bytes(piece) != bytes(another) for piece, another in pieces):
         raise ValueError(
             f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
             'set "tie_word_embeddings": false in config.json if they are not'
         )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers: NaN equals itself, and -0.0 is not 0.0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 def _meta(weights: HFWeights, name: str) -> Tensor:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-import weakref
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from torch import Tensor
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import stored_model
 from flows.demo_model import make_tiny_model
+from stages.convert.export import Origin
 from stages.convert.hf_files import HFWeights
-from stages.convert.to_hf import export_hf
-from stages.convert.to_torch_dist import ASSETS_DIRECTORY, convert_hf
-from stages.convert.torch_dist_files import TorchDistWeights, write_tensors
+from stages.convert.targets import ASSETS_DIRECTORY
+from stages.convert.to_hf import export_hf, export_to
+from stages.convert.to_torch_dist import convert_hf
+from stages.convert.torch_dist_files import TorchDistWeights
 from stages.convert.verify import verify_conversion
 from storage.layouts import layout_for
 from storage.store import Store
@@ -76,12 +79,18 @@ def test_round_trip_is_exact_and_loads(tied: bool, tmp_path: Path, store: Store)
     assert AutoTokenizer.from_pretrained(target).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
 
 
-def test_a_converted_model_is_found_again(source: Path, store: Store) -> None:
+def test_a_converted_model_is_found_again(source: Path, store: Store, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     first = convert_hf(store, source, lambda done, total: calls.append((done, total)))
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
     count = len(calls)
     assert convert_hf(store, source, lambda done, total: calls.append((done, total))) == first and len(calls) == count
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))  # the same content elsewhere
+    assert convert_hf(store, copy) == first
+    (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
+    second = convert_hf(store, copy)
+    assert second.key != first.key and second.uri != first.uri
+    assert sorted(name for name in store.list("models") if ".parts" in name) == []
 
 
 def test_export_in_another_number_type(source: Path, store: Store) -> None:
@@ -93,27 +102,25 @@ def test_export_in_another_number_type(source: Path, store: Store) -> None:
     assert export_hf(store, "nowhere", source, "exports/1") == export  # committed: nothing is read again
 
 
-def test_only_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
-    source = make_tiny_model(tmp_path / "hf", **{**SIZES, "layers": 20})
-    shape = ModelShape.from_hf(source)
-    layout, stored = layout_for(shape), stored_model(shape)
-    alive: set[str] = set()
-    peak, asked = 0, []
-    with HFWeights(source) as weights:
-
-        def resolve(name: str) -> Tensor:
-            nonlocal peak
-            asked.append(name)
-            tensor = layout.to_megatron(name, weights.fetch).clone()
-            alive.add(name)
-            weakref.finalize(tensor.untyped_storage(), alive.discard, name)
-            peak = max(peak, len(alive))
-            return tensor
-
-        write_tensors(tmp_path / "out", stored, dict.fromkeys(layout.megatron_names(), torch.float32), resolve)
-        assert sorted(asked) == sorted(layout.megatron_names())  # each once, although fc1 lies in two pieces
-        assert peak <= 12 < len(asked) / 10  # torch's writer holds on to the last tensor of every stored one: a layer's worth
-        assert verify_conversion(weights, tmp_path / "out", layout, stored).num_tensors == len(weights.info)
+@pytest.mark.integration
+def test_no_tensor_is_in_memory_as_a_whole(source: Path, tmp_path: Path) -> None:
+    """A child converts a file larger than the room it gets beyond its imports, and says how much memory that took."""
+    large = make_tiny_model(tmp_path / "hf", **{**SIZES, "hidden": 1024, "vocab": 40_000, "layers": 1, "dtype": "float32"})
+    size = (large / "model.safetensors").stat().st_size
+    program = (
+        "import resource, sys\n"
+        "import engines.megatron.model\n"
+        "from stages.convert.to_torch_dist import convert_hf\n"
+        "from storage.store import Store\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "convert_hf(Store(sys.argv[1] + '/warm'), sys.argv[3], verify=False)\n"
+        "before = peak()\n"
+        "convert_hf(Store(sys.argv[1] + '/store'), sys.argv[2], verify=False)\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(large), str(source)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2])
+    assert size > 160_000_000 and int(child.stdout.split()[-1]) < size / 4
 
 
 def test_a_changed_byte_is_found(source: Path, store: Store, tmp_path: Path) -> None:
@@ -185,3 +192,23 @@ def test_export_refuses_what_does_not_fit(source: Path, store: Store, tmp_path: 
     other = make_tiny_model(tmp_path / "other", **{**SIZES, "layers": 2, "tied": False})
     with pytest.raises(ValueError, match=r"has shape \[3, .*config.json needs \[2, "):
         export_hf(store, convert_hf(store, source).uri, other, "exports/3")
+
+
+def test_vocabulary_rows_are_cut_on_the_way_out(source: Path, store: Store, tmp_path: Path) -> None:
+    model = convert_hf(store, source)
+    out = Path(export_to(store, model.uri, Origin(source, vocab_size=50), str(tmp_path / "cut")).uri)
+    with HFWeights(out) as found, HFWeights(source) as expected:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert torch.equal(found.fetch(name), expected.fetch(name)[:50])
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 50
+    with pytest.raises(ValueError, match=r"has shape \[61, 32\], config.json needs \[62, 32\]"):
+        export_to(store, model.uri, Origin(source, vocab_size=62), str(tmp_path / "more"))
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_lost_file_of_a_checkpoint_is_one_sentence(source: Path, store: Store, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(convert_hf(store, source).uri, tmp_path / "copy"))
+    (directory / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"cannot be read .*__0_0.distcp is missing or damaged"):
+        export_to(store, str(directory), Origin(source), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stages.convert.hf_files import HFWeights, ShardWriter, TensorInfo, assets, fingerprint
+from stages.convert.hf_assets import assets, fingerprint
+from stages.convert.hf_files import HFWeights, TensorInfo
+from stages.convert.hf_writer import shards, write_index, write_shard
+from storage.store import hash_file
 
 TENSORS = {
     "a": torch.randn(7, 3),
@@ -21,8 +24,11 @@ TENSORS = {
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> None:
-    plan = [(name, TensorInfo(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
-    ShardWriter(directory, plan, shard_bytes).write(iter(tensors.items()))
+    plan = [[(name, TensorInfo(tensor.dtype, tuple(tensor.shape)))] for name, tensor in tensors.items()]
+    parts = shards(plan, shard_bytes)
+    for part in parts:
+        write_shard(directory / part.file, part, [(name, tensors[name]) for name, _ in part.tensors])
+    write_index(directory, parts)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 100, 10**9])
@@ -66,6 +72,28 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00006.safetensors").unlink()
     with pytest.raises(ValueError, match=r"names model-00002-of-00006.safetensors, which is not there \(1 of 6 missing\)"):
         HFWeights(tmp_path)
+
+
+def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS, shard_bytes=1)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["g"] = "model-00001-of-00006.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"says that model-00001-of-00006.safetensors has g, but it has not \(1 such"):
+        HFWeights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="no index of safetensors files"):
+        HFWeights(tmp_path)
+
+
+def test_rows_are_read_where_they_lie(tmp_path: Path) -> None:
+    tensor = torch.randn(3000, 500)  # 6 MB, several pieces
+    write(tmp_path, {"a": torch.randn(3), "w": tensor})
+    with HFWeights(tmp_path) as weights:
+        found = b"".join(bytes(piece) for piece in weights.rows("w", 1000, 2999))
+        assert found == tensor[1000:2999].numpy().tobytes()
+        assert b"".join(bytes(piece) for piece in weights.rows("w", 5, 5)) == b""
+        assert weights.hash(tmp_path / "model.safetensors") == hash_file(tmp_path / "model.safetensors")
 
 
 def test_no_weights_and_quantised_weights(tmp_path: Path) -> None:
