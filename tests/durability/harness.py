@@ -110,6 +110,7 @@ class World:
         address = self.environment["MLFLOW_TRACKING_URI"]
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.root / 'mlflow.db'}"]
+        command += ["--artifacts-destination", str(self.root / "mlartifacts")]
         self._start("mlflow", command, f"{address}/health", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false")
 
     def start_s3(self, faults: float = 0.0) -> dict[str, Any]:
