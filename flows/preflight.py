@@ -46,6 +46,8 @@ def _checked(flow: str, config_json: str) -> None:
         train.expert_tensor_parallel_size,
         train.sequence_parallel,
     )
+    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
+        return  # from one directory into another: no store is touched
     store = open_store(config.run)
     if flow != "convert":
         check_run(store, flow, config)

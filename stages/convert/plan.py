@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -162,13 +161,3 @@ def _cut(runs: tuple[Rows, ...], start: int, stop: int) -> tuple[Rows, ...]:
             out.append(Rows(run.name, run.start + low, run.start + high))
         at += run.stop - run.start
     return tuple(out)
-
-
-def needed_bytes(shares: list[Share]) -> int:
-    """Room that the shares take."""
-    return sum(share.num_bytes for share in shares)
-
-
-def source_files(weights: HFWeights, share: Share) -> set[Path]:
-    """The files that a share is read from."""
-    return {weights.places[run.name].path for box in share.boxes for run in box.rows}

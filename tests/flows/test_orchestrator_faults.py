@@ -72,7 +72,7 @@ def test_the_runs_own_server_is_killed_and_comes_back(tiny_model: Path, tmp_path
         assert process.wait(timeout=180) == 0, log.read_text()
     finally:
         process.kill()
-    assert "is converted and verified" in log.read_text()
+    assert "is converted" in log.read_text()
     assert [(state, attempts) for state, attempts, _, _ in history(tmp_path / "prefect")] == [("Completed", 1)]
     assert not Path(f"/proc/{server.pid}").exists()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -95,7 +95,7 @@ def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_mode
         until(lambda: has_begun(tmp_path / "prefect"), 120, log)
         assert server.process is not None
         server.process.kill()
-        until(lambda: "is converted and verified" in log.read_text(), 120, log)
+        until(lambda: "is converted" in log.read_text(), 120, log)
         start = time.monotonic()
         assert process.wait(timeout=120) == 0, log.read_text()
         assert time.monotonic() - start < 30, "it waited for a server that is gone"  # left to itself, Prefect waits minutes
