@@ -16,11 +16,11 @@ demo: setup  ## make a tiny model and watch it learn: convert, SFT, eval, GRPO, 
 	@$(BIN)/penstock demo
 
 test: setup  ## every test (unit first, then those with real engines)
-	$(BIN)/python -m pytest -m "not integration and not gpu"
+	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "integration and not gpu" -n 2 --dist loadfile
 
 test-unit: setup  ## only the tests that need no engine
-	$(BIN)/python -m pytest -m "not integration and not gpu"
+	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile
 
 lint: setup  ## ruff, formatter, types
 	$(BIN)/ruff check .

@@ -54,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """One real SGLang server of the tiny model; starting it takes 25 s or more. Tests publish the weights they need themselves."""
+    """One real SGLang server of the tiny model; starting it takes 10 s or more. Tests publish the weights they need themselves."""
     from engines.sglang.pool import EnginePool
     from engines.sglang.server import ServerSpec
 

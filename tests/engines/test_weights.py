@@ -162,7 +162,7 @@ def test_a_refused_bucket_leaves_no_version_and_no_pause(engine: Engine) -> None
 
 
 def test_foreign_classes_are_refused_by_the_wire() -> None:
-    """Why the buckets are SGLang's own classes: its unpickler takes nothing else."""
+    """Why a bucket describes itself in plain namespaces: SGLang's unpickler takes few classes."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):

@@ -26,9 +26,7 @@ def penstock(*words: str, cwd: Path) -> str:
 def test_convert_eval_and_runs(tiny_model: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     said = penstock("convert", "--hf-checkpoint", str(tiny_model), "--store", store.uri, cwd=tmp_path)
-    assert (
-        "is converted" in said and len([name for name in store.list("models") if name.endswith("commit.json")]) == 1
-    )
+    assert "is converted" in said and len([name for name in store.list("models") if name.endswith("commit.json")]) == 1
 
     data = make_tiny_data(tmp_path / "data")
     few = tmp_path / "few.jsonl"

@@ -221,17 +221,17 @@ def test_a_run_goes_on_after_a_kill_with_new_rows_and_without_its_server(
     family = flow_processes(parent)
     for process in family:
         process.kill()
-    assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, 60, log) == "Crashed"
-    assert until(lambda: state(client, victim) == "Crashed", 60, log), "the automation has not noticed it"
+    assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, 120, log) == "Crashed"
+    assert until(lambda: state(client, victim) == "Crashed", 120, log), "the automation has not noticed it"
 
     # second firing: the same target, and the server dies meanwhile
     second = fire(client, title)
-    until(lambda: state(client, second) == "Running", 90, log)
+    until(lambda: state(client, second) == "Running", 120, log)
     server = next(child for child in parent.children() if "server" in child.cmdline() and "prefect" in child.cmdline())
     server.kill()
     until(lambda: has(KEYS.export(2)), 120, log)
-    until(lambda: "Prefect had ended and is started again" in log.read_text(), 60, log)
-    until(lambda: state(client, second) == "Completed", 90, log)
+    until(lambda: "Prefect had ended and is started again" in log.read_text(), 120, log)
+    until(lambda: state(client, second) == "Completed", 120, log)
     assert [has(KEYS.step(r)) for r in range(3)] == [True, True, False]
 
     # third firing: two rounds more, on rows that were appended meanwhile
