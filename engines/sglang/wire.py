@@ -26,6 +26,7 @@ NEEDS_SESSION = (0, 5, 21)  # from here on tensor updates stand between /begin_w
 # SGLang makes one parameter of these two (MLA), and forgets the one that came alone when the call ends: in different buckets both
 # would be lost without a word, and the engine would go on with the old ones.
 FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
+NUM_SHARINGS = 5
 Named = tuple[str, Tensor]
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class FlatBucket:
         strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
-            return base64.b64encode(ForkingPickler.dumps(self.content)).decode()
+            return base64.b64encode(_pickled(self.content)).decode()
         finally:
             torch.multiprocessing.set_sharing_strategy(strategy)
 
@@ -181,6 +182,18 @@ class FlatBucket:
         self.content = {}
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
+
+
+def _pickled(content: dict[str, Any]) -> memoryview:
+    """The content with its memory shared. On CPU torch's daemon for that has a second to answer, which a busy machine may need longer."""
+    for _ in range(NUM_SHARINGS):
+        try:
+            return ForkingPickler.dumps(content)
+        except RuntimeError as error:
+            if "has timed out" not in str(error):
+                raise
+            failure = error
+    raise failure
 
 
 def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[tuple[list[Named], bool]]:
