@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="of copying and of converting")
     options = parser.parse_args()
     print(
-        "| model | GB | copy GB/s | convert GB/s | ratio | with --verify | back to HF | transformers + torch.save: times slower | peak memory, of allowed |"
+        "| model | GB | copy GB/s | convert GB/s | ratio | bits read back | back to HF | transformers + torch.save: times slower | peak memory, of allowed |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for title, config in MODELS.items():
@@ -131,7 +131,9 @@ def load_and_save(source: Path, target: Path) -> None:
     """What one would write without Penstock."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     target.mkdir()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     torch.save(model.state_dict(), target / "model.pt")
