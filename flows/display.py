@@ -261,8 +261,13 @@ def _show_eval(commit: Commit) -> str:
     return f"  evaluated after {commit.index} rounds: {', '.join(shown)}"
 
 
+def _show_model(commit: Commit) -> str:
+    verified = " and verified" if "convert/num_tensors" in commit.summary else ""  # `penstock convert` does it when asked
+    return f"  converted{verified} in {sum(commit.seconds.values()):.1f}s"
+
+
 _EVENTS: dict[str, Callable[[Commit], str]] = {
-    "model": lambda commit: f"  converted and verified in {sum(commit.seconds.values()):.1f}s",
+    "model": _show_model,
     "checkpoint": lambda commit: f"  saved checkpoint {commit.index:06d} in {sum(commit.seconds.values()):.1f}s",
     "eval": _show_eval,
     "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",

@@ -1,7 +1,6 @@
 """One real rank of Megatron-core against Hugging Face, and against itself after a resume."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.parallel import ParallelLayout
 from tests.engines.megatron_reference import (
     LENGTHS,
     OPTIMIZER,
@@ -34,13 +33,7 @@ else:
     ENGINE = {"dtype": "fp32", "optimizer": OPTIMIZER}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
 """Megatron models of every family: their configuration, one rank against itself, two processes against transformers."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.megatron.fit import check_fit
-from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.parallel import ParallelLayout
 from engines.megatron.shape import Experts, LatentAttention, ModelShape, Rotary
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
 from tests.families import FAMILIES, make_family
 
-HERE = Path(__file__).parent
 PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
 MIXTURE = Experts(num_experts=8, top_k=2, ffn_hidden_size=24)
 LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
@@ -93,15 +89,6 @@ def test_layouts_that_fit() -> None:
 
 
 # ---- one rank ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -240,25 +227,7 @@ def test_meta_model_of_a_real_size(world: None) -> None:
 
 
 @pytest.mark.integration
-def test_every_family_under_every_layout_of_two_ranks(tmp_path: Path) -> None:
+def test_every_family_under_every_layout_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
     """Logits, gradients, gathered weights, checkpoints that load under another layout: `family_ranks.py` compares them."""
-    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "family_ranks.py"), str(rank), str(tmp_path)],
-            env=environment,
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join(log.read_text() for log in logs)
-    assert codes == [0, 0], said[-6000:]
+    said = run_two_ranks("family_ranks.py", 400)
     assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in FAMILIES)
