@@ -11,6 +11,7 @@ import base64
 import itertools
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -26,7 +27,7 @@ NEEDS_SESSION = (0, 5, 21)  # from here on tensor updates stand between /begin_w
 # SGLang makes one parameter of these two (MLA), and forgets the one that came alone when the call ends: in different buckets both
 # would be lost without a word, and the engine would go on with the old ones.
 FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
-NUM_SHARINGS = 5
+SHARING_PATIENCE = 60.0  # seconds
 Named = tuple[str, Tensor]
 logger = logging.getLogger(__name__)
 
@@ -186,14 +187,14 @@ class FlatBucket:
 
 def _pickled(content: dict[str, Any]) -> memoryview:
     """The content with its memory shared. On CPU torch's daemon for that has a second to answer, which a busy machine may need longer."""
-    for _ in range(NUM_SHARINGS):
+    deadline = time.monotonic() + SHARING_PATIENCE
+    while True:
         try:
             return ForkingPickler.dumps(content)
         except RuntimeError as error:
-            if "has timed out" not in str(error):
+            if "has timed out" not in str(error) or time.monotonic() > deadline:
                 raise
-            failure = error
-    raise failure
+            time.sleep(0.1)
 
 
 def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[tuple[list[Named], bool]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
+from engines.sglang import wire
 from engines.sglang.wire import FlatBucket, buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -27,17 +27,22 @@ def test_what_sglang_fuses_stays_in_one_bucket(latent: tuple[str, ...], max_byte
             assert sum(f"layers.{number}." in name and between not in name for name in bucket) in (0, len(latent))
 
 
-def test_a_slow_manager_of_shared_memory_is_waited_for() -> None:
-    """Torch gives it a second to answer; here it takes 2.5."""
-    FlatBucket([("first", torch.zeros(4))]).payload()
-    managers = [child for child in psutil.Process().children() if child.name().startswith("torch_shm")]
-    assert managers
-    for manager in managers:
-        manager.suspend()
-    awake = threading.Timer(2.5, lambda: [manager.resume() for manager in managers])
-    awake.start()
-    try:
-        assert awake.is_alive() and FlatBucket([("second", torch.zeros(4))]).payload()
-        assert not awake.is_alive(), "it was not asked"
-    finally:
-        awake.join()
+@pytest.mark.parametrize("message, num_tries", [("Shared memory manager connection has timed out", 3), ("something else", 1)])
+def test_a_slow_manager_of_shared_memory_is_asked_again(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives its daemon a second to answer; any other failure is told at once."""
+    pickled, tries = wire.ForkingPickler.dumps, []
+
+    def dumps(content: object) -> memoryview:
+        tries.append(content)
+        if len(tries) < 3:
+            raise RuntimeError(message)
+        return pickled(content)
+
+    monkeypatch.setattr(wire, "ForkingPickler", SimpleNamespace(dumps=dumps))
+    bucket = FlatBucket([("weight", torch.zeros(4))])
+    if num_tries == 3:
+        assert bucket.payload()
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            bucket.payload()
+    assert len(tries) == num_tries
