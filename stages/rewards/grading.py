@@ -11,10 +11,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from stages.rewards.custom import load_function
 from stages.rewards.hub import reward_named
 from stages.rewards.outcome import Outcome, Settings, outcome_of, rm_type_of
 from stages.rewards.process import GradingProcess
+from storage.plugins import load_function
 from storage.sample import Sample
 
 

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from stages.rewards.custom import load_function
 from stages.rewards.outcome import Settings, failed, outcome_of
+from storage.plugins import load_function
 from storage.sample import Sample
 
 ASYNC_AT_ONCE = 64  # coroutines of one process in flight

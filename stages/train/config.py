@@ -1,4 +1,7 @@
-"""What can be said about training. Names are slime's and Megatron's; the loop's length and data belong to other stages."""
+"""What can be said about training, beside the algorithm: batches, optimizer, numerics, parallelism, placement.
+
+Names are slime's and Megatron's; the loop's length and data belong to other stages.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from storage.config import StageConfig, option
+from stages.train.algorithm_config import AlgorithmConfig
+from storage.config import option
 
 OPTIMIZER_FIELDS = {
     *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
@@ -14,40 +18,8 @@ OPTIMIZER_FIELDS = {
 }
 
 
-class TrainConfig(StageConfig):
-    """Algorithm, batches, optimizer, parallelism and placement of the trainer."""
-
-    # ---- algorithm ------------------------------------------------------------------------------------------------------
-
-    loss_type: Literal["policy_loss", "sft_loss"] = option("policy_loss")
-    """What is minimised: the policy loss of RL, or the negative log-likelihood of demonstrations."""
-
-    advantage_estimator: Literal["grpo"] = option("grpo")
-    """How rewards become advantages; grpo compares the samples of one prompt with each other."""
-
-    disable_grpo_std_normalization: bool = option(False)
-    """Do not divide advantages by the standard deviation of their group (Dr. GRPO)."""
-
-    eps_clip: float = option(0.2, ge=0)
-    """How far below 1 the probability ratio may matter."""
-
-    eps_clip_high: float | None = option(None, ge=0)
-    """How far above 1 the probability ratio may matter; the same as --eps-clip if not given."""
-
-    use_kl_loss: bool = option(False)
-    """Keep a frozen copy of the starting weights and measure the KL to it; it enters the loss times --kl-loss-coef."""
-
-    kl_loss_coef: float = option(0.0, ge=0)
-    """Weight of the KL to the reference in the loss; 0 only observes it."""
-
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1")
-    """Estimator of that KL."""
-
-    entropy_coef: float = option(0.0)
-    """Weight of the entropy bonus."""
-
-    calculate_per_token_loss: bool = option(False)
-    """Average over all tokens of a step, instead of over samples of the average over their tokens."""
+class TrainConfig(AlgorithmConfig):
+    """Algorithm (inherited), batches, optimizer, parallelism and placement of the trainer."""
 
     # ---- batches --------------------------------------------------------------------------------------------------------
 
@@ -57,8 +29,17 @@ class TrainConfig(StageConfig):
     num_steps_per_rollout: int | None = option(None, ge=1)
     """Optimizer steps per rollout; follows from --global-batch-size if not given, 1 if neither is."""
 
+    use_dynamic_batch_size: bool | None = option(None, change="placement")
+    """Fill micro-batches up to --max-tokens-per-gpu, whatever --micro-batch-size says; so it is unless that is given."""
+
     max_tokens_per_gpu: int = option(8192, change="placement", ge=1)
     """Tokens packed into one micro-batch, per GPU of a context-parallel group; a longer sample stands alone."""
+
+    micro_batch_size: int | None = option(None, change="placement", ge=1)
+    """Samples packed into one micro-batch, in place of a number of tokens."""
+
+    balance_data: bool = option(False, change="placement")
+    """Deal the micro-batches of a step out so that data-parallel ranks have equal work, by an estimate of their operations."""
 
     log_probs_chunk_size: int = option(1024, change="placement", ge=1)
     """Tokens whose logits are held at a time."""
@@ -161,6 +142,17 @@ class TrainConfig(StageConfig):
         """The fields of the optimizer section."""
         return self.model_dump(include=OPTIMIZER_FIELDS)
 
+    @property
+    def critic_optimizer_options(self) -> dict[str, Any]:
+        """The same for the critic."""
+        own = {"lr": self.critic_lr, "lr_warmup_iters": self.critic_lr_warmup_iters}
+        return self.optimizer_options | {name: value for name, value in own.items() if value is not None}
+
+    @property
+    def fills_by_tokens(self) -> bool:
+        """Whether a micro-batch holds as many samples as fit, or a fixed number of them."""
+        return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size
+
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
@@ -177,9 +169,5 @@ class TrainConfig(StageConfig):
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
             raise ValueError(
                 f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr"
-            )
-        if self.kl_loss_coef and not self.use_kl_loss:
-            raise ValueError(
-                f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out"
             )
         return self

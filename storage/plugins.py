@@ -1,4 +1,4 @@
-"""Loading a reward function of the user's from `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`."""
+"""Loading a function of the user's from `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`: a reward, an estimator, a loss."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-USUAL_NAME = "reward_func"  # what a bare file.py is expected to define, unless it defines one function only
 
-
-def load_function(path: str) -> Callable[..., Any]:
+def load_function(path: str, usual_name: str = "reward_func") -> Callable[..., Any]:
     """The function that `path` names.
+
+    Args:
+        path: see above.
+        usual_name: what a bare file.py is expected to define, unless it defines one function only.
 
     Raises:
         ValueError: no such file, module or function, or it fails to import.
@@ -27,7 +29,7 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ValueError(f"{path!r} names no function: write file.py, file.py:name, pkg.module:name or pkg.module.name")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, path)
     if not name:
-        name = _only_function(module, place)
+        name = _only_function(module, place, usual_name)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}: name one of them")
@@ -68,10 +70,10 @@ def _functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _only_function(module: ModuleType, place: str) -> str:
+def _only_function(module: ModuleType, place: str, usual_name: str) -> str:
     found = _functions(module)
-    if USUAL_NAME in found:
-        return USUAL_NAME
+    if usual_name in found:
+        return usual_name
     if len(found) != 1:
         raise ValueError(f"{place} defines {', '.join(found) or 'no function'}: say which one is meant, {place}:NAME")
     return found[0]
