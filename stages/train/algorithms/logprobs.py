@@ -2,7 +2,8 @@
 
 The output layer runs on a chunk of positions at a time inside activation checkpointing: forward keeps the hidden states alone,
 backward makes the chunk's logits again. A 152k vocabulary at 16k tokens would otherwise cost 10 GB for the float32 logits and as
-much again for their gradient. Vocabulary-parallel when a process group is given: its rank i holds the i-th slice.
+much again for their gradient. No softmax is kept either, but three sums per token (`softmax.py`). Vocabulary-parallel when a process
+group is given: its rank i holds the i-th slice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from stages.train.algorithms.softmax import softmax_gradient, softmax_sums, widened
 
 Head = Callable[[Tensor], Tensor]  # hidden [t, H] -> logits [t, V / group size]
 
@@ -33,9 +36,12 @@ def token_logprobs(
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)
 
+    chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
+    # backward begins with the last chunk: keeping its logits until then does not raise the peak
+    again = [torch.is_grad_enabled()] * (len(chunks) - 1) + [False]
     pieces = [
-        checkpoint(one_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else one_chunk(h, t)
-        for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+        checkpoint(one_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if recompute else one_chunk(h, t)
+        for (h, t), recompute in zip(chunks, again, strict=True)
     ]
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -53,39 +59,44 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
-        peak = _reduce(scaled.amax(-1), group, dist.ReduceOp.MAX)
-        scaled.sub_(peak[:, None])
-
-        columns = scaled.shape[-1]
+        columns = logits.shape[-1]
         local = targets - (0 if group is None else dist.get_rank(group) * columns)
         here = (local >= 0) & (local < columns)
         local = local.clamp(0, columns - 1)
-        at_target = _reduce(torch.where(here, scaled.gather(-1, local[:, None])[:, 0], 0.0), group)
+        at_target = torch.where(here, widened(logits.gather(-1, local[:, None])[:, 0], temperature), 0.0)
+        peak, total, weighted, at_target = _over_ranks(*softmax_sums(logits, temperature), at_target, group)
 
-        probs = scaled.exp()
-        total = _reduce(probs.sum(-1), group)
-        probs.div_(total[:, None])
-        entropy = total.log() - _reduce(torch.einsum("tv,tv->t", probs, scaled), group)
-
-        ctx.save_for_backward(probs, local, here, entropy)
-        ctx.temperature, ctx.dtype, ctx.entropy_gradient = temperature, logits.dtype, entropy_gradient
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(logits, local, here, peak, total, entropy)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return at_target - total.log(), entropy
+        return at_target - peak - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probs, local, here, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad = probs * -grad_logprobs[:, None]  # d logprob / d logits = onehot - probs
-        grad.scatter_add_(-1, local[:, None], (grad_logprobs * here)[:, None])
-        if ctx.entropy_gradient:  # d entropy / d logits = -probs (log probs + entropy)
-            grad -= grad_entropy[:, None] * (torch.xlogy(probs, probs) + probs * entropy[:, None])
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
+        """d logprob / d logits = onehot - p, d entropy / d logits = -p (log p + entropy), with p = exp(logits - peak) / total."""
+        logits, local, here, peak, total, entropy = ctx.saved_tensors
+        grad_logprobs, scale = grads[0], 1 / (ctx.temperature * total)
+        flat, tilted = -grad_logprobs * scale, None
+        if ctx.entropy_gradient:
+            tilted = -grads[1] * scale
+            flat = flat + tilted * (entropy - total.log())
+        at_target = grad_logprobs * here / ctx.temperature
+        return softmax_gradient(logits, ctx.temperature, peak, flat, tilted, local, at_target), None, None, None, None
 
 
-def _reduce(values: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    if group is not None:
-        dist.all_reduce(values, op=op, group=group)
-    return values
+def _over_ranks(
+    peak: Tensor, total: Tensor, weighted: Tensor, at_target: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, ...]:  # [t] each
+    """The sums over this rank's slice of the vocabulary, put together with the other slices'."""
+    if group is None:
+        return peak, total, weighted, at_target
+    highest = peak.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    lower = peak - highest
+    share = lower.exp()
+    sums = torch.stack([total * share, (weighted + total * lower) * share, at_target])
+    dist.all_reduce(sums, group=group)
+    return highest, *sums

@@ -7,8 +7,12 @@ fully masked sample, or trajectory, adds nothing to any denominator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from storage.plugins import load_function
 
 
 def per_sample_weights(
@@ -28,3 +32,27 @@ def per_token_weights(
     """Mean over all trained tokens of the step (`--calculate-per-token-loss`)."""
     num_tokens = len(trajectory_index)
     return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64)
+
+
+# trajectory_index [m], sample_index [m], num_trajectories -> weights [m]
+Reducer = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def custom_reducer(path: str) -> Reducer:
+    """The user's weights of the policy-gradient part of the loss, for the m trained tokens of a step (all samples, all ranks).
+
+    Raises:
+        ValueError: no such function; when called, if it returns something else than a finite number per token.
+    """
+    function = load_function(path, usual_name="weights")
+
+    def weigh(trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:
+        weights = function(trajectory_index, sample_index, num_trajectories)
+        if weights.shape != trajectory_index.shape or not weights.isfinite().all():
+            raise ValueError(
+                f"{path} returned weights of shape {list(weights.shape)}: return a finite one for each of the "
+                f"{len(trajectory_index)} trained tokens"
+            )
+        return weights.double()
+
+    return weigh

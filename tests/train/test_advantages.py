@@ -1,0 +1,167 @@
+"""Every estimator against loops over lists of floats that a reader can check by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stages.train.algorithms.advantages import ESTIMATORS, estimate
+from stages.train.algorithms.experience import Experience
+from stages.train.algorithms.returns import discounted_sums
+from stages.train.algorithms.whitening import whiten
+from tests.train.ragged import Sample, experience, options, ragged
+
+Numbers = list[list[float]]  # per sample, per trained token
+
+
+def naive_kl(d: float, kind: str) -> float:
+    k3 = math.exp(-d) - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": max(-10.0, min(10.0, k3))}[kind]
+
+
+def naive_rewards(samples: list[Sample], opts: SimpleNamespace) -> list[float]:
+    name, rewards = opts.advantage_estimator, []
+    for i, sample in enumerate(samples):
+        others = [s.reward for j, s in enumerate(samples) if j != i and s.group == sample.group and not math.isnan(s.reward)]
+        if name in ("ppo", "reinforce_plus_plus") or opts.disable_rewards_normalization:
+            rewards.append(sample.reward)
+        elif math.isnan(sample.reward) or not others or all(r == sample.reward for r in others):
+            rewards.append(0.0)
+        elif name == "rloo":
+            rewards.append(sample.reward - statistics.fmean(others))
+        else:
+            group = [sample.reward, *others]
+            centered = sample.reward - statistics.fmean(group)
+            with_std = name != "reinforce_plus_plus_baseline" and not opts.disable_grpo_std_normalization
+            rewards.append(centered / (statistics.stdev(group) + 1e-6) if with_std else centered)
+    return rewards
+
+
+def naive_advantages(samples: list[Sample], opts: SimpleNamespace) -> tuple[Numbers, Numbers | None]:
+    advantages: Numbers = []
+    returns: Numbers = []
+    name = opts.advantage_estimator
+    for sample, reward in zip(samples, naive_rewards(samples, opts), strict=True):
+        s, length = sample.streams, sample.length
+        policy = s["rollout_logprobs"] if opts.use_rollout_logprobs else s["old_logprobs"]
+        penalty = [
+            opts.kl_coef * naive_kl(p - r, opts.kl_loss_type) if opts.kl_coef else 0.0
+            for p, r in zip(policy, s["ref_logprobs"], strict=True)
+        ]
+        mine = [reward] * length
+        if name == "reinforce_plus_plus_baseline":
+            mine = [reward - p for p in penalty]
+        if name in ("ppo", "reinforce_plus_plus"):
+            rewards = [-p + (reward if t == length - 1 else 0.0) for t, p in enumerate(penalty)]
+            values = s["values"] if name == "ppo" else [0.0] * length
+            decay = opts.gamma * opts.lambd if name == "ppo" else opts.gamma
+            running = 0.0
+            for t in reversed(range(length)):
+                after = values[t + 1] if t + 1 < length else 0.0
+                running = rewards[t] + opts.gamma * after - values[t] + decay * running
+                mine[t] = running
+            returns.append([a + v for a, v in zip(mine, values, strict=True)])
+        if opts.use_opd:
+            gaps = [p - t for p, t in zip(policy, s["teacher_logprobs"], strict=True)]
+            mine = [a - opts.opd_kl_coef * gap for a, gap in zip(mine, gaps, strict=True)]
+        advantages.append(mine)
+    if opts.normalize_advantages:
+        everything = list(itertools.chain(*advantages))
+        mean, variance = statistics.fmean(everything), statistics.variance(everything)
+        advantages = [[(a - mean) / math.sqrt(variance + 1e-8) for a in mine] for mine in advantages]
+    return advantages, returns if name == "ppo" else None
+
+
+VARIANTS: list[Any] = [
+    {},
+    {"disable_grpo_std_normalization": True},
+    {"disable_rewards_normalization": True},
+    {"gamma": 0.9, "lambd": 0.95},
+    {"gamma": 0.0},
+    *({"kl_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")),
+    {"kl_coef": 0.1, "use_rollout_logprobs": True, "use_opd": True, "opd_kl_coef": 0.5},
+    {"use_opd": True, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
+]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_equals_its_loop(name: str) -> None:
+    for seed, variant in enumerate(VARIANTS):
+        samples, opts = ragged(seed), options(advantage_estimator=name, **variant)
+        found = estimate(experience(samples), opts)
+        advantages, returns = naive_advantages(samples, opts)
+        expected = torch.tensor(list(itertools.chain(*advantages)), dtype=torch.float64)
+        torch.testing.assert_close(found.advantages, expected, rtol=1e-9, atol=1e-9)
+        assert (found.returns is None) == (returns is None)
+        if returns is not None:
+            expected = torch.tensor(list(itertools.chain(*returns)), dtype=torch.float64)
+            torch.testing.assert_close(found.returns, expected, rtol=1e-9, atol=1e-9)
+        assert all(values.shape == expected.shape for values in found.metrics.values())
+        assert ("rollout/kl" in found.metrics) == bool(opts.kl_coef)
+        assert ("rollout/opd_reverse_kl" in found.metrics) == opts.use_opd
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(name: str) -> None:
+    samples = ragged(1)
+    opts = options(advantage_estimator=name, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.8, normalize_advantages=True)
+    order = random.Random(0).sample(range(len(samples)), len(samples))
+    shuffled = [Sample(8 - samples[i].group, samples[i].reward, samples[i].streams) for i in order]
+    before = estimate(experience(samples), opts).advantages.split([sample.length for sample in samples])
+    after = estimate(experience(shuffled), opts).advantages
+    torch.testing.assert_close(after, torch.cat([before[i] for i in order]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_and_single_samples_give_exactly_nothing(name: str) -> None:
+    for reward in (0.9, 0.1, 1e6 + 0.3, -7.7):
+        samples = [Sample(group, reward, {s: [0.5] for s in ragged(0)[0].streams}) for group in (0,) * 8 + (1,) * 3 + (2,)]
+        assert not estimate(experience(samples), options(advantage_estimator=name, normalize_advantages=True)).advantages.any()
+    ungraded = Experience(torch.zeros(0, dtype=torch.long), torch.tensor([math.nan] * 2), torch.zeros(2).long(), torch.zeros(0))
+    assert estimate(ungraded, options(advantage_estimator=name, normalize_advantages=True)).advantages.shape == (0,)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.97, 1.0])
+def test_discounted_sums_equal_the_loop_whatever_the_lengths(decay: float) -> None:
+    for lengths in ([1], [2], [3, 1, 4], [17, 1, 64, 33, 2], [257], []):
+        numbers = [[random.Random(i * 1000 + t).gauss(0, 1) for t in range(length)] for i, length in enumerate(lengths)]
+        expected = [sum(decay**k * x for k, x in enumerate(mine[t:])) for mine in numbers for t in range(len(mine))]
+        index = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
+        found = discounted_sums(torch.tensor(list(itertools.chain(*numbers)), dtype=torch.float64), index, decay)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_whitening_of_few_and_of_equal_numbers() -> None:
+    assert whiten(torch.zeros(0)).shape == (0,)
+    assert not whiten(torch.tensor([3.3])).any()
+    assert not whiten(torch.full((9,), 0.9, dtype=torch.float64)).any()
+    found = whiten(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+    assert found.mean().item() == pytest.approx(0, abs=1e-12) and found.var().item() == pytest.approx(1, abs=1e-7)
+
+
+def test_an_estimator_of_the_users_takes_the_place_of_ours(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def advantages(experience, options):\n"
+        "    return experience.rewards[experience.sample_index] * options.gamma\n\n"
+        "def short(experience, options):\n"
+        "    return experience.rewards\n"
+    )
+    samples = ragged(3)
+    found = estimate(
+        experience(samples), options(custom_advantage_function_path=str(mine), gamma=0.5, use_opd=True, opd_kl_coef=0.0)
+    )
+    assert found.advantages.tolist() == [sample.reward * 0.5 for sample in samples for _ in range(sample.length)]
+    assert "rollout/opd_reverse_kl" in found.metrics  # what follows the estimator still follows
+    with pytest.raises(ValueError, match="finite advantages, one per trained token"):
+        estimate(experience(samples), options(custom_advantage_function_path=f"{mine}:short"))
+    with pytest.raises(ValueError, match="the critic of ppo"):
+        estimate(experience(samples), options(custom_advantage_function_path=str(mine), advantage_estimator="ppo"))

@@ -1,0 +1,317 @@
+"""Every loss, and its gradient, against loops over lists of floats; gradients by central differences of those loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.train.algorithms.kl import KL_TYPES, KLType, kl_estimate
+from stages.train.algorithms.objectives import OBJECTIVES, policy_objective, sft_objective, value_objective
+from stages.train.algorithms.streams import TokenStreams
+from tests.train.ragged import options, sums
+from tests.train.test_advantages import naive_kl
+
+LENGTHS = [3, 1, 6, 2, 4]
+NAMES = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(high, x))
+
+
+def naive_policy_loss(
+    new: list[float],  # what the gradient is taken of
+    at: list[float],  # the same numbers where the formula stops the gradient
+    known: dict[str, list[float]],
+    entropy: list[float],
+    opts: SimpleNamespace,
+    lengths: list[int],
+) -> list[float]:
+    high = opts.eps_clip if opts.eps_clip_high is None else opts.eps_clip_high
+    losses: list[float] = []
+    for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
+        tokens = range(start, start + length)
+        old = known["rollout_logprobs"] if opts.use_rollout_logprobs else known["old_logprobs"]
+        drift = sum(old[t] - at[t] for t in tokens) / max(length, 1)
+        sequence = math.exp(sum(new[t] - old[t] for t in tokens) / max(length, 1))
+        for t in tokens:
+            a = known["advantages"][t]
+            ratio = sequence if opts.advantage_estimator == "gspo" else math.exp(new[t] - old[t])
+            if opts.advantage_estimator == "cispo":
+                loss = -clip(math.exp(at[t] - old[t]), 1 - opts.eps_clip, 1 + high) * a * new[t]
+            else:
+                loss = max(-ratio * a, -clip(ratio, 1 - opts.eps_clip, 1 + high) * a)
+                if opts.eps_clip_c is not None and a < 0:
+                    loss = min(loss, -opts.eps_clip_c * a)
+            if opts.use_opsm and a < 0 and drift > opts.opsm_delta:
+                loss = 0.0
+            loss -= opts.entropy_coef * entropy[t]
+            if opts.use_kl_loss:
+                d = new[t] - known["ref_logprobs"][t]
+                importance = math.exp(new[t] - old[t]) if opts.use_unbiased_kl else 1.0
+                kl = importance * naive_kl(d, "k3" if opts.kl_loss_type == "low_var_kl" else opts.kl_loss_type)
+                loss += opts.kl_loss_coef * (clip(kl, -10, 10) if opts.kl_loss_type == "low_var_kl" else kl)
+            losses.append(loss)
+    return losses
+
+
+def made_up(
+    seed: int, lengths: list[int] = LENGTHS, spread: float = 0.5
+) -> tuple[list[float], dict[str, list[float]], list[float]]:
+    rng = random.Random(seed)
+    n = sum(lengths)
+    new = [rng.gauss(-1, 1) for _ in range(n)]
+    known = {name: [x + rng.gauss(0, spread) for x in new] for name in NAMES}
+    known["advantages"] = [rng.gauss(0, 1) for _ in range(n)]
+    return new, known, [rng.random() for _ in range(n)]
+
+
+def tensors(known: dict[str, list[float]]) -> TokenStreams:
+    return TokenStreams(**{name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()})
+
+
+def difference_quotients(
+    new: list[float], known: dict[str, list[float]], entropy: list[float], opts: SimpleNamespace
+) -> list[float]:
+    """Of the sum of (1 + t) x loss_t, so that every token has a weight of its own."""
+
+    def total(t: int, step: float) -> float:
+        moved = [x + step * (i == t) for i, x in enumerate(new)]
+        return sum((1 + i) * x for i, x in enumerate(naive_policy_loss(moved, new, known, entropy, opts, LENGTHS)))
+
+    return [(total(t, 1e-6) - total(t, -1e-6)) / 2e-6 for t in range(len(new))]
+
+
+POLICY_LOSSES: list[Any] = [
+    *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus")),
+    *({"advantage_estimator": name, "eps_clip": 0.1, "eps_clip_high": 0.4} for name in ("grpo", "gspo", "cispo")),
+    *({"advantage_estimator": name, "eps_clip_c": 1.4} for name in ("grpo", "gspo")),
+    *({"advantage_estimator": name, "use_opsm": True, "opsm_delta": 0.05} for name in ("grpo", "gspo", "cispo")),
+    *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True} for kind in KL_TYPES),
+    *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in KL_TYPES),
+    {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "entropy_coef": 0.01},
+    {"use_rollout_logprobs": True, "use_opsm": True, "eps_clip_c": 3.0, "entropy_coef": -0.2},
+]
+
+
+@pytest.mark.parametrize("variant", POLICY_LOSSES, ids=lambda variant: "-".join(map(str, variant.values())))
+def test_every_policy_loss_and_its_gradient_equal_the_loop(variant: dict[str, object]) -> None:
+    opts = options(**variant)
+    for seed in range(3):
+        new, known, entropy = made_up(seed)
+        logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+        loss, metrics = policy_objective(opts)(
+            logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS)
+        )
+        expected = torch.tensor(naive_policy_loss(new, new, known, entropy, opts, LENGTHS), dtype=torch.float64)
+        torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=1e-10)
+        assert all(values.shape == loss.shape for values in metrics.values())
+
+        weights = torch.arange(1, len(new) + 1, dtype=torch.float64)
+        found = torch.autograd.grad((weights * loss).sum(), logprobs)[0]
+        torch.testing.assert_close(
+            found, torch.tensor(difference_quotients(new, known, entropy, opts), dtype=torch.float64), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_clip_fractions_and_ratios_are_reported(name: str) -> None:
+    new, known, entropy = made_up(0)
+    metrics = policy_objective(options(advantage_estimator=name, use_opsm=True))(
+        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    )[1]
+    log_ratio = [n - o for n, o in zip(new, known["old_logprobs"], strict=True)]
+    if name == "gspo":
+        means = [sum(part) / len(part) for part in split(log_ratio)]
+        log_ratio = [mean for mean, length in zip(means, LENGTHS, strict=True) for _ in range(length)]
+    outside = [not 0.8 <= math.exp(x) <= 1.2 for x in log_ratio]
+    harmful = [(math.exp(x) > 1) == (a > 0) for x, a in zip(log_ratio, known["advantages"], strict=True)]
+    clipped = outside if name == "cispo" else [o and h for o, h in zip(outside, harmful, strict=True)]
+    assert metrics["train/pg_clipfrac"].tolist() == [float(c) for c in clipped] and 0 < sum(clipped) < len(clipped)
+    assert metrics["train/ppo_kl"].tolist() == pytest.approx([-x for x in log_ratio])
+    assert metrics["train/ois"].tolist() == pytest.approx([math.exp(x) for x in log_ratio])
+    assert 0 < metrics["train/opsm_clipfrac"].mean() < 1
+    gap = [abs(o - r) for o, r in zip(known["old_logprobs"], known["rollout_logprobs"], strict=True)]
+    assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(gap)
+
+
+def split(numbers: list[float]) -> list[list[float]]:
+    starts = list(itertools.accumulate([0, *LENGTHS]))
+    return [numbers[a:b] for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: str) -> None:
+    new, known, entropy = made_up(0)
+    del known["old_logprobs"]
+    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    loss, metrics = policy_objective(options(advantage_estimator=name))(
+        logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    )
+    expected = -torch.tensor(known["advantages"], dtype=torch.float64)
+    if name == "gspo":  # every token carries the mean of its sequence
+        expected = sums(LENGTHS).mean(expected)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], expected)
+    assert not metrics["train/ppo_kl"].any() and not metrics["train/pg_clipfrac"].any()
+
+
+def test_the_gap_to_the_engine_is_watched_also_when_its_logprobs_are_the_old_ones() -> None:
+    new, known, entropy = made_up(0)
+    known["old_logprobs"] = known["rollout_logprobs"]
+    metrics = policy_objective(options(use_rollout_logprobs=True))(
+        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    )[1]
+    expected = [abs(n - r) for n, r in zip(new, known["rollout_logprobs"], strict=True)]
+    assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(expected)
+
+
+EVERYTHING = dict(use_opsm=True, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_clip_high=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [50.0, 500.0, -50.0, -500.0])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -> None:
+    for extra in ({}, EVERYTHING, {"use_tis": True, "tis_level": "sequence"}, {"eps_clip_c": 3.0}):
+        for kind in KL_TYPES:
+            opts = options(
+                advantage_estimator=name, use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=True, **extra
+            )
+            logprobs = torch.full((16,), gap, dtype=dtype, requires_grad=True)
+            zeros, advantages = torch.zeros(16, dtype=dtype), torch.linspace(-9, 9, 16, dtype=dtype)
+            streams = TokenStreams(
+                advantages, rollout_logprobs=zeros + gap / 2, old_logprobs=zeros, ref_logprobs=2 * zeros + 2 * gap
+            )
+            loss, metrics = policy_objective(opts)(logprobs, zeros, streams, sums(LENGTHS))
+            gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
+            assert loss.isfinite().all() and gradient.isfinite().all()
+            assert all(values.isfinite().all() for values in metrics.values())
+
+
+@pytest.mark.parametrize("extra", [{}, {"eps_clip_c": 3.0}, {"use_opsm": True}, EVERYTHING], ids=["one", "dual", "opsm", "all"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo"])
+def test_no_advantage_no_gradient(name: str, extra: dict[str, object]) -> None:
+    new, known, entropy = made_up(0, spread=20.0)
+    known["advantages"] = [0.0] * len(new)
+    logprobs = torch.tensor(new, requires_grad=True)
+    loss, _ = policy_objective(options(advantage_estimator=name, **extra))(
+        logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    )
+    assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
+
+
+def whole(opts: SimpleNamespace, order: list[int], bins: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Losses and gradients of each sample, when the samples in `order` are computed in `bins` of places in it."""
+    new, known, entropy = made_up(4)
+    parts = {name: split(numbers) for name, numbers in {**known, "new": new, "entropy": entropy}.items()}
+    losses: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
+    for places in bins:
+        samples = [order[place] for place in places]
+        own = {name: list(itertools.chain(*(part[i] for i in samples))) for name, part in parts.items()}
+        logprobs = torch.tensor(own.pop("new"), dtype=torch.float64, requires_grad=True)
+        entropies = torch.tensor(own.pop("entropy"), dtype=torch.float64)
+        lengths = [LENGTHS[i] for i in samples]
+        loss, _ = policy_objective(opts)(logprobs, entropies, tensors(own), sums(lengths))
+        gradient = torch.autograd.grad((loss * torch.tensor(own["advantages"])).sum(), logprobs)[0]
+        losses |= dict(zip(samples, loss.detach().split(lengths), strict=True))
+        gradients |= dict(zip(samples, gradient.split(lengths), strict=True))
+    return losses, gradients
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_neither_order_nor_micro_batches_change_anything(name: str) -> None:
+    kl = dict(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True)
+    opts = options(advantage_estimator=name, entropy_coef=0.01, **EVERYTHING, **kl)
+    reference = whole(opts, [0, 1, 2, 3, 4], [[0, 1, 2, 3, 4]])
+    for order, bins in (
+        ([3, 1, 4, 0, 2], [[0, 1, 2, 3, 4]]),
+        ([0, 1, 2, 3, 4], [[0, 3], [1], [2, 4]]),
+        ([4, 3, 2, 1, 0], [[2], [0, 1, 4], [3]]),
+    ):
+        torch.testing.assert_close(whole(opts, order, bins), reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
+def test_a_micro_batch_without_trained_tokens_keeps_its_graph(loss_type: str) -> None:
+    logprobs, none = torch.zeros(0, requires_grad=True), torch.zeros(0)
+    opts = options(advantage_estimator="gspo", use_kl_loss=True, **EVERYTHING)
+    loss, metrics = OBJECTIVES[loss_type](opts)(logprobs, none, TokenStreams(none, none, none, none), sums([0, 0]))
+    loss.sum().backward()
+    assert logprobs.grad is not None and loss.shape == (0,) and all(values.shape == (0,) for values in metrics.values())
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_kl_is_zero_for_equal_policies_and_low_var_is_bounded(kind: KLType) -> None:
+    torch.manual_seed(0)
+    policy, reference = torch.randn(100, dtype=torch.float64) * 4, torch.randn(100, dtype=torch.float64) * 4
+    expected = [naive_kl(p - r, kind) for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
+    assert kl_estimate(policy, reference, kind).tolist() == pytest.approx(expected, rel=1e-12)
+    assert (10.0 in expected) == (kind == "low_var_kl")
+    assert not kl_estimate(policy, policy, kind).any()
+
+
+def test_the_gradient_of_the_unbiased_kl_is_that_of_the_kl() -> None:
+    """Over a vocabulary of five, sampled by an older policy: exact expectations in place of samples."""
+    torch.manual_seed(0)
+    logits, older, reference = (torch.randn(5, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    policy, old, ref = (x.log_softmax(0) for x in (logits, older, reference))
+    true = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)[0]
+    unbiased = (old.exp() * kl_estimate(policy, ref, "k3", (policy - old).exp())).sum()
+    torch.testing.assert_close(torch.autograd.grad(unbiased, logits, retain_graph=True)[0], true)
+    biased = (old.exp() * kl_estimate(policy, ref, "k3")).sum()
+    assert (torch.autograd.grad(biased, logits)[0] - true).abs().max() > 0.01
+
+
+def test_value_loss_and_its_gradient_equal_the_loop() -> None:
+    rng = random.Random(0)
+    new, old, target = ([rng.gauss(0, 1) for _ in range(60)] for _ in range(3))
+    expected, slopes, clipped = [], [], []
+    for v, o, r in zip(new, old, target, strict=True):
+        near = o + clip(v - o, -0.5, 0.5)
+        expected.append(max((v - r) ** 2, (near - r) ** 2))
+        slopes.append(2 * (v - r) if (v - r) ** 2 >= (near - r) ** 2 else 0.0)
+        clipped.append(float(abs(v - o) > 0.5))
+    values = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    none = torch.zeros(60)
+    streams = TokenStreams(
+        none, none, returns=torch.tensor(target, dtype=torch.float64), values=torch.tensor(old, dtype=torch.float64)
+    )
+    loss, metrics = value_objective(options(value_clip=0.5))(values, streams)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-12) and metrics["train/value_clipfrac"].tolist() == clipped
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx(slopes, rel=1e-12)
+    assert 0.0 in slopes and 0 < sum(clipped) < 60
+
+
+def test_demonstrations_are_learned_by_their_logprobs() -> None:
+    logprobs = torch.tensor([-1.0, -2.5])
+    assert sft_objective(options())(logprobs, logprobs, TokenStreams(logprobs, logprobs), sums([2]))[0].tolist() == [1.0, 2.5]
+
+
+def test_a_loss_of_the_users(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def loss(logprobs, entropy, streams, samples, options):\n"
+        "    kept = -samples.mean(logprobs) * streams.advantages\n"
+        "    return kept, {'kept': kept, 'rollout/twice': 2 * entropy}\n\n"
+        "def scalar(logprobs, entropy, streams, samples, options):\n"
+        "    return logprobs.sum(), {}\n"
+    )
+    logprobs = torch.tensor([-1.0, -3.0, -5.0])
+    streams = TokenStreams(torch.tensor([1.0, 2.0, 3.0]), logprobs)
+    loss, metrics = OBJECTIVES["custom_loss"](options(custom_loss_function_path=str(mine)))(
+        logprobs, logprobs, streams, sums([2, 1])
+    )
+    assert loss.tolist() == [2.0, 4.0, 15.0] and list(metrics) == ["train/kept", "rollout/twice"]
+    with pytest.raises(ValueError, match="one number for each of 3 tokens"):
+        objective = OBJECTIVES["custom_loss"](options(custom_loss_function_path=f"{mine}:scalar"))
+        objective(logprobs, logprobs, streams, sums([2, 1]))

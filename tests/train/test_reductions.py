@@ -1,0 +1,89 @@
+"""Weights of tokens, and sums over the tokens of a sample on one rank and on two."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stages.train.algorithms.objectives import policy_objective
+from stages.train.algorithms.reductions import custom_reducer, per_sample_weights, per_token_weights
+from stages.train.algorithms.sequences import SampleSums
+from tests.train.ragged import options, sums
+from tests.train.test_policy_losses import made_up, tensors
+
+LENGTHS = [3, 1, 6, 0, 2, 4]
+
+
+def test_per_sample_weights_equal_the_loop_over_trajectories() -> None:
+    trajectories = torch.tensor([0, 0, 0, 2, 2, 4, 0, 4])  # 1 and 3 are fully masked; 0 has a sibling at the end
+    losses = torch.arange(8, dtype=torch.float64) + 1
+    means = [losses[trajectories == t].mean().item() for t in (0, 2, 4)]
+    assert (per_sample_weights(trajectories, 5) * losses).sum().item() == pytest.approx(statistics.fmean(means))
+    assert (per_token_weights(trajectories, 5) * losses).sum().item() == pytest.approx(losses.mean().item())
+    assert per_sample_weights(trajectories[:0], 5).numel() == per_token_weights(trajectories[:0], 5).numel() == 0
+
+
+def test_weights_of_the_users(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import torch\n\n"
+        "def weights(trajectory_index, sample_index, num_trajectories):\n"
+        "    return torch.full(trajectory_index.shape, 1.0 / (num_trajectories * 1000))\n\n"
+        "def total(trajectory_index, sample_index, num_trajectories):\n"
+        "    return torch.ones(()) / num_trajectories\n"
+    )
+    trajectories = torch.tensor([0, 0, 1])
+    assert custom_reducer(str(mine))(trajectories, trajectories, 2).tolist() == pytest.approx([5e-4] * 3)
+    with pytest.raises(ValueError, match="a finite one for each of the 3 trained tokens"):
+        custom_reducer(f"{mine}:total")(trajectories, trajectories, 2)
+
+
+def test_sums_of_samples_equal_the_loop() -> None:
+    numbers = [[random.Random(i * 100 + t).gauss(0, 1) for t in range(length)] for i, length in enumerate(LENGTHS)]
+    values = torch.tensor(list(itertools.chain(*numbers)), requires_grad=True)
+    samples = sums(LENGTHS)
+    assert samples.total(values).tolist() == pytest.approx([sum(mine) for mine in numbers], abs=1e-6)
+    means = [sum(mine) / len(mine) for mine in numbers for _ in mine]
+    assert samples.mean(values).tolist() == pytest.approx(means, abs=1e-6) and samples.mean(values).dtype == values.dtype
+    (samples.mean(values) * torch.arange(16)).sum().backward()
+    starts = list(itertools.accumulate([0, *LENGTHS]))
+    slopes = [sum(range(a, b)) / (b - a) for a, b in itertools.pairwise(starts) for _ in range(a, b)]
+    assert values.grad is not None and values.grad.tolist() == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_samples_spread_over_two_ranks_give_the_same_losses_and_gradients(name: str) -> None:
+    """Two threads with a gloo group: some samples lie on one rank alone, some on both, one rank's share may be empty."""
+    new, known, entropy = made_up(5, LENGTHS)
+    opts = options(advantage_estimator=name, use_opsm=True, opsm_delta=-0.1, use_tis=True, tis_level="geometric", tis_veto=0.3)
+    weights = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def run(tokens: torch.Tensor, samples: SampleSums) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.tensor(new, dtype=torch.float64)[tokens].requires_grad_()
+        streams = tensors({field: [numbers[t] for t in tokens.tolist()] for field, numbers in known.items()})
+        loss, _ = policy_objective(opts)(logprobs, torch.tensor(entropy)[tokens], streams, samples)
+        return loss.detach(), torch.autograd.grad((loss * weights[tokens]).sum(), logprobs)[0]
+
+    def rank(number: int, tokens: torch.Tensor, store: dist.Store) -> tuple[torch.Tensor, torch.Tensor]:
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
+        return run(tokens, SampleSums(whole.index[tokens], whole.num_tokens, group))
+
+    whole = sums(LENGTHS)
+    expected = run(torch.arange(16), whole)
+    for here in ([0, 2, 3, 4, 7, 15], [], [1, 9, 10]):
+        first = torch.tensor(here, dtype=torch.long)
+        second = torch.tensor([t for t in range(16) if t not in here])
+        with ThreadPoolExecutor(2) as threads:
+            shares = list(threads.map(rank, (0, 1), (first, second), [dist.HashStore()] * 2))
+        place = torch.cat([first, second]).argsort()
+        for found, right in zip(zip(*shares, strict=True), expected, strict=True):
+            torch.testing.assert_close(torch.cat(found)[place], right, rtol=1e-12, atol=1e-12)
