@@ -50,6 +50,15 @@ def converted(
         return cluster.run(to_torch_dist.finish, work, verify=verify, timeout=config.convert_timeout)
 
 
+def taken_in(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
+    """Another model, a Hugging Face or a converted one, as torch_dist in the store."""
+    from stages.convert.adopt import adopt, is_converted
+
+    if is_converted(path):
+        return cluster.run(adopt, store, path, timeout=config.convert_timeout)
+    return converted(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
+
+
 def exported(
     cluster: Cluster, store: Store, checkpoint: Commit | str, config: ConvertConfig, *, report: Report | None = None
 ) -> CheckpointRef:

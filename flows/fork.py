@@ -88,8 +88,10 @@ def fork(store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConf
     if not store.read(new.record):
         prefixes = [prefix for prefix in committed_prefixes(store, old) if _is_shared(old, prefix, at)]
         in_parallel(lambda prefix: _share(store, old, new, prefix), prefixes, _NUM_COPIES)
-        if base := store.read(f"{old.prefix}/base.json"):  # missing if the parent has not even converted its model
-            store.create(f"{new.prefix}/base.json", base)
+        beside = parent.train.models_beside.items() & config.train.models_beside.items()
+        for name in ("base", *dict(beside)):
+            if model := store.read(old.origin(name)):  # missing if the parent has not even converted its model
+                store.create(new.origin(name), model)
         create_record(store, flow, config, parent=entry)
     store.delete([fork_key(new)])
     shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _is_shared(new, prefix, at)]

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import socket
 from functools import cache
+from typing import TYPE_CHECKING
 
 from flows.config import PostTrainConfig
 from flows.runs import check_run, open_store
+from stages.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from engines.megatron.shape import ModelShape
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
 
@@ -39,6 +44,7 @@ def _checked(flow: str, config_json: str) -> None:
         )
     shape, train = ModelShape.from_hf(config.convert.hf_checkpoint), config.train
     contradictions(shape, train.megatron)
+    _check_algorithm(train, shape)
     check_fit(
         shape,
         train.tensor_model_parallel_size,
@@ -76,6 +82,27 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
     for _, path in config.eval.eval_prompt_data:
         check_prompt_data(config.rollout.model_copy(update=config.eval.overrides(path)))
+
+
+def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
+    """The models beside the policy can take its place, and the user's functions load."""
+    from stages.convert.adopt import config_directory
+    from storage.plugins import load_function
+
+    for name, path in train.models_beside.items():
+        other = type(shape).from_hf(config_directory(path))
+        mine, theirs = shape.model_dump(), other.model_dump()
+        different = sorted(
+            key for key in mine if mine[key] != theirs[key] and key not in ("architecture", "max_position_embeddings")
+        )
+        if different:
+            key = different[0]
+            raise ValueError(
+                f"the {name} {path} has {key} {theirs[key]!r}, but the policy has {mine[key]!r}: it takes the policy's place for a pass, "
+                "so give a model of the same sizes"
+            )
+    for path in train.plugin_paths.values():
+        load_function(path)
 
 
 def _check_engines(config: PostTrainConfig) -> None:

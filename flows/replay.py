@@ -135,7 +135,7 @@ def replay_one(store: Store, keys: RunKeys, group: TrainerGroup, begin: int, rol
 
     state = group.state()
     if rollout_id == begin or state is None or not state.clean or state.version != rollout_id:
-        base = CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json"))
+        base = CheckpointRef.model_validate(store.read_json(keys.origin("base")))
         load(store, keys, group, begin, base=base)
         for before in range(begin, rollout_id):
             replay_round(store, keys, group, before)
@@ -217,7 +217,7 @@ def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[T
     from stages.train.group import TrainerGroup
     from stages.train.spec import TrainerSpec
 
-    base = store.read_json(f"{keys.prefix}/base.json")
+    base = store.read_json(keys.origin("base"))
     if base is None:
         raise ValueError(f"run {keys.run!r} has no starting weights yet: it has trained nothing")
     model = store.read(base["key"])

@@ -118,15 +118,20 @@ class Session:
 
     def begin_at(self, base: CheckpointRef) -> CheckpointRef:
         """Tie the run to its starting weights. Raises ValueError if it began from others."""
-        self.store.create(f"{self.keys.prefix}/base.json", base.model_dump_json().encode())
-        pinned = CheckpointRef.model_validate(self.store.read_json(f"{self.keys.prefix}/base.json"))
-        if pinned.key != base.key:
-            raise ValueError(
-                f"run {self.keys.run!r} began from {pinned.key}, but --hf-checkpoint {self.config.convert.hf_checkpoint} now holds {base.key}: "
-                "restore the directory, or start a new run with another --run"
-            )
+        self.pin("base", self.config.convert.hf_checkpoint, base)
         self._start = base
         return base
+
+    def pin(self, name: str, path: str, model: CheckpointRef) -> None:
+        """Tie the run to a model by content: its base, a reference, a teacher. Raises ValueError if it had another one before."""
+        key = self.keys.origin(name)
+        self.store.create(key, model.model_dump_json().encode())
+        pinned = CheckpointRef.model_validate(self.store.read_json(key))
+        if pinned.key != model.key:
+            raise ValueError(
+                f"the {name} of run {self.keys.run!r} is {pinned.key}, but {path} now holds {model.key}: restore the directory, or start "
+                "a new run with another --run"
+            )
 
     def committed(self, prefix: str) -> Commit:
         """A commit that must be there by now."""

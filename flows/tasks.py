@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 
-from flows.conversion import converted
+from flows.conversion import converted, taken_in
 from flows.prefect_api import summary_artifact
 from flows.session import Session
 from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
@@ -87,8 +87,11 @@ def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
 
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there."""
+    """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there. So for what it is compared
+    with: a reference of its own, a teacher."""
     config = session.config.convert.model_copy(update={"convert_save": None})  # a run begins from its own store
+    for name, path in session.config.train.models_beside.items():
+        session.pin(name, path, taken_in(session.cluster, session.store, config, path))
     return session.begin_at(converted(session.cluster, session.store, config, verify=True))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from storage.disk import in_parallel
 from storage.leftovers import NUM_READS, leftovers
-from storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
 from storage.store import Store, StoreError, committed_prefixes
@@ -71,18 +71,18 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
 def _records(store: Store, keys: RunKeys, found: Audit) -> dict[str, Commit]:
     """Every commit of the run by prefix, the model it began with included."""
     prefixes = committed_prefixes(store, keys)
-    base = store.read(f"{keys.prefix}/base.json")
-    if base is not None:
-        prefixes.append(CheckpointRef.model_validate_json(base).key.removesuffix(commit_key("")))
-    elif prefixes:
-        found.problems.append(f"{keys.prefix}/base.json is missing: the run does not say which model it began with")
+    origins = {name: data for name in ORIGINS if (data := store.read(keys.origin(name)))}
+    if prefixes and "base" not in origins:
+        found.problems.append(f"{keys.origin('base')} is missing: the run does not say which model it began with")
+    keys_of_models = {CheckpointRef.model_validate_json(data).key for data in origins.values()}
+    prefixes += sorted(key.removesuffix(commit_key("")) for key in keys_of_models)
     commits: dict[str, Commit] = {}
     for prefix, data in zip(prefixes, in_parallel(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)):
         try:
             if data is not None:
                 commits[prefix] = Commit.model_validate_json(data)
             elif prefix.startswith("models/"):
-                found.problems.append(f"{commit_key(prefix)} is missing, the model that the run began with: convert it again")
+                found.problems.append(f"{commit_key(prefix)} is missing, a model that the run was given: convert it again")
         except ValueError as error:
             found.problems.append(f"{commit_key(prefix)} is no commit record: {_first_line(error)}")
     found.num_commits.update(commit.kind for commit in commits.values())

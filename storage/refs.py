@@ -95,6 +95,9 @@ class Commit(BaseModel):
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
 
 
+ORIGINS = ("base", "reference", "teacher")  # models that a run may have been given
+
+
 class RunKeys:
     """Where things of one run lie, relative to the store. All commit keys end in `.commit.json`."""
 
@@ -102,6 +105,10 @@ class RunKeys:
         self.run = run
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
+
+    def origin(self, name: str) -> str:
+        """What says which model the run was given in this place; see ORIGINS."""
+        return f"{self.prefix}/{name}.json"
 
     def rollout(self, rollout_id: int) -> str:
         return f"{self.prefix}/rollouts/{rollout_id:06d}"

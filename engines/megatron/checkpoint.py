@@ -25,7 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from engines.megatron.model import HEAD
 from engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
+from engines.megatron.value import VALUE_HEAD, ValueModel
 from storage.faults import reach
 
 if TYPE_CHECKING:
@@ -67,9 +69,16 @@ def save_checkpoint(engine: MegatronEngine, directory: str | Path, step_state: d
     dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_metadata())
 
 
+def save_weights(engine: MegatronEngine, directory: str | Path) -> None:
+    """Write the model alone, as `save_checkpoint` does. Called by all ranks."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_model_state(engine), str(directory), PlainWriter(), content_metadata=_metadata())
+
+
 def written_by(rank: int, name: str) -> bool:
-    """Whether `save_checkpoint` wrote the file of this name on this rank."""
-    owner = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    """Whether the file of this name is this rank's, in a checkpoint or in one that lies in a folder of it (`critic/__0_0.distcp`)."""
+    owner = re.fullmatch(r"(?:.+/)?__(\d+)_\d+\.distcp", name)
     return rank == (int(owner[1]) if owner else 0)
 
 
@@ -99,7 +108,13 @@ def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, 
 def load_weights(engine: MegatronEngine, directory: str | Path) -> None:
     """Take the model out of a converted or a training checkpoint, with a fresh optimizer. Called by all ranks."""
     _check(directory)
-    loaded = dist_checkpointing.load(_model_state(engine), str(directory))
+    state = _model_state(engine)
+    heads = _heads_missing_in(directory, engine)
+    for key in heads:
+        del state[key][HEAD]
+    loaded = dist_checkpointing.load(state, str(directory))
+    for key, head in heads.items():
+        loaded[key][HEAD] = head
     _load_model(engine, loaded)
     engine.optimizer.reload_model_params()  # the fp32 copies of bf16 weights
     reset_state(engine.optimizer)
@@ -149,10 +164,22 @@ def _metadata() -> dict[str, Any]:
     )
 
 
+def _heads_missing_in(directory: str | Path, engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """Initial heads of a value model that begins at a policy, by the key of their chunk in `_model_state`."""
+    if engine.role == "policy" or VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(directory)):
+        return {}
+    chunks = zip(_model_keys(engine), engine.chunks, strict=True)
+    return {key: chunk.initial_head() for key, chunk in chunks if isinstance(chunk, ValueModel) and chunk.post_process}
+
+
+def _model_keys(engine: MegatronEngine) -> list[str]:
+    return ["model"] if len(engine.chunks) == 1 else [f"model{index}" for index in range(len(engine.chunks))]
+
+
 def _model_state(engine: MegatronEngine) -> dict[str, Any]:
     """Keys of the tensors are global names whichever chunk they are in."""
-    chunks = [chunk.sharded_state_dict(metadata=_metadata()) for chunk in engine.chunks]
-    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+    chunks = zip(_model_keys(engine), engine.chunks, strict=True)
+    return {key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in chunks}
 
 
 def _sharded_state(engine: MegatronEngine, is_loading: bool) -> dict[str, Any]:
@@ -162,8 +189,8 @@ def _sharded_state(engine: MegatronEngine, is_loading: bool) -> dict[str, Any]:
 
 
 def _load_model(engine: MegatronEngine, loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(engine.chunks):
-        missing, unexpected = chunk.load_state_dict(loaded["model" if len(engine.chunks) == 1 else f"model{index}"], strict=False)
+    for key, chunk in zip(_model_keys(engine), engine.chunks, strict=True):
+        missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]
         assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
         chunk.zero_padding()  # a checkpoint of another vocabulary padding leaves these rows as they were

@@ -13,6 +13,8 @@ What the loss must be:
     whole step: the loss of the step is the sum of what all micro-batches on all ranks return. Every tensor-parallel rank
     computes it alike.
 
+`head` turns rows of hidden states into logits, or into values if the engine was made for a critic.
+
 `r` is the number of tokens of the pack, except under context parallelism: there a rank has some of them only, and
 `rows_of(packed)` says which.
 """
@@ -37,7 +39,10 @@ from engines.megatron.door import MEGATRON_VERSION
 from engines.megatron.model import PolicyModel, build_model
 from engines.megatron.packing import Packed, PackedStream, pack_stream
 from engines.megatron.parallel import ParallelLayout, device
+from engines.megatron.peak import peak_flops
+from engines.megatron.replay import rows_of_routers, stream_routing
 from engines.megatron.shape import ModelShape
+from engines.megatron.value import ValueModel
 
 # isort: split
 from megatron.core import parallel_state
@@ -45,10 +50,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from engines.megatron import checkpoint, weights
+from engines.megatron.gather import WeightGather
 from engines.megatron.optimizer import build_optimizer, build_scheduler, wrap
 
 Head = Callable[[Tensor], Tensor]
 Loss = tuple[Tensor | None, dict[str, Any]]
+Routing = Literal["record", "replay"]
 LossFunction = Callable[[Tensor, Head, Any], Loss]
 
 
@@ -64,6 +71,11 @@ class MegatronEngine:
         overrides: the user's `megatron` options (fields of Megatron's own dataclasses).
         seed: of random initial weights.
         deterministic: refuse kernels whose result varies from call to call.
+        role: "policy", whose `head(hidden [n, H])` gives logits of this rank's part of the vocabulary; or "value", a policy's trunk whose
+            `head` gives float32 values [n, 1], on every tensor-parallel rank the same.
+
+    Engines of one process share its process groups and its random state. Each one's checkpoint holds that state, and the last `load` wins:
+    with dropout 0 nothing draws from it after the weights are made, so it is the same in all of them.
     """
 
     def __init__(
@@ -76,16 +88,19 @@ class MegatronEngine:
         overrides: dict[str, Any] | None = None,
         seed: int = 1234,
         deterministic: bool = False,
+        role: Literal["policy", "value"] = "policy",
     ) -> None:
         self.shape, self.layout, self.dtype, self.deterministic = shape, layout or ParallelLayout(), dtype, deterministic
-        self.device = device()
+        self.role, self.device = role, device()
         overrides = check_megatron_args(overrides or {})
         if deterministic:
             use_deterministic_kernels()
         torch.manual_seed(seed)
-        self.chunks = build_model(shape, self.layout, dtype, overrides)
+        make = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
+        self.chunks = build_model(shape, self.layout, dtype, overrides, make)
         self.config = self.chunks[0].config  # one for all chunks
         self.wrapped = wrap(self.chunks, self.config, overrides)
+        self._gather = WeightGather(self.wrapped)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
         self._connect()
@@ -119,6 +134,16 @@ class MegatronEngine:
         return parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
 
     @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the other tokens of this rank's packs; None if there are none."""
+        return parallel_state.get_context_parallel_group() if self.layout.context > 1 else None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """See `peak.peak_flops`."""
+        return peak_flops(self.dtype)
+
+    @property
     def is_last_stage(self) -> bool:
         """Does this rank see hidden states, and so the loss?"""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -136,7 +161,12 @@ class MegatronEngine:
         self.optimizer.zero_grad()
 
     def forward_backward(
-        self, microbatches: Sequence[Packed], loss_fn: LossFunction, *, forward_only: bool = False
+        self,
+        microbatches: Sequence[Packed],
+        loss_fn: LossFunction,
+        *,
+        forward_only: bool = False,
+        routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
         """Run the micro-batches through the (pipelined) model; afterwards the gradients are summed over all ranks.
 
@@ -144,6 +174,8 @@ class MegatronEngine:
             microbatches: equally many on every rank; the same ones on tensor-, context- and pipeline-parallel ranks.
             loss_fn: see the module's docstring.
             forward_only: no gradients; `loss_fn` may return None for the loss.
+            routing: "replay" sends tokens to the experts that `packed.routing` (a `replay.RoutingRecord`, or None) knows and lets the
+                routers choose for the rest; "record" does the same and adds what they chose. None: routers are free.
 
         Returns:
             the second results of `loss_fn`, in order, on the last pipeline stage; an empty list elsewhere.
@@ -156,7 +188,7 @@ class MegatronEngine:
         run = get_forward_backward_func()
         with torch.no_grad() if forward_only else nullcontext():
             outputs = run(
-                forward_step_func=partial(self._forward_step, loss_fn),
+                forward_step_func=partial(self._forward_step, loss_fn, routing),
                 data_iterator=[iter(microbatches) for _ in self.wrapped] if len(self.wrapped) > 1 else iter(microbatches),
                 model=self.wrapped,
                 num_microbatches=len(microbatches),
@@ -167,17 +199,29 @@ class MegatronEngine:
         return outputs if self.is_last_stage else []
 
     def _forward_step(
-        self, loss_fn: LossFunction, microbatches: Iterator[Packed], chunk: Any
+        self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Packed], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
         stream = self._stream(packed)
-        return chunk(stream), partial(_loss, loss_fn, packed, stream, chunk.module)
+        if routing is not None:
+            stream.routing = stream_routing(packed, routing == "record", self._rows_of_routers(stream))
+        hidden = chunk(stream)
+        if chunk.module.post_process:
+            self._gather.wait_for(chunk.module.output_layer)  # `head` takes its weight
+        return hidden, partial(_loss, loss_fn, packed, stream, chunk.module)
 
     def _stream(self, packed: Packed) -> PackedStream:
         rank, size = self.context_parallel
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention knows half precisions only
         return pack_stream(packed, self.device, tensor, size, rank, bucketed)
+
+    def _rows_of_routers(self, stream: PackedStream) -> Tensor | None:
+        if stream.real is None or stream.origin is None:
+            return None
+        ranks = self.layout.tensor if self.config.sequence_parallel else 1
+        rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
+        return rows_of_routers(stream.real, stream.origin, len(stream.token_ids), rank, ranks)
 
     def step(self, increment: int = 1) -> tuple[bool, float]:
         """Clip, update the weights, and move the schedule on by `increment`.
@@ -186,6 +230,7 @@ class MegatronEngine:
             whether the weights were updated, and the norm of the gradient before clipping.
         """
         updated, grad_norm, _ = self.optimizer.step()
+        self._gather.start()
         if updated:
             self.scheduler.step(increment)
         return bool(updated), float(grad_norm)
@@ -199,11 +244,11 @@ class MegatronEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `weights.named_weights`."""
-        return weights.named_weights(self.chunks)
+        return weights.named_weights(self._whole_chunks())
 
     def digest(self) -> dict[str, str]:
         """See `weights.digest`. Not collective: this rank's shards."""
-        return weights.digest(self.chunks)
+        return weights.digest(self._whole_chunks())
 
     def state_digest(self) -> dict[str, str]:
         """See `checkpoint.state_digest`. Not collective: this rank's optimizer, schedule and random state."""
@@ -211,12 +256,12 @@ class MegatronEngine:
 
     def snapshot(self) -> weights.Snapshot:
         """A copy of this rank's weights in host memory. Not collective."""
-        return weights.snapshot(self.chunks)
+        return weights.snapshot(self._whole_chunks())
 
     @contextmanager
     def using(self, held: weights.Snapshot) -> Iterator[None]:
         """Inside, the model has the snapshot's weights (and the snapshot the model's). For forward passes only."""
-        weights.exchange(self.chunks, held)
+        weights.exchange(self._whole_chunks(), held)
         try:
             yield
         finally:
@@ -225,15 +270,28 @@ class MegatronEngine:
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
         """Write model, optimizer, schedule and random state as torch_dist; `step_state` is the caller's, and JSON. The directory may
         be shared by the ranks or be each one's own (`checkpoint.save_checkpoint`)."""
+        self._gather.wait()
         checkpoint.save_checkpoint(self, directory, step_state)
+
+    def save_weights(self, directory: str | Path) -> None:
+        """Write the model alone, for `load_weights`. Inside `using`, that is the snapshot's."""
+        self._gather.wait()
+        checkpoint.save_weights(self, directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Continue, bit for bit, from `save`; gives its `step_state` back."""
+        self._gather.wait()
         return checkpoint.load_checkpoint(self, directory)
 
     def load_weights(self, directory: str | Path) -> None:
-        """Begin from the model of a converted or a training checkpoint, with a fresh optimizer and schedule."""
+        """Begin from the model of a converted or a training checkpoint, with a fresh optimizer and schedule. A value model takes the
+        trunk, and the head too if the checkpoint is a value model's; else the head is what the seed makes it."""
+        self._gather.wait()
         checkpoint.load_weights(self, directory)
+
+    def _whole_chunks(self) -> list[PolicyModel]:
+        self._gather.wait()
+        return self.chunks
 
     def fingerprint(self) -> dict[str, Any]:
         """All that may change the last bit of a result. Two runs with equal fingerprints and inputs have equal digests."""

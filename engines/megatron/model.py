@@ -7,6 +7,7 @@ for `engine.py`, names and layouts of weights for `storage/layouts`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from engines.megatron.packing import PackedStream
 from engines.megatron.rotary import cosines_and_sines, rotary_width
 
 PADDED_LOGIT = -1e30  # of a padded vocabulary entry: probability 0, and finite, so that 0 * logit in an entropy is no NaN
+HEAD = "output_layer.weight"  # Megatron's name for it in a chunk
 
 
 class PolicyModel(GPTModel):
@@ -62,11 +64,12 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def zero_padding(self) -> None:
         """Clear the vocabulary's rows that no token has: never used, but part of checkpoints and digests."""
-        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
-        if self.post_process and self.output_layer.weight is not None:
-            weights.append(self.output_layer.weight)
-        for weight in weights if self.num_padded else ():
+        for weight in self._vocabulary_weights() if self.num_padded else ():
             weight[-self.num_padded :].zero_()
+
+    def _vocabulary_weights(self) -> list[Tensor]:
+        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        return weights + ([self.output_layer.weight] if self.post_process and self.output_layer.weight is not None else [])
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's part of the vocabulary. [n, H] -> [n, V / tensor-parallel ranks]"""
@@ -84,12 +87,16 @@ def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
 
 
 def build_model(
-    shape: ModelShape, layout: ParallelLayout | None = None, dtype: str = "fp32", overrides: dict[str, Any] | None = None
+    shape: ModelShape,
+    layout: ParallelLayout | None = None,
+    dtype: str = "fp32",
+    overrides: dict[str, Any] | None = None,
+    make: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model (one, or several under virtual pipelining), with random weights."""
+    """This rank's chunks of the model (one, or several under virtual pipelining), with random weights. `make` makes one of them."""
     config = transformer_config(shape, layout, dtype, overrides)
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
-    chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None) for stage in stages]
+    chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None, make) for stage in stages]
     for chunk in chunks:
         chunk.zero_padding()
     return [chunk.cuda() if torch.cuda.is_available() else chunk for chunk in chunks]
@@ -108,10 +115,12 @@ def _keep(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _build_chunk(shape: ModelShape, config: TransformerConfig, stage: int | None) -> PolicyModel:
+def _build_chunk(
+    shape: ModelShape, config: TransformerConfig, stage: int | None, make: Callable[..., PolicyModel] = PolicyModel
+) -> PolicyModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    chunk = PolicyModel(
+    chunk = make(
         config,
         block_spec(shape, config, stage),
         padded_vocab_size(shape, config.tensor_model_parallel_size),

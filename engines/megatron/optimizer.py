@@ -25,6 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from engines.megatron.model import PolicyModel
+from engines.megatron.offload import Offload, put_away
 from engines.megatron.transformer_config import with_overrides
 
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -39,7 +40,7 @@ def wrap(chunks: list[PolicyModel], config: TransformerConfig, overrides: dict[s
         check_for_nan_in_grad=True,  # a NaN raises before any weight is touched
         overlap_grad_reduce=False,
     )
-    fixed = dict(use_distributed_optimizer=True, overlap_param_gather=False)  # weights are whole whenever somebody looks at them
+    fixed = dict(use_distributed_optimizer=True, overlap_param_gather_with_optimizer_step=False)  # `gather.py` sends for weights
     ddp = DistributedDataParallelConfig(**with_overrides(DistributedDataParallelConfig, defaults, overrides, fixed))
     return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
 
@@ -53,8 +54,14 @@ def build_optimizer(
         wrapped: model chunks.
         config: the model's.
         options: `ADAM` and `SCHEDULE`.
-        overrides: the user's `megatron` options.
+        overrides: the user's `megatron` options. `optimizer_cpu_offload` is ours (`offload.py`), of all moments unless
+            `optimizer_offload_fraction` says otherwise.
+
+    Raises:
+        ValueError: an option that cannot be honoured.
     """
+    overrides = dict(overrides)
+    fraction = _offload_fraction(overrides)
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
     assert not missing, f"optimizer options without {missing}"
     settled = {name: options[name] for name in ADAM}
@@ -63,6 +70,8 @@ def build_optimizer(
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group["fused"] = True  # one kernel, no temporaries as large as the model
+        if fraction:
+            Offload(inner, fraction)
     reset_state(optimizer)
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer and chained.data_parallel_group.size() == 1:
@@ -74,6 +83,18 @@ def build_optimizer(
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     return optimizer
+
+
+def _offload_fraction(overrides: dict[str, Any]) -> float:
+    """Share of the moments to be kept in host memory; its two options are taken out, since Megatron would offload itself."""
+    wanted, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"megatron option optimizer_offload_fraction = {fraction}: give a share between 0 and 1")
+    if overrides.get("use_precision_aware_optimizer"):
+        raise ValueError(
+            "megatron option use_precision_aware_optimizer needs TransformerEngine's Adam, which Penstock has not: drop it"
+        )
+    return fraction if wanted else 0.0
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -93,6 +114,7 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(param),
                     "exp_avg_sq": torch.zeros_like(param),
                 }
+                put_away(inner, param)
 
 
 def _whole_state(optimizer: Any, model_state: dict[str, Any], *_: Any, **__: Any) -> dict[int, dict[str, Any]]:
@@ -131,6 +153,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     for inner in inner_optimizers(optimizer):
         for param, param_state in inner.state.items():
             param_state["step"] = param_state["step"].to(param.device, torch.float32, copy=True)
+            put_away(inner, param)
 
 
 def _groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engines.megatron.replay import StreamRouting
+
 
 class Packed(Protocol):
     """What the engine reads of a micro-batch; the loss may keep more in it."""
@@ -39,6 +41,7 @@ class PackedStream:
     buckets: list[Bucket] | None = None  # for attention without a variable-length kernel
     real: Tensor | None = None  # [r] rows of this rank that are no padding; None: all
     origin: Tensor | None = None  # [r] where these r tokens stand in the caller's pack; None: same place
+    routing: StreamRouting | None = None  # experts to choose again, or a record of those chosen; None: routers are free
     qkv_format: str = "thd"  # Megatron's word for packed
 
 

@@ -31,13 +31,20 @@ class ParallelLayout(BaseModel):
         """Number of data-parallel replicas in a world of that size.
 
         Raises:
-            ValueError: the world is no multiple of one replica.
+            ValueError: the world is no multiple of one replica, of the experts or of the rest.
         """
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise ValueError(
                 f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline "
                 f"{self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
+            )
+        experts = (self.expert_tensor or self.tensor) * self.expert * self.pipeline
+        if world_size % experts:
+            raise ValueError(
+                f"{world_size} trainer ranks do not divide into replicas of {experts} for the experts (expert tensor "
+                f"{self.expert_tensor or self.tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of {experts} "
+                "ranks, or smaller parallel sizes"
             )
         return world_size // ranks
 

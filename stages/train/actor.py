@@ -13,12 +13,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stages.train.spec import Build, Fenced, PolicyState, RankInfo, Saved, Trained
+from stages.train.spec import Beside, Build, Fenced, PolicyState, RankInfo, Saved, Trained
 from storage.refs import Commit
 from storage.store import Store
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engines.weights.publisher import Transport
+    from stages.train.step import Models
 
 
 class TrainActor:
@@ -41,7 +42,6 @@ class TrainActor:
     def __init__(self, build: Build, rank: int, incarnation: str, owner: str) -> None:
         self.build, self.spec, self.rank = build, build.spec, rank
         self.store = Store(self.spec.store, self.spec.store_options, probe=False)
-        self.reference: Any = None  # a snapshot of the base weights, for the KL
         self._owner = owner
         self._joined = False
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
@@ -68,32 +68,14 @@ class TrainActor:
 
     def join(self, init_method: str) -> None:
         """Meet the other ranks and build the model, with random weights."""
-        import torch
-
-        from engines.megatron.engine import MegatronEngine
-        from engines.megatron.parallel import ParallelLayout, init_parallel
+        from engines.megatron.parallel import init_parallel
+        from stages.train.build import build_models, layout_of
 
         config = self.spec.config
-        layout = ParallelLayout(
-            tensor=config.tensor_model_parallel_size,
-            pipeline=config.pipeline_model_parallel_size,
-            context=config.context_parallel_size,
-            expert=config.expert_model_parallel_size,
-            expert_tensor=config.expert_tensor_parallel_size,
-            virtual_pipeline=config.virtual_pipeline_model_parallel_size,
-            sequence_parallel=config.sequence_parallel,
-        )
         patience = timedelta(seconds=config.train_timeout)  # one rank may fetch gigabytes while the others wait for it
-        init_parallel(self.rank, self.build.num_ranks, init_method, layout, config.seed, self.build.threads, timeout=patience)
-        self.engine = MegatronEngine(
-            self.spec.shape,
-            layout,
-            dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
-            optimizer=config.optimizer_options,
-            overrides=config.megatron,
-            seed=config.seed,
-            deterministic=config.deterministic_mode,
-        )
+        ranks = (self.rank, self.build.num_ranks)
+        init_parallel(*ranks, init_method, layout_of(config), config.seed, self.build.threads, timeout=patience)
+        self.models: Models = build_models(self.spec)
         self._joined = True
 
     # ---- questions ------------------------------------------------------------------------------------------------------
@@ -123,45 +105,52 @@ class TrainActor:
             return f"tcp://{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
 
     def digest(self) -> dict[str, str]:
-        """Hashes of this rank's parameter shards."""
-        return self.engine.digest()
+        """Hashes of this rank's parameter shards, the critic's included."""
+        return self.models.digest()
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Hashes of everything else that a checkpoint holds: this rank's optimizer state, schedule and random states."""
-        return self.engine.state_digest()
+        """Hashes of everything else that a checkpoint holds: optimizer states, schedules, random states, a refreshed reference."""
+        return self.models.state_digest()
 
     def fingerprint(self) -> dict[str, Any]:
         """What the bits of a step depend on, besides weights and data: the engine's numerics, and how samples are packed."""
         config = self.spec.config
-        return {
-            **self.engine.fingerprint(),
-            "max_tokens_per_gpu": config.max_tokens_per_gpu,
-            "log_probs_chunk_size": config.log_probs_chunk_size,
-            "bit_exact": config.deterministic_mode or self.engine.device.type == "cpu",
+        packing = {
+            name: getattr(config, name)
+            for name in ("max_tokens_per_gpu", "micro_batch_size", "balance_data", "log_probs_chunk_size")
         }
+        bit_exact = config.deterministic_mode or self.models.policy.device.type == "cpu"
+        return {**self.models.policy.fingerprint(), **packing, "by_tokens": config.fills_by_tokens, "bit_exact": bit_exact}
 
     # ---- commands -------------------------------------------------------------------------------------------------------
 
-    def load(self, base: Commit | None, checkpoint: Commit | None, version: int) -> None:
-        """Hold policy `version`: the base model's weights and a fresh optimizer, or everything that a checkpoint saved.
+    def load(self, version: int, base: Commit | None, checkpoint: Commit | None, beside: dict[Beside, Commit]) -> None:
+        """Hold policy `version`: the base model's weights and fresh optimizers, or everything that a checkpoint saved.
 
         Args:
-            base: the base model; needed for version 0 and for the reference of the KL.
-            checkpoint: None = begin at the base.
             version: what comes of it.
+            base: where policy and critic begin; None if there is a checkpoint.
+            checkpoint: None = begin at the base.
+            beside: models that are not trained ("reference", "teacher"); a checkpoint brings a refreshed reference itself.
         """
         import ray
 
+        from stages.train.build import begin, go_on, hold
         from stages.train.files import opened
 
         machine = ray.get_runtime_context().get_node_id()
-        with self._becoming(version), ExitStack() as stack:
-            if base is not None:
-                self.engine.load_weights(stack.enter_context(opened(self.store, base, machine)))
-                self.reference = self.engine.snapshot() if self.spec.config.use_kl_loss else None
+        with self._becoming(version):
+            for name, model in beside.items():
+                with opened(self.store, model, machine) as directory:
+                    hold(self.models, name, directory)
             if checkpoint is not None:
-                saved = self.engine.load(stack.enter_context(opened(self.store, checkpoint, machine)))
+                with opened(self.store, checkpoint, machine) as directory:
+                    saved = go_on(self.models, directory)
                 assert saved["version"] == version, f"{checkpoint.attempt} holds {saved}, not policy {version}"
+            else:
+                assert base is not None, "neither a checkpoint nor a model to begin with"
+                with opened(self.store, base, machine) as directory:
+                    begin(self.models, directory)
 
     def train(self, rollout: Commit, version: int) -> Trained:
         """Train the samples of one rollout, from policy `version` to the next."""
@@ -172,23 +161,28 @@ class TrainActor:
         assert self._state.clean and self._state.version == version, f"asked to train policy {version}, but holding {self._state}"
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
-        batch = Batch.from_table(read_table(self.store, rollout), graded=config.loss_type == "policy_loss")
+        batch = Batch.from_table(read_table(self.store, rollout), graded=config.loss_type != "sft_loss")
         seconds["read"] = time.perf_counter() - start
+        critic_only = version < config.num_critic_only_steps
         with self._becoming(version + 1):
-            trained = train_rollout(self.engine, batch, config, temperature=self.spec.temperature, reference=self.reference)
-        metrics, steps, spent = trained
+            trained = train_rollout(self.models, batch, config, temperature=self.spec.temperature, critic_only=critic_only)
+            if config.refreshes_reference_at(version + 1):
+                self.models.refresh_reference()
         start = time.perf_counter()
         digest = self.digest()
-        seconds |= spent | {"digest": time.perf_counter() - start}
-        return Trained(metrics=metrics, steps=steps, seconds=seconds, digest=digest, fingerprint=self.fingerprint())
+        seconds |= trained.seconds | {"digest": time.perf_counter() - start}
+        return Trained(
+            metrics=trained.metrics, steps=trained.steps, seconds=seconds, digest=digest, fingerprint=self.fingerprint()
+        )
 
     def save(self, attempt: str) -> Saved:
-        """Write weights, optimizer, schedule and random states under the key `attempt`; this rank's files are durable then."""
+        """Write everything that the next round depends on under the key `attempt`; this rank's files are durable then."""
         from engines.megatron.checkpoint import written_by
+        from stages.train.build import save
 
         assert self._state.clean, f"asked to save, but holding {self._state}"
         with self.store.writing(attempt, mine=partial(written_by, self.rank)) as out:
-            self.engine.save(out.path, {"run": self.spec.run, "version": self._state.version})
+            save(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return Saved(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
     def publish(self, urls: list[str], version: str, transport: Transport, model_path: str, directory: str) -> None:
@@ -216,5 +210,5 @@ class TrainActor:
         from storage.layouts import layout_for
 
         layout = layout_for(self.spec.shape)
-        for name, tensor in self.engine.named_weights():
+        for name, tensor in self.models.policy.named_weights():
             yield from layout.to_hf(name, tensor)

@@ -9,7 +9,6 @@ from pydantic import model_validator
 
 from storage.config import StageConfig, option
 
-GROUP_RELATIVE = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")  # rewards are compared within their group
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # estimators that are defined with whitened advantages
 
 
@@ -33,7 +32,7 @@ class AlgorithmConfig(StageConfig):
     """A function of yours in place of the estimator, as file.py:name or pkg.module:name."""
 
     disable_rewards_normalization: bool = option(False)
-    """Take rewards as they are, without the mean and the standard deviation of their group."""
+    """Take rewards as they are, not compared with their group."""
 
     disable_grpo_std_normalization: bool = option(False)
     """Do not divide advantages by the standard deviation of their group (Dr. GRPO)."""
@@ -160,14 +159,28 @@ class AlgorithmConfig(StageConfig):
         return self.loss_type == "policy_loss" and self.advantage_estimator == "ppo"
 
     @property
+    def models_beside(self) -> dict[str, str]:
+        """Models that are not trained and not the starting one: name -> path."""
+        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load}
+        return {name: path for name, path in paths.items() if path}
+
+    @property
     def uses_reference(self) -> bool:
         """Whether log-probs of a frozen reference are needed."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef > 0)
 
-    @property
-    def corrects(self) -> bool:
-        """Whether the ratio of the trainer's to the engine's probabilities is computed."""
-        return self.use_tis or self.get_mismatch_metrics or self.custom_tis_function_path is not None
+    def reference_version(self, version: int) -> int:
+        """Which policy is the reference while policy `version` is trained; 0 = the one that was given."""
+        return version - version % self.ref_update_interval if self.ref_update_interval else 0
+
+    def refreshes_reference_at(self, version: int) -> bool:
+        """Whether policy `version` is to be the new reference."""
+        return (
+            self.uses_reference
+            and version > 0
+            and self.ref_update_interval is not None
+            and version % self.ref_update_interval == 0
+        )
 
     @property
     def plugin_paths(self) -> dict[str, str]:
@@ -188,6 +201,15 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.kl_loss_coef and not self.use_kl_loss,
             f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out",
+        )
+        yield (
+            self.kl_coef and estimator in ("grpo", "gspo", "cispo", "rloo") and not self.custom_advantage_function_path,
+            f"--kl-coef {self.kl_coef} has no place in {estimator}, whose advantage is one number per sample: use --use-kl-loss with "
+            "--kl-loss-coef",
+        )
+        yield (
+            self.eps_clip_c and estimator == "cispo",
+            "--eps-clip-c has no effect in cispo, which does not clip the loss: leave it out",
         )
         yield (
             self.kl_coef and self.kl_loss_coef,
@@ -213,6 +235,10 @@ class AlgorithmConfig(StageConfig):
             self.use_tis and self.use_rollout_logprobs,
             "--use-tis corrects what --use-rollout-logprobs leaves out: with the engine's log-probs as the old ones there is nothing "
             "to correct, so keep one of them",
+        )
+        yield (
+            self.custom_tis_function_path and not (self.use_tis or self.get_mismatch_metrics),
+            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics: add one, or leave it out",
         )
         yield (
             self.tis_clip_low > self.tis_clip,

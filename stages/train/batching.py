@@ -1,21 +1,25 @@
-"""From a committed rollout to packed micro-batches: who trains which sample, in which step, in which pack.
+"""From a committed rollout to packed micro-batches.
 
-Everything here is a function of the table and a few numbers, so every rank computes the same plan and takes its own part. The
-engine gets packs; the objectives get streams over the N trained tokens alone, so that a masked token never reaches a loss. No
-process groups, no model.
+The engine gets packs; estimators and objectives get streams over trained tokens alone, so that a masked token never reaches a loss.
+A rollout has N of them, numbered in order of samples and positions: a micro-batch says which ones it holds. Which samples go into
+which pack is for `plan.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from stages.train.algorithms.objectives import TokenStreams
+from engines.megatron.replay import RoutingRecord
+from stages.train.algorithms.sequences import SampleSums
+from stages.train.algorithms.streams import TokenStreams
 
 PAD_TOKEN = 0
 
@@ -57,11 +61,25 @@ class Batch:
             trajectory_index=_numbered(table, "trajectory_id"),
         )
 
-    @property
+    @cached_property
+    def lengths(self) -> np.ndarray:  # [B]
+        """Tokens of each sample."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def trained(self) -> np.ndarray:  # [N]
+        """Places of the trained tokens."""
+        return np.flatnonzero(self.loss_mask)
+
+    @cached_property
+    def sample_index(self) -> np.ndarray:  # [N]
+        """Sample of each trained token; ascending."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)[self.trained]
+
+    @cached_property
     def num_trained(self) -> np.ndarray:  # [B]
         """Trained tokens of each sample."""
-        running = np.concatenate([[0], np.cumsum(self.loss_mask)])
-        return running[self.offsets[1:]] - running[self.offsets[:-1]]
+        return np.bincount(self.sample_index, minlength=len(self.lengths))
 
 
 def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -77,87 +95,35 @@ def _numbered(table: pa.Table, name: str) -> np.ndarray:
     return strings.dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
-# ---- the plan ---------------------------------------------------------------------------------------------------------------
-
-
-def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """Sample rows of each optimizer step: consecutive blocks of `global_batch_size` trajectories, siblings together.
-
-    Raises:
-        ValueError: a remainder would be left over; nothing is dropped silently.
-    """
-    num_trajectories = int(trajectory_index.max(initial=-1)) + 1
-    if num_trajectories == 0 or num_trajectories % global_batch_size:
-        raise ValueError(
-            f"the rollout holds {num_trajectories} trajectories, which --global-batch-size {global_batch_size} does not "
-            "divide: choose it so that rollout batch x samples per prompt is a multiple of it"
-        )
-    step_of_row = trajectory_index // global_batch_size
-    return [np.flatnonzero(step_of_row == step) for step in range(num_trajectories // global_batch_size)]
-
-
-def plan_microbatches(lengths: Sequence[int], capacity: int, multiple_of: int) -> list[list[int]]:
-    """Indices of the samples of each micro-batch.
-
-    One first-fit pass in order of arrival; a sample longer than `capacity` sits alone. The number of micro-batches is then raised
-    to a multiple of `multiple_of` (data-parallel ranks x pipeline group) by splitting the heaviest one that has several samples,
-    and by empty ones when there is nothing left to split.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index, length in enumerate(lengths):
-        place = next((b for b, free in enumerate(room) if free >= length), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[place].append(index)
-        room[place] -= length
-    while not bins or len(bins) % multiple_of:
-        heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b), default=None)
-        if heaviest is None:
-            bins.append([])
-        else:
-            bins[bins.index(heaviest) : bins.index(heaviest) + 1] = _halves(heaviest, lengths)
-    return bins
-
-
-def _halves(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    halves: list[list[int]] = [[], []]
-    weights = [0, 0]
-    for index in sorted(samples, key=lambda i: -lengths[i]):  # longest first, into the lighter half
-        lighter = int(weights[1] < weights[0])
-        halves[lighter].append(index)
-        weights[lighter] += lengths[index]
-    return [sorted(half) for half in halves]
-
-
 # ---- packs ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch: B sequences behind each other as T tokens, and what is known of the N of them that are trained.
+    """One micro-batch: S sequences behind each other as T tokens, and what is known of the n of them that are trained.
 
     There is no padding here. What tensor and context parallelism need of it the engine adds and takes away again.
     """
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [B + 1] int32, starts of the sequences, and T
+    cu_seqlens: Tensor  # [S + 1] int32, starts of the sequences, and T
     max_seqlen: int
-    trained: Tensor  # [N] int64, rows of the hidden states whose predictions are trained, ascending
-    targets: Tensor  # [N] int64, the trained tokens
-    weights: Tensor  # [N] float32, weight x loss summed over the step's tokens is the step's loss
-    sample_index: Tensor  # [N] int64, row in the rollout
-    streams: TokenStreams  # [N] each
+    trained: Tensor  # [n] int64, rows of the hidden states whose predictions are trained, ascending
+    targets: Tensor  # [n] int64, the trained tokens
+    ordinal: Tensor  # [n] int64, which of the rollout's N trained tokens they are
+    samples: SampleSums  # to which sequence each belongs
+    streams: TokenStreams | None = None  # [n] each; known when advantages have been estimated
+    weights: Tensor | None = None  # [n] float32, weight x loss summed over the step's tokens is the step's loss
+    routing: RoutingRecord | None = None  # which experts the tokens went to, if they are to go there again
 
-    def on(self, device: torch.device, rows: Tensor | None = None) -> Packed:
+    def on(self, device: torch.device, rows: Tensor | None = None, group: dist.ProcessGroup | None = None) -> Packed:
         """The same with what concerns the loss on `device`, and only for the tokens whose hidden states are here.
 
         Args:
             device: where the loss is computed; the engine moves the tokens itself.
             rows: [r] positions (in T) of this rank's hidden states under context parallelism; None = all T.
+            group: the ranks that have the other ones.
         """
         kept: slice | Tensor = slice(None)
         trained = self.trained
@@ -166,23 +132,16 @@ class Packed:
             place[rows.cpu()] = torch.arange(len(rows))
             kept = place[self.trained] >= 0
             trained = place[self.trained[kept]]
-        streams = {name: stream[kept].to(device) for name, stream in vars(self.streams).items() if stream is not None}
         return replace(
             self,
             trained=trained.to(device),
             targets=self.targets[kept].to(device),
-            weights=self.weights[kept].to(device),
-            sample_index=self.sample_index[kept].to(device),
-            streams=TokenStreams(**streams),
+            ordinal=self.ordinal[kept].to(device),
+            samples=SampleSums(self.samples.index[kept].to(device), self.samples.num_tokens.to(device), group),
         )
 
 
-def pack(
-    batch: Batch,
-    rows: Sequence[int],  # samples of this micro-batch
-    weights: np.ndarray,  # [S] per token of the rollout, zero where not trained
-    advantages: np.ndarray,  # [B]
-) -> Packed:
+def pack(batch: Batch, rows: Sequence[int]) -> Packed:
     """Lay samples out behind each other. No rows give one pad token, so that the rank still joins every collective."""
     source = [np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows]  # tokens of the rollout, sample by sample
     lengths = [len(tokens) for tokens in source] or [1]
@@ -191,7 +150,7 @@ def pack(
     # A position predicts the token after it. The first token of a sample is never in the mask, so none predicts across a border.
     trained = np.flatnonzero(batch.loss_mask[tokens[1:]])
     targets = tokens[trained + 1]
-    samples = np.repeat(np.asarray(rows, dtype=np.int64), lengths if source else 0)[trained]
+    sequence = np.repeat(np.arange(len(rows)), lengths if source else 0)[trained]
     return Packed(
         token_ids=torch.from_numpy(batch.token_ids[tokens] if source else np.array([PAD_TOKEN])),
         position_ids=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
@@ -199,10 +158,6 @@ def pack(
         max_seqlen=max(lengths),
         trained=torch.from_numpy(trained),
         targets=torch.from_numpy(batch.token_ids[targets]),
-        weights=torch.from_numpy(weights[targets].astype(np.float32)),
-        sample_index=torch.from_numpy(samples),
-        streams=TokenStreams(
-            advantages=torch.from_numpy(advantages[samples].astype(np.float32)),
-            rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[targets]),
-        ),
+        ordinal=torch.from_numpy(np.searchsorted(batch.trained, targets)),
+        samples=SampleSums(torch.from_numpy(sequence), torch.from_numpy(batch.num_trained[list(rows)])),
     )

@@ -41,7 +41,7 @@ class TrainConfig(AlgorithmConfig):
     balance_data: bool = option(False, change="placement")
     """Deal the micro-batches of a step out so that data-parallel ranks have equal work, by an estimate of their operations."""
 
-    log_probs_chunk_size: int = option(1024, change="placement", ge=1)
+    log_probs_chunk_size: int = option(4096, change="placement", ge=1)
     """Tokens whose logits are held at a time."""
 
     # ---- optimizer ------------------------------------------------------------------------------------------------------

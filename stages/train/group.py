@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from stages.train.spec import Build, Fenced, PolicyState, RankDied, RankInfo, Saved, Trained, TrainerSpec
+from stages.train.spec import Beside, Build, Fenced, PolicyState, RankDied, RankInfo, Saved, Trained, TrainerSpec
 from storage.refs import Commit
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ class TrainerGroup:
 
     # ---- commands -------------------------------------------------------------------------------------------------------
 
-    def load(self, base: Commit | None, checkpoint: Commit | None, version: int) -> None:
+    def load(self, version: int, base: Commit | None, checkpoint: Commit | None, beside: dict[Beside, Commit]) -> None:
         """Hold policy `version`, read from these commits' files; see `TrainActor.load`."""
-        self._call("load", base, checkpoint, version)
+        self._call("load", version, base, checkpoint, beside)
 
     def train(self, rollout: Commit, version: int) -> Trained:
         """Train one committed rollout, from policy `version` to the next."""

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from stages.train.config import TrainConfig
 from stages.train.group import TrainerGroup
-from stages.train.spec import Trained
+from stages.train.spec import Beside, Trained
 from storage.faults import reach
 from storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from storage.store import Store
@@ -81,10 +82,10 @@ def load(
     if on_progress is not None:
         on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
     commit = _committed(store, keys.checkpoint(version)) if version else None
-    needs_base = commit is None or group.spec.config.use_kl_loss
+    begin = _record(store, base.key) if commit is None else None
     with group.alone:
         group.ensure_started()
-        group.load(_record(store, base.key) if needs_base else None, commit, version)
+        group.load(version, begin, commit, _beside(store, keys, group.spec.config, version, base))
         if commit is None or not _bitwise(commit.state, group.fingerprint()):
             return
         loaded = {"digest": group.digest(), "optimizer_digest": group.optimizer_digest()}
@@ -94,6 +95,19 @@ def load(
             raise ReplayError(
                 f"checkpoint {keys.checkpoint(version)} loads other {what} than was saved: {_difference(saved, loaded[name])}"
             )
+
+
+def _beside(store: Store, keys: RunKeys, config: TrainConfig, version: int, base: CheckpointRef) -> dict[Beside, Commit]:
+    """Records of the models that policy `version` is compared with, as far as no checkpoint holds them."""
+    wanted: dict[Beside, bool] = {
+        "reference": config.uses_reference and config.reference_version(version) == 0,
+        "teacher": config.use_opd,
+    }
+    found: dict[Beside, Commit] = {}
+    for name in (name for name, needed in wanted.items() if needed):
+        pinned = store.read_json(keys.origin(name))
+        found[name] = _record(store, CheckpointRef.model_validate(pinned).key if pinned else base.key)
+    return found
 
 
 def train_round(

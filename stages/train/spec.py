@@ -6,13 +6,15 @@ Plain data without torch, so that the driver stays light.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from engines.megatron.shape import ModelShape
 from stages.train.config import TrainConfig
 from storage.refs import FileRecord, Frozen
+
+Beside = Literal["reference", "teacher"]  # models that are not trained
 
 
 class TrainerSpec(BaseModel):

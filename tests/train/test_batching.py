@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.train.batching import Batch, optimizer_steps, pack, plan_microbatches
+from stages.train.batching import Batch, pack
+from stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, optimizer_steps
 from storage.sample import Sample, to_table
 
 
@@ -67,44 +68,68 @@ def test_microbatches_place_each_sample_once_and_respect_the_cap(seed: int) -> N
     rng = random.Random(seed)
     lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(0, 40))]
     capacity, multiple = rng.randrange(20, 120), rng.choice([1, 2, 3, 8])
-    plan = plan_microbatches(lengths, capacity, multiple)
+    plan = filled_microbatches(lengths, capacity, multiple)
     assert sorted(i for bin in plan for i in bin) == list(range(len(lengths)))
     assert plan and len(plan) % multiple == 0
     assert all(len(bin) <= 1 or sum(lengths[i] for i in bin) <= capacity for bin in plan)
     assert all(plan) or all(len(bin) <= 1 for bin in plan)  # empty ones only when nothing is left to split
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+def test_fixed_microbatches_hold_so_many_samples_each(multiple: int) -> None:
+    assert fixed_microbatches(5, 2, 1) == [[0, 1], [2, 3], [4]]
+    assert fixed_microbatches(0, 2, multiple) == [[]] * multiple
+    plan = fixed_microbatches(7, 2, multiple)
+    assert [i for bin in plan for i in bin] == list(range(7)) and len(plan) % multiple == 0 and max(map(len, plan)) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_shares_are_of_equal_count_and_nearly_equal_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    num_shares = rng.choice([1, 2, 3, 4])
+    costs = [rng.random() ** 3 * 100 for _ in range(num_shares * rng.randrange(1, 8))]
+    shares = balanced_shares(costs, num_shares)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs))) and {len(share) for share in shares} == {
+        len(costs) // num_shares
+    }
+    in_turn = [costs[start::num_shares] for start in range(num_shares)]
+    assert max(sum(costs[i] for i in share) for share in shares) <= max(map(sum, in_turn)) + 1e-9
+
+
+def test_balanced_shares_beat_dealing_in_turn() -> None:
+    assert balanced_shares([8, 1, 7, 2, 6, 3], 2) in ([[0, 1, 4], [2, 3, 5]], [[0, 3, 5], [1, 2, 4]], [[0, 1, 5], [2, 3, 4]])
+
+
 def test_packs_hold_every_trained_token_once_and_in_its_place() -> None:
     batch = Batch.from_table(to_table(samples(12)), graded=True)
-    rng = np.random.default_rng(0)
-    weights, advantages = rng.random(len(batch.token_ids)), rng.random(12)
     rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained[i]]
-    packed = pack(batch, rows, weights, advantages)
+    packed = pack(batch, rows)
     assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
     assert packed.max_seqlen == packed.cu_seqlens.diff().max() and packed.cu_seqlens[-1] == len(packed.token_ids)
     assert torch.equal(packed.token_ids[packed.trained + 1], packed.targets)  # the hidden state before a token predicts it
     assert torch.equal(packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1)  # inside one sequence
-    found = list(
-        zip(
-            packed.sample_index.tolist(),
-            packed.targets.tolist(),
-            packed.weights.tolist(),
-            packed.streams.rollout_logprobs.tolist(),
-            packed.streams.advantages.tolist(),
-            strict=True,
-        )
-    )
-    expected = [
-        (row, batch.token_ids[t], np.float32(weights[t]), batch.rollout_logprobs[t], np.float32(advantages[row]))
-        for row in rows
-        for t in range(batch.offsets[row], batch.offsets[row + 1])
-        if batch.loss_mask[t]
-    ]
-    assert found == expected
+    ordinal = packed.ordinal.numpy()
+    assert batch.token_ids[batch.trained[ordinal]].tolist() == packed.targets.tolist()
+    assert [rows[i] for i in packed.samples.index.tolist()] == batch.sample_index[ordinal].tolist()
+    assert packed.samples.num_tokens.tolist() == batch.num_trained[rows].tolist()
+    assert sorted(ordinal) == [n for n, row in enumerate(batch.sample_index) if row in rows]
+
+
+def test_context_parallel_ranks_share_the_trained_tokens_of_a_pack() -> None:
+    batch = Batch.from_table(to_table(samples(6)), graded=True)
+    packed = pack(batch, range(6))
+    places = torch.randperm(len(packed.token_ids), generator=torch.Generator().manual_seed(0))
+    parts = [packed.on(torch.device("cpu"), rows) for rows in places.chunk(2)]
+    assert sorted(torch.cat([part.ordinal for part in parts]).tolist()) == packed.ordinal.tolist()
+    for part, rows in zip(parts, places.chunk(2)):
+        assert torch.equal(packed.token_ids[rows[part.trained] + 1], part.targets)
+        assert torch.equal(part.samples.num_tokens, packed.samples.num_tokens)
 
 
 def test_an_empty_microbatch_is_one_pad_token_that_trains_nothing() -> None:
     batch = Batch.from_table(to_table(samples(4)), graded=True)
-    packed = pack(batch, [], np.zeros(len(batch.token_ids)), np.zeros(4))
+    packed = pack(batch, [])
     assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
-    assert packed.targets.numel() == packed.streams.advantages.numel() == packed.sample_index.numel() == 0
+    assert (
+        packed.targets.numel() == packed.ordinal.numel() == packed.samples.index.numel() == packed.samples.num_tokens.numel() == 0
+    )

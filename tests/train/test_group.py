@@ -55,12 +55,13 @@ def world(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         return TrainerGroup(cluster, TrainerSpec(run="run", shape=shape, config=config, temperature=TEMPERATURE, store=store.uri))
 
     trainer = group()
-    commits = []
+    ensure_policy(store, KEYS, trainer, 0, base=base)
+    begin, commits = trainer.digest(), []
     for rollout_id in range(NUM_ROUNDS):
         commits.append(train_round(store, KEYS, trainer, rollout_id, base=base))
         if rollout_id == 1:
             save_checkpoint(store, KEYS, trainer, 2, base=base)
-    yield SimpleNamespace(store=store, base=base, group=group, trainer=trainer, commits=commits)
+    yield SimpleNamespace(store=store, base=base, group=group, trainer=trainer, begin=begin, commits=commits)
     trainer.kill()
 
 
@@ -152,6 +153,55 @@ def test_killed_in_a_step_then_restored_bit_for_bit(world: SimpleNamespace) -> N
     assert group.digest() == world.commits[0].state["digest"]
 
 
+def test_critic_and_refreshed_reference_go_on_from_a_checkpoint(cluster: Cluster, world: SimpleNamespace) -> None:
+    """PPO: round 0 trains the critic alone; every round is measured against the policy before it."""
+    world.trainer.kill()
+    store, base, keys = world.store, world.base, RunKeys("ppo")
+    commit_rollouts(store, keys, NUM_ROUNDS)
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1, "critic_lr": 3e-3, "ref_update_interval": 1}
+
+    def group(**placed: object) -> TrainerGroup:
+        config = TrainConfig(**(CONFIG | ppo | placed))
+        return TrainerGroup(cluster, world.trainer.spec.model_copy(update={"run": "ppo", "config": config}))
+
+    first = group()
+    try:
+        commits = []
+        for rollout_id in range(NUM_ROUNDS):
+            commits.append(train_round(store, keys, first, rollout_id, base=base))
+            if rollout_id == 1:
+                save_checkpoint(store, keys, first, 2, base=base)
+        digests = [commit.state["digest"] for commit in commits]
+        policies = [{name: bits for name, bits in digest.items() if not name.startswith("critic.")} for digest in digests]
+        assert policies[0] == world.begin and policies[1] != policies[0] and len(digests[0]) == 2 * len(policies[0]) + 1
+        assert not digests[0].items() & digests[1].items()
+        assert "train/loss" not in commits[0].summary and commits[1].summary["train/critic-value_loss"] > 0
+        for commit in commits[1:]:
+            assert abs(commit.state["steps"][0]["train/kl_loss"]) < 1e-8 < commit.state["steps"][1]["train/kl_loss"]
+
+        first.kill()
+        told: list[str] = []
+        ensure_policy(
+            store, keys, first, 3, base=base, on_progress=told.append
+        )  # raises unless the replay is the same, bit for bit
+        assert told == ["loading checkpoint 2", "replaying training of rollout 2 (1 of 1)"]
+    finally:
+        first.kill()
+    spread = group(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2)
+    try:
+        ensure_policy(store, keys, spread, 2, base=base)
+        check_same_numbers(spread.train(store.committed(keys.rollout(2)), 2).metrics, commits[2])
+    finally:
+        spread.kill()
+
+
+def check_same_numbers(metrics: dict[str, float], commit: Commit) -> None:
+    """Everything but speed, whatever the layout."""
+    for name, expected in commit.summary.items():
+        if not name.startswith("perf/"):
+            assert metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+
+
 def test_a_failed_call_ends_the_group_and_is_raised_as_it_is(world: SimpleNamespace) -> None:
     group = world.trainer
     group.ensure_started()
@@ -209,7 +259,7 @@ def check_saving(group: TrainerGroup, store: Store, rollout: Commit) -> None:
     group.train(rollout, 3)
     assert saved.optimizer_digest.items().isdisjoint(group.optimizer_digest().items() - random_states(saved.optimizer_digest))
     commit = Commit(kind="checkpoint", index=3, attempt=attempt, files=saved.files)
-    group.load(None, commit, 3)
+    group.load(3, None, commit, {})
     assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
 
 
@@ -229,7 +279,7 @@ def test_a_single_changed_moment_is_noticed_though_the_weights_are_right(world: 
     def change_a_moment(actor: TrainActor) -> None:
         from engines.megatron.optimizer import inner_optimizers
 
-        (inner,) = inner_optimizers(actor.engine.optimizer)
+        (inner,) = inner_optimizers(actor.models.policy.optimizer)
         next(iter(inner.state.values()))["exp_avg"].view(-1)[0] += 1e-9
 
     ray.get(group._actors[0].__ray_call__.remote(change_a_moment))
@@ -300,6 +350,4 @@ def test_spread_over_four_ranks_the_run_goes_on_from_its_checkpoint_with_the_sam
         check_saving(group, world.store, world.store.committed(KEYS.rollout(1)))
     finally:
         group.kill()
-    for name, expected in world.commits[2].summary.items():
-        if not name.startswith("perf/"):
-            assert trained.metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+    check_same_numbers(trained.metrics, world.commits[2])

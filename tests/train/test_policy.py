@@ -59,7 +59,7 @@ class ListTrainer:
     def optimizer_digest(self) -> dict[str, str]:
         return {"moments": str(self.moments)}
 
-    def load(self, base: Commit | None, checkpoint: Commit | None, version: int) -> None:
+    def load(self, version: int, base: Commit | None, checkpoint: Commit | None, beside: dict[str, Commit]) -> None:
         commit = checkpoint or base
         assert commit is not None
         with self.store.reading(commit) as directory:
