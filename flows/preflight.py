@@ -86,6 +86,7 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
 
 def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
     """The models beside the policy can take its place, and the user's functions load."""
+    from engines.megatron.experts import experts_format
     from stages.convert.adopt import config_directory
     from storage.plugins import load_function
 
@@ -103,12 +104,18 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
             )
     for path in train.plugin_paths.values():
         load_function(path)
+    if train.use_routing_replay:
+        experts_format(shape, "--use-routing-replay")
+    if train.use_rollout_routing_replay:
+        experts_format(shape, "--use-rollout-routing-replay")
 
 
 def _check_engines(config: PostTrainConfig) -> None:
-    from engines.sglang.args import check_sglang_args
+    from engines.sglang.args import check_sglang_args, returning_experts
 
     check_sglang_args(config.rollout.sglang)
+    if config.train.use_rollout_routing_replay:
+        returning_experts(config.rollout.sglang)
     if port := config.rollout.sglang_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -35,6 +35,7 @@ from storage.tracking import Tracker, tracking_directory, tracking_uri
 
 if TYPE_CHECKING:
     from engines.cluster import Cluster
+    from engines.sglang.client import EngineClient
     from engines.sglang.pool import EnginePool
     from stages.rewards.grading import Grader
     from stages.rollout.data_source import PromptSource
@@ -196,6 +197,18 @@ class Session:
         return self._stack.enter_context(grader_of(self.config.rollout))
 
     @property
+    def connect(self) -> Callable[..., EngineClient]:
+        """Makes the client of a rollout's engines; it asks for their choice of experts if the trainer is to make the same."""
+        from engines.megatron.experts import experts_format
+        from engines.megatron.shape import ModelShape
+        from engines.sglang.client import EngineClient
+
+        if not self.config.train.use_rollout_routing_replay:
+            return EngineClient
+        shape = ModelShape.from_hf(self.config.convert.hf_checkpoint)
+        return partial(EngineClient, experts=experts_format(shape, "--use-rollout-routing-replay"))
+
+    @property
     def start(self) -> CheckpointRef:
         """The starting weights."""
         assert self._start is not None, "convert comes first"
@@ -325,6 +338,7 @@ class Session:
         return TrainerGroup(cluster, spec)
 
     def _new_engines(self, cluster: Cluster) -> EnginePool:
+        from engines.sglang.args import returning_experts
         from engines.sglang.pool import EnginePool
         from engines.sglang.server import ServerSpec
         from engines.sglang.supervisor import HealthCheck
@@ -336,7 +350,7 @@ class Session:
             model_path=self._model_path,
             weight_version=self.weight_version(0),  # what it loads is what every policy of the run begins with
             port=rollout.sglang_port,
-            args=rollout.sglang,
+            args=returning_experts(rollout.sglang) if train.use_rollout_routing_replay else rollout.sglang,
             tensor_parallel=rollout.rollout_num_gpus_per_engine if has_gpus else 1,
             threads=rollout.sglang_threads or 1,
             python=rollout.sglang_python,

@@ -127,6 +127,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 stamp=session.stamp,
                 stop=session.stop,
                 on_progress=report,
+                connect=session.connect,
             )
     return _rollout_ref(session, prefix, commit)
 

@@ -255,6 +255,7 @@ def _add_response(sample: Sample, generation: Generation, text: str, round: Roun
     sample.token_ids += generation.token_ids
     sample.loss_mask += [1] * len(generation.token_ids)
     sample.rollout_logprobs += generation.logprobs
+    sample.routed_experts = generation.routed_experts
     sample.status = STATUS[generation.finish_reason]
 
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -155,13 +156,17 @@ class TrainActor:
     def train(self, rollout: Commit, version: int) -> Trained:
         """Train the samples of one rollout, from policy `version` to the next."""
         from stages.train.batching import Batch
+        from stages.train.routing import EngineChoices
         from stages.train.step import train_rollout
         from storage.shards import read_table
 
         assert self._state.clean and self._state.version == version, f"asked to train policy {version}, but holding {self._state}"
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
-        batch = Batch.from_table(read_table(self.store, rollout), graded=config.loss_type != "sft_loss")
+        table = read_table(self.store, rollout)
+        batch = Batch.from_table(table, graded=config.loss_type != "sft_loss")
+        if config.use_rollout_routing_replay:
+            batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         with self._becoming(version + 1):

@@ -253,6 +253,10 @@ class AlgorithmConfig(StageConfig):
             f"--num-critic-only-steps {self.num_critic_only_steps} needs a critic: use --advantage-estimator ppo, or leave it out",
         )
         yield (
+            self.use_rollout_routing_replay and self.loss_type == "sft_loss",
+            "--use-rollout-routing-replay needs samples of an engine, and demonstrations have none: leave it out",
+        )
+        yield (
             self.use_routing_replay and self.use_rollout_routing_replay,
             "--use-routing-replay (the trainer's choice) and --use-rollout-routing-replay (the engine's) exclude each other: keep one",
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 from engines.megatron.replay import RoutingRecord
 from stages.train.algorithms.sequences import SampleSums
 from stages.train.algorithms.streams import TokenStreams
+from stages.train.routing import EngineChoices
 
 PAD_TOKEN = 0
 
@@ -35,6 +36,7 @@ class Batch:
     rewards: np.ndarray  # [B] float64, NaN = not graded
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
+    engine_choices: EngineChoices | None = None  # which experts the engine sent the tokens to, if the trainer is to do the same
 
     @classmethod
     def from_table(cls, table: pa.Table, *, graded: bool) -> Batch:
@@ -160,4 +162,5 @@ def pack(batch: Batch, rows: Sequence[int]) -> Packed:
         targets=torch.from_numpy(batch.token_ids[targets]),
         ordinal=torch.from_numpy(np.searchsorted(batch.trained, targets)),
         samples=SampleSums(torch.from_numpy(sequence), torch.from_numpy(batch.num_trained[list(rows)])),
+        routing=None if batch.engine_choices is None else batch.engine_choices.record(rows),
     )

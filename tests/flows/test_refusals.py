@@ -92,3 +92,17 @@ def test_an_unknown_run_cannot_be_resumed(good, capsys) -> None:
     store = good["--store"]
     code = main(["resume", "ghost", "--store", store])
     assert code == 2 and "has no run 'ghost'" in capsys.readouterr().err
+
+
+def test_models_beside_the_policy_and_functions_of_the_users(good, tmp_path: Path, capsys) -> None:
+    from flows.demo_model import make_tiny_model
+
+    other = make_tiny_model(tmp_path / "wider", hidden=64, heads=4, groups=2, head_dim=16)
+    said = refusal(good | {"--ref-load": str(other), "--use-kl-loss": ""}, capsys)
+    assert "the reference" in said and "has head_dim 16, but the policy has 32" in said
+    said = refusal(good | {"--use-opd": "", "--opd-teacher-load": str(tmp_path / "nowhere")}, capsys)
+    assert "nowhere" in said and "does not exist" in said
+    said = refusal(good | {"--custom-advantage-function-path": "mine.py:f"}, capsys)
+    assert "mine.py does not exist" in said
+    assert "has no experts" in refusal(good | {"--use-routing-replay": ""}, capsys)
+    assert "--normalize-advantages" in refusal(good | {"--advantage-estimator": "reinforce_plus_plus"}, capsys)

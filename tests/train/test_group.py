@@ -154,11 +154,12 @@ def test_killed_in_a_step_then_restored_bit_for_bit(world: SimpleNamespace) -> N
 
 
 def test_critic_and_refreshed_reference_go_on_from_a_checkpoint(cluster: Cluster, world: SimpleNamespace) -> None:
-    """PPO: round 0 trains the critic alone; every round is measured against the policy before it."""
+    """PPO: round 0 trains the critic alone; every round is measured against the policy before it, and drawn to a teacher."""
     world.trainer.kill()
     store, base, keys = world.store, world.base, RunKeys("ppo")
     commit_rollouts(store, keys, NUM_ROUNDS)
     ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1, "critic_lr": 3e-3, "ref_update_interval": 1}
+    ppo |= {"use_opd": True, "opd_kl_coef": 0.1, "opd_teacher_load": "the base, as nothing else is pinned"}
 
     def group(**placed: object) -> TrainerGroup:
         config = TrainConfig(**(CONFIG | ppo | placed))
@@ -178,6 +179,8 @@ def test_critic_and_refreshed_reference_go_on_from_a_checkpoint(cluster: Cluster
         assert "train/loss" not in commits[0].summary and commits[1].summary["train/critic-value_loss"] > 0
         for commit in commits[1:]:
             assert abs(commit.state["steps"][0]["train/kl_loss"]) < 1e-8 < commit.state["steps"][1]["train/kl_loss"]
+
+        assert abs(commits[1].summary["rollout/opd_reverse_kl"]) < 1e-8 < abs(commits[2].summary["rollout/opd_reverse_kl"])
 
         first.kill()
         told: list[str] = []
