@@ -26,12 +26,13 @@ class WeightGather:
         chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
         for chunk in chunks:
             chunk.ddp_config.align_param_gather = True  # nobody but `start` sends for a bucket
-        self._buckets = [bucket for chunk in chunks for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        groups = [group for chunk in chunks for group in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)]
+        self._buckets = [bucket for group in groups for bucket in reversed(group)]  # Megatron's are in the order of gradients
         self._bucket_of = {param: bucket for chunk in chunks for param, bucket in chunk.param_to_bucket_group.items()}
 
     def start(self) -> None:
         """Send for all buckets, the first layers' first."""
-        for bucket in reversed(self._buckets):
+        for bucket in self._buckets:
             bucket.start_param_sync()
 
     def wait(self) -> None:

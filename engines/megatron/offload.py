@@ -58,7 +58,9 @@ class Offload:
         """Inside, their moments are on the device. All in one stream, so nothing has to wait."""
         host = {param: {name: self.inner.state[param][name] for name in MOMENTS} for param in params}
         for param, moments in host.items():
-            self.inner.state[param] |= {name: moment.to(param.device, non_blocking=True) for name, moment in moments.items()}
+            self.inner.state[param] |= {
+                name: moment.to(param.device, non_blocking=True, copy=True) for name, moment in moments.items()
+            }
         yield
         for param, moments in host.items():
             for name, moment in moments.items():

@@ -161,6 +161,13 @@ class TrainConfig(AlgorithmConfig):
                 f"{self.num_ranks} trainer ranks cannot be divided by tensor x pipeline x context = {model}: "
                 "change --actor-num-nodes, --actor-num-gpus-per-node or a parallel size"
             )
+        expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        experts = expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        if self.num_ranks % experts:
+            raise ValueError(
+                f"{self.num_ranks} trainer ranks cannot be divided by expert tensor x expert x pipeline = {experts}: "
+                "change --actor-num-nodes, --actor-num-gpus-per-node or a parallel size"
+            )
         if self.global_batch_size is not None and self.global_batch_size < self.data_parallel_size:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "

@@ -212,8 +212,8 @@ def test_wrong_options_are_named() -> None:
         make_engine(overrides={"recompute_granularty": "full"})
     with pytest.raises(ValueError, match="num_layers = 3"):
         make_engine(overrides={"num_layers": 3})
-    with pytest.raises(ValueError, match="overlap_param_gather"):
-        make_engine(overrides={"overlap_param_gather": True})
+    with pytest.raises(ValueError, match="overlap_param_gather_with_optimizer_step"):
+        make_engine(overrides={"overlap_param_gather_with_optimizer_step": True})
     with pytest.raises(ValueError, match="lr-decay-iters"):
         make_engine(optimizer={**OPTIMIZER, "lr_decay_style": "cosine"})
 
@@ -222,6 +222,9 @@ def test_layout_divides_the_world() -> None:
     assert ParallelLayout(tensor=2, context=2).data_parallel(12) == 3
     with pytest.raises(ValueError, match=re.escape("6 trainer ranks do not divide into replicas of 4")):
         ParallelLayout(tensor=2, context=2).data_parallel(6)
+    assert ParallelLayout(tensor=2, expert=4, expert_tensor=1).data_parallel(4) == 2
+    with pytest.raises(ValueError, match=re.escape("4 trainer ranks do not divide into replicas of 8 for the experts")):
+        ParallelLayout(tensor=2, expert=4).data_parallel(4)
 
 
 def test_meta_model_has_every_name_and_no_memory() -> None:

@@ -1,0 +1,99 @@
+"""One of two processes that `test_megatron_optimizer.py` starts: two data-parallel ranks fetch each other's weights during the forward pass
+and come to the same bits as ranks that wait for them first.
+
+Between two processes of one machine weights come too fast to be missed. So in a second turn a bucket comes only when somebody
+waits for it: whoever does not, computes with old weights, and the digests tell.
+
+usage: gather_ranks.py RANK DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engines.megatron.parallel import init_parallel, shutdown_parallel
+from engines.megatron.shape import Experts, ModelShape
+from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
+
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
+SHAPES = {
+    "tied": SHAPE,
+    "untied": SHAPE.model_copy(update={"tied_embeddings": False}),
+    "mixture": SHAPE.model_copy(update={"experts": EXPERTS}),
+}
+TURNS = {"tied": (True,), "untied": (True,), "mixture": (False, True)}  # whether buckets come late
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000, "init_method_std": 0.15}  # the untied head has one to itself
+
+
+class Late:
+    """Comes when it is waited for."""
+
+    def __init__(self, bucket: Any) -> None:
+        self.bucket = bucket
+
+    def wait(self) -> None:
+        self.bucket.param_gather_handle = None
+        type(self.bucket).start_param_sync(self.bucket, force_sync=True)
+
+
+def come_late(bucket: Any, force_sync: bool = False) -> None:
+    assert not force_sync and bucket.param_gather_handle is None
+    bucket.param_gather_handle, bucket.param_gather_dispatched = Late(bucket), True
+
+
+def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    targets, counted = targets_of(packed)
+    loss = F.cross_entropy(head(hidden)[counted], targets[counted], reduction="sum")
+    return loss, {"loss": loss.detach()}
+
+
+def run(shape: ModelShape, rank: int, directory: Path, late: bool = False, **overrides: Any) -> list[Any]:
+    """What an engine computes and shows in three steps, with every kind of look at its weights in between."""
+    from engines.megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(shape, dtype="fp32", optimizer=OPTIMIZER, overrides=BUCKETS | overrides)
+    buckets = [bucket for chunk in engine.wrapped for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    assert len(buckets) > 3
+    for bucket in buckets if late else ():
+        bucket.start_param_sync = partial(come_late, bucket)
+    packs = [make_pack(LENGTHS, rank), make_pack([9, 30], rank + 2)]
+
+    def step(forward_only: bool = False) -> list[Any]:
+        if not forward_only:
+            engine.zero_grad()
+        losses = [output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)]
+        return losses if forward_only else [*losses, engine.step()]
+
+    seen: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
+    held = engine.snapshot()
+    seen += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
+    with engine.using(held):
+        seen += [step(forward_only=True), engine.digest()]
+    seen += [step()]
+    engine.save(directory, {})
+    seen += [step(), engine.load(directory), step(), step()]
+    engine.save_weights(directory / "weights")
+    seen += [step()]
+    engine.load_weights(directory / "weights")
+    return [*seen, step(), engine.digest(), engine.state_digest()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    init_parallel(rank, 2, f"file://{directory}/world")
+    for name, turns in TURNS.items():
+        expected = run(SHAPES[name], rank, directory / f"{name}-plain")
+        for late in turns:
+            found = run(SHAPES[name], rank, directory / f"{name}-{late}", late, overlap_param_gather=True)
+            for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                assert ours == theirs, (name, late, index, ours, theirs)
+            print(name, "late" if late else "in time", "ok", flush=True)
+    shutdown_parallel()

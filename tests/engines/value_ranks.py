@@ -1,0 +1,109 @@
+"""One of two processes that `test_megatron_value.py` starts: a critic under every layout of two ranks is the critic of one rank.
+
+usage: value_ranks.py RANK DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.shape import Experts, ModelShape
+from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack
+
+MIXTURE = SHAPE.model_copy(update={"tied_embeddings": False, "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24)})
+SHAPES = {"dense": SHAPE, "mixture": MIXTURE}
+LAYOUTS: dict[str, tuple[ParallelLayout, list[str]]] = {
+    "data": (ParallelLayout(), ["dense"]),
+    "tensor": (ParallelLayout(tensor=2), ["dense"]),
+    "sequence": (ParallelLayout(tensor=2, sequence_parallel=True), ["dense", "mixture"]),
+    "pipeline": (ParallelLayout(pipeline=2), ["dense"]),
+    "virtual": (ParallelLayout(pipeline=2, virtual_pipeline=2), ["dense"]),
+    "context": (ParallelLayout(context=2), ["dense"]),
+    "experts": (ParallelLayout(expert=2), ["mixture"]),
+}
+PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1), make_pack([21], 2), make_pack([1, 1, 30, 7], 3)]
+OPTIONS: dict[str, Any] = {"dtype": "fp32", "optimizer": OPTIMIZER | {"adam_eps": 1e-3}}
+
+
+def critic(shape: ModelShape, layout: ParallelLayout) -> Any:
+    from engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(shape, layout, role="value", **OPTIONS)
+
+
+def step(engine: Any) -> tuple[float, float]:
+    """Loss over all ranks, and the norm of its gradient."""
+    rank, size = engine.data_parallel
+
+    def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
+        targets, rows = torch.sin(packed.token_ids.double() + packed.position_ids).float(), engine.rows_of(packed)
+        loss = (head(hidden)[:, 0] - (targets if rows is None else targets[rows])).square().sum()
+        return loss, {"loss": loss.detach()}
+
+    engine.zero_grad()
+    outputs = engine.forward_backward(PACKS[rank::size], squared_error)
+    total = torch.stack([output["loss"] for output in outputs]).sum() if outputs else torch.zeros(())
+    dist.all_reduce(total)
+    alike = engine.tensor_group.size() if engine.tensor_group else 1
+    return total.item() / alike, engine.step()[1]
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def alone(name: str, rank: int, directory: Path) -> dict[str, Any]:
+    """What one rank computes, in a world of its own: four steps from a policy's weights."""
+    init_parallel(0, 1, f"file://{directory}/alone-{name}-{rank}")
+    from engines.megatron.engine import MegatronEngine
+
+    base = directory / f"base-{name}-{rank}"
+    MegatronEngine(SHAPES[name], overrides={"init_method_std": 0.15}, **OPTIONS).save_weights(base)
+    engine = critic(SHAPES[name], ParallelLayout())
+    engine.load_weights(base)
+    begun, first, after = weights(engine), step(engine), weights(engine)
+    steps = [first, *(step(engine) for _ in range(3))]
+    shutdown_parallel()
+    return {"begun": begun, "steps": steps, "weights": after}
+
+
+def close(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
+    return all(abs(a - b) < 2e-5 * abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def check(case: str, name: str, rank: int, directory: Path, known: dict[str, Any], before: str | None) -> None:
+    """From the base, then from the checkpoint that the layout `before` left behind."""
+    init_parallel(rank, 2, f"file://{directory}/{case}-{name}", LAYOUTS[case][0])
+    engine = critic(SHAPES[name], LAYOUTS[case][0])
+    engine.load_weights(directory / f"base-{name}-0")
+    for key, tensor in weights(engine).items():
+        assert torch.equal(tensor, known["begun"][key]), (case, key)
+    first = step(engine)
+    assert close(first, known["steps"][0]), (case, first, known["steps"][0])
+    for key, tensor in weights(engine).items():
+        assert (tensor - known["weights"][key]).abs().max() < 2e-5, (case, key)
+    if before:
+        assert engine.load(directory / f"saved-{name}-{before}") == {"version": 1}
+    engine.save(directory / f"saved-{name}-{case}", {"version": 1})
+    for expected in known["steps"][1:]:
+        assert close(found := step(engine), expected), (case, found, expected)
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    known = {name: alone(name, rank, directory) for name in SHAPES}
+    before: dict[str, str] = {}
+    for case, (_, names) in LAYOUTS.items():
+        for name in names:
+            check(case, name, rank, directory, known[name], before.get(name))
+            print(case, name, "ok", flush=True)
+            before[name] = case
