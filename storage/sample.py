@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: routed_experts
 _VERSION_KEY = b"penstock_schema_version"
 
 
@@ -42,6 +42,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)  # [L] prompt + response
     loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained, 0 = prompt, tool or environment token
     rollout_logprobs: list[float] = field(default_factory=list)  # [L] engine's, at sampling; 0.0 where loss_mask is 0
+    routed_experts: bytes | None = None  # of the first tokens, if the engine returned them (storage/routed_experts.py)
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)  # named parts of the reward, if it has any
     status: Status = Status.PENDING
@@ -82,6 +83,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
         ("rollout_logprobs", pa.list_(pa.float32())),
+        ("routed_experts", pa.large_binary()),  # 64-bit offsets: a shard of a large mixture holds more than 2 GB
         ("reward", pa.float64()),
         ("rewards", pa.map_(pa.string(), pa.float64())),
         ("status", pa.string()),
@@ -107,14 +109,22 @@ def to_table(samples: Iterable[Sample]) -> pa.Table:
 
 def from_table(table: pa.Table) -> list[Sample]:
     """The inverse of `to_table`. Raises ValueError for a table written by a newer Penstock."""
-    check_schema(table.schema)
-    rows = table.to_pylist()
+    rows = current(table).to_pylist()
     for row in rows:
         row["rewards"] = dict(row["rewards"])
         row["status"] = Status(row["status"])
         row["policy_versions"] = tuple(row["policy_versions"])
         row["metadata"] = json.loads(row["metadata"])
     return [Sample(**row) for row in rows]
+
+
+def current(table: pa.Table) -> pa.Table:
+    """The same with SCHEMA's columns: those that an older Penstock did not write are empty. Raises ValueError if a newer one wrote it."""
+    check_schema(table.schema)
+    for index, column in enumerate(SCHEMA):
+        if column.name not in table.schema.names:
+            table = table.add_column(index, column, pa.nulls(len(table), column.type))
+    return table.replace_schema_metadata(SCHEMA.metadata)
 
 
 def check_schema(schema: pa.Schema) -> None:

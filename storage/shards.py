@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.refs import Commit
-from storage.sample import Sample, check_schema, from_table, to_table
+from storage.sample import Sample, current, from_table, to_table
 from storage.store import Store
 
 SAMPLES_PER_SHARD = 4096
@@ -24,7 +24,7 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part")
 
 
 def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
-    """The committed samples as one Arrow table, in the order written.
+    """The committed samples as one Arrow table with SCHEMA's columns, in the order written.
 
     Only shards that the commit names are read (on a local disk a late attempt may have left others beside them), and only after their
     sizes and hashes have been found as committed.
@@ -38,9 +38,7 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
     assert shards, f"the commit has no shards named {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
-    for table in tables:
-        check_schema(table.schema)
-    return pa.concat_tables(tables)
+    return pa.concat_tables([current(table) for table in tables])
 
 
 def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sample]:

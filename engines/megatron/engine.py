@@ -45,7 +45,7 @@ from engines.megatron.shape import ModelShape
 from engines.megatron.value import ValueModel
 
 # isort: split
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -96,6 +96,7 @@ class MegatronEngine:
         if deterministic:
             use_deterministic_kernels()
         torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # a GPU's weights are drawn from these
         make = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, make)
         self.config = self.chunks[0].config  # one for all chunks

@@ -88,7 +88,7 @@ def _fixed(shape: ModelShape) -> dict[str, Any]:
             moe_apply_probs_on_input=False,
             moe_shared_expert_gate=False,
             moe_latent_size=None,
-            moe_router_fusion=False,  # the choice is `layers.route`'s
+            moe_router_fusion=False,  # the choice is `routing.route`'s
             moe_enable_routing_replay=False,
             moe_grouped_gemm=False,  # one matrix for all experts: other names, and a package of its own
         )

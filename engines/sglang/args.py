@@ -79,6 +79,21 @@ def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of servers that return which experts they chose.
+
+    Raises:
+        ValueError: the installed SGLang cannot.
+    """
+    name, known = "enable_return_routed_experts", sglang_flags()
+    if known and name not in known:
+        raise ValueError(
+            f"--use-rollout-routing-replay, but the installed SGLang has no {name}: install 0.5.15.post1 or later, or use --use-routing-replay, "
+            "which needs nothing of the engine"
+        )
+    return {**args, name: True}
+
+
 def command_line(args: dict[str, Any]) -> list[str]:
     """Command-line words for SGLang: `True` is a bare flag, `False` and `None` nothing, a list several values, a table JSON."""
     known = sglang_flags()

@@ -7,6 +7,7 @@ callers'.
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,6 +16,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
+
+from storage.routed_experts import ExpertsFormat
 
 FinishReason = Literal["stop", "length", "abort"]
 Engines = Callable[[], Sequence[str]] | Sequence[str]
@@ -34,6 +38,9 @@ class Generation:
     weight_version: str  # of the last token
     first_weight_version: str  # of the first token; another one if weights were published in between
     cached_tokens: int  # of the prompt, found in the radix cache
+    routed_experts: bytes | None = (
+        None  # of all tokens but the last one, prompt included (storage/routed_experts.py); None: not asked for
+    )
 
 
 class EngineClient:
@@ -47,14 +54,18 @@ class EngineClient:
         timeout: seconds that a request may take, waiting included.
         num_tries: how often one request is sent to engines that answer it with an error; and, where nobody replaces the dead, to
             engines that do not answer.
+        experts: of the model; ask the engines to return which of them they chose.
     """
 
-    def __init__(self, engines: Engines, timeout: float = 600, num_tries: int = NUM_TRIES) -> None:
+    def __init__(
+        self, engines: Engines, timeout: float = 600, num_tries: int = NUM_TRIES, experts: ExpertsFormat | None = None
+    ) -> None:
         if not callable(engines) and not engines:
             raise ValueError("no engine to generate with: start one")
         self._engines = engines
         self.timeout = timeout
         self.num_tries = num_tries
+        self.experts = experts
         self._load: dict[str, int] = {}  # samples in flight
         self._resting: dict[str, tuple[int, float]] = {}  # engine that failed -> how often in a row, until when it rests
         self._session: aiohttp.ClientSession | None = None
@@ -87,8 +98,11 @@ class EngineClient:
             ValueError: the engine refuses the request, for instance because the prompt is too long.
             TimeoutError: no answer within `timeout` seconds.
             ConnectionError: `num_tries` errors.
+            RuntimeError: the engine does not return the experts it was asked for, or not those of this model.
         """
         body = {"input_ids": [input_ids] * n, "sampling_params": sampling, "return_logprob": True}
+        if self.experts is not None:
+            body["return_routed_experts"] = True
         num_failures = 0
         async with asyncio.timeout(self.timeout):
             while True:
@@ -97,7 +111,7 @@ class EngineClient:
                 try:
                     answers = await self._while_listed(url, self._post(url, "/generate", body))
                     self._resting.pop(url, None)
-                    return [parse_generation(answer) for answer in answers]
+                    return [parse_generation(answer, self.experts, len(input_ids)) for answer in answers]
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Retriable) as error:
                     self._rest(url)
                     num_failures += isinstance(error, _Retriable) or not callable(self._engines)
@@ -190,8 +204,14 @@ class _Retriable(Exception):
     """An answer that another try may turn into a good one."""
 
 
-def parse_generation(answer: dict[str, Any]) -> Generation:
-    """One response of SGLang's JSON. Tokens come from the log-probs, so the two cannot disagree."""
+def parse_generation(answer: dict[str, Any], experts: ExpertsFormat | None = None, num_prompt_tokens: int = 0) -> Generation:
+    """One response of SGLang's JSON. Tokens come from the log-probs, so the two cannot disagree.
+
+    Args:
+        answer: as it came.
+        experts: of the model, if it was to return its choice of them.
+        num_prompt_tokens: which the choice includes.
+    """
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = [int(pair[1]) for pair in pairs]
@@ -207,7 +227,20 @@ def parse_generation(answer: dict[str, Any]) -> Generation:
         weight_version=version,
         first_weight_version=str(spans[0]["version"]) if spans else version,
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed_experts=None
+        if experts is None or reason == "abort"
+        else _routed_experts(meta, experts, num_prompt_tokens + len(token_ids) - 1),
     )
+
+
+def _routed_experts(meta: dict[str, Any], experts: ExpertsFormat, num_tokens: int) -> bytes:
+    """SGLang's base64 of int32 for every layer, dense ones too, made as small as it is kept."""
+    if meta.get("routed_experts") is None:
+        raise RuntimeError("an engine returned no routed experts: start it with --sglang-enable-return-routed-experts")
+    try:
+        return experts.encode(np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32), num_tokens)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None  # of every prompt, not of this one
 
 
 async def _gather(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -80,6 +80,16 @@ def fork_children() -> None:
     gc.freeze()  # collecting would write to every page that the children share
 
 
+def leave_memory_unpinned() -> None:
+    """SGLang registers the buffer of routed experts with CUDA, also on a CPU, where its start would end there."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(*args: object, **options: object) -> object:
+        return common.alloc_with_host_register(*args, **{**options, "pin_memory": False})
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 die_with_parent()
 HAS_CUDA = prepare_imports()
 
@@ -88,5 +98,6 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
 
     if not HAS_CUDA:
+        leave_memory_unpinned()
         fork_children()
     run_server(prepare_server_args(([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]))

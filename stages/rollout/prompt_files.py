@@ -1,14 +1,15 @@
-"""Reading prompt files: JSONL and Parquet, local or on any fsspec URI. What is wrong with them is said here, with file and line.
+"""Where prompts come from: JSONL and Parquet, local or on any fsspec URI, globs and slices. What is wrong is said with file and line.
 
-A row becomes one line of canonical JSON, `[prompt, label, metadata]`: compact in memory for millions of rows, and what the data
-source hashes to prove that a resumed run still sees the same data. Other columns do not matter. Order and epochs are not owned
-here, but by data_source.py.
+One entry of --prompt-data is one sequence of rows: a file, or all files that match a pattern, one after another; `@[a:b]` behind it
+takes rows a to b of that sequence. How a row must look is prompt_rows.py's; order and epochs are data_source.py's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import fsspec
@@ -16,120 +17,174 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.rollout.config import RolloutConfig
+from stages.rollout.prompt_rows import Block, Columns, JsonLines, ParquetRows, Rows, missing_column
+from stages.rollout.row_workers import canonical_blocks
+from stages.rollout.spool import spooled
 
-_JSONL = (".jsonl", ".json", ".ndjson")
+JSONL = (".jsonl", ".json", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_BLOCK_BYTES = 1 << 20  # of JSONL read at a time; also what a worker is given
+_BLOCK_ROWS = 1024  # of Parquet
 
 
-def read_rows(path: str, config: RolloutConfig) -> list[bytes]:
-    """The rows of one file.
+@dataclass(frozen=True)
+class Entry:
+    """One entry of --prompt-data, read: its rows in memory or on the disk, and what a flow must know of them all."""
+
+    name: str
+    rows: Sequence[bytes]
+    first_chat: int | None
+    first_unanswered: int | None
+
+
+def read_entry(entry: str, config: RolloutConfig) -> Entry:
+    """All rows of an entry; with `config.streaming_data` they lie on the disk.
 
     Raises:
         ValueError: missing or empty file, unknown format, malformed line, missing column, or a prompt that is none.
     """
-    name = path.lower()
+    path, start, stop = parse_slice(entry)
+    fs, files = _find(path)
+    columns = Columns.of(config)
+    if (start or 0) < 0 or (stop or 0) < 0:  # from the end: count first
+        start, stop, _ = slice(start, stop).indices(sum(len(block) for block in _all_blocks(fs, files, columns)))
+
+    def parts() -> Iterator[Rows]:
+        blocks = _between(_all_blocks(fs, files, columns), start or 0, stop)
+        return canonical_blocks(blocks, columns, config.num_data_workers)
+
+    if config.streaming_data:
+        with _explained(path):
+            content = [fs.ukey(file) for file in files]
+        return _checked(Entry(entry, *spooled(parts, entry, columns, content, config.data_cache)))
+    rows, first_chat, first_unanswered = [], None, None
+    for part in parts():
+        first_chat = _earlier(first_chat, part.first_chat, len(rows))
+        first_unanswered = _earlier(first_unanswered, part.first_unanswered, len(rows))
+        rows += part.rows
+    return _checked(Entry(entry, rows, first_chat, first_unanswered))
+
+
+def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
+    """`path@[a:b]` -> (path, a, b); None where no number stands."""
+    match = _SLICE.fullmatch(entry)
+    if match is None:
+        return entry, None, None
+    start, stop = (None if number in ("", "-") else int(number) for number in (match["start"], match["stop"]))
+    return match["path"], start, stop
+
+
+def _earlier(known: int | None, found: int | None, before: int) -> int | None:
+    return known if known is not None or found is None else before + found
+
+
+def _checked(entry: Entry) -> Entry:
+    if not entry.rows:
+        what = "takes no row" if _SLICE.fullmatch(entry.name) else "is empty"
+        raise ValueError(f"prompt file {entry.name} {what}: give --prompt-data a file with at least one row")
+    return entry
+
+
+def _find(path: str) -> tuple[Any, list[str]]:
+    """File system and files of a path or a pattern; shard-2 comes before shard-10."""
+    try:
+        fs, inner = fsspec.core.url_to_fs(path)
+    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
+        raise ValueError(f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec knows") from None
+    with _explained(path):
+        files = sorted(fs.glob(inner), key=_natural) if set("*?[") & set(inner) and not fs.exists(inner) else [inner]
+    if not files:
+        raise ValueError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
+    for file in files:
+        if not _plain(file).endswith((*JSONL, ".parquet")):
+            named = path if files == [inner] else file
+            raise ValueError(
+                f"{named} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
+            )
+    return fs, files
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts names by the value of the numbers in them."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _plain(file: str) -> str:
+    """The name without the ending of a compression."""
+    name = file.lower()
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
-    if not name.endswith((*_JSONL, ".parquet")):
-        raise ValueError(
-            f"{path} is neither JSONL ({', '.join(_JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
-        )
-    read = _parquet_records if name.endswith(".parquet") else _jsonl_records
+    return name
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
     try:
-        with fsspec.open(path, "rb", compression="infer" if read is _jsonl_records else None) as file:
-            rows = [_row(record, where, config) for where, record in read(file, path, config)]
+        yield
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
     except PermissionError:
         raise ValueError(f"prompt file {path} may not be read by this user: change its permissions") from None
-    if not rows:
-        raise ValueError(f"prompt file {path} is empty: give --prompt-data a file with at least one row")
-    return rows
 
 
-def _jsonl_records(file: BinaryIO, path: str, config: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+def _all_blocks(fs: Any, files: Sequence[str], columns: Columns) -> Iterator[Block]:
+    for file in files:
+        is_parquet = _plain(file).endswith(".parquet")
+        with _explained(file), fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
+            yield from _parquet_blocks(opened, file, columns) if is_parquet else _jsonl_blocks(opened, file)
+
+
+def _between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
+    """Rows `start` to `stop` of all blocks; nothing else is looked at."""
+    first = 0  # number of the block's first row
+    with closing(blocks):  # type: ignore[type-var]
+        for block in blocks:
+            if stop is not None and first >= stop:
+                return
+            after = first + len(block)
+            if after > start:
+                part = block if first >= start and (stop is None or after <= stop) else None
+                yield part or block.cut(max(start - first, 0), None if stop is None else stop - first)
+            first = after
+
+
+def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
+    number, rest = 1, b""
+    while True:
         try:
-            record = json.loads(line)
-        except ValueError as error:  # JSON or UTF-8
-            raise ValueError(
-                f"{where}: malformed line ({error}); every line must be one JSON object: repair or remove it"
-            ) from None
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{where}: found a JSON {type(record).__name__}; every line must be one JSON object: repair or remove it"
-            )
-        yield where, record
+            data = file.read(_BLOCK_BYTES)
+        except (EOFError, OSError) as error:  # a compressed file that is cut short or damaged
+            raise ValueError(f"{path} cannot be read beyond line {number - 1} ({error}): write it again") from None
+        end = data.rfind(b"\n") + 1 if data else 0
+        if data and not end:  # a line longer than a block
+            rest += data
+            continue
+        lines = (rest + data[:end]).split(b"\n")
+        rest = data[end:]
+        kept = [(index, line) for index, line in enumerate(lines, start=number) if line.strip()]
+        number += len(lines) - 1
+        if kept:
+            yield JsonLines(path, [index for index, _ in kept], [line for _, line in kept])
+        if not data:
+            return
 
 
-def _parquet_records(file: BinaryIO, path: str, config: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ParquetRows]:
     try:
-        parquet = pq.ParquetFile(file)
+        # A buffer, or a whole column of a row group is held at once (and many writers make one row group of a million rows).
+        parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file ({error}): write it again") from None
     found = parquet.schema_arrow.names
-    for key in filter(None, (config.input_key, config.label_key)):
+    for key in filter(None, (columns.prompt, columns.label)):
         if key not in found:
-            raise ValueError(_missing_column(path, key, found, config))
-    wanted = [key for key in (config.input_key, config.label_key, config.metadata_key) if key in found]
+            raise ValueError(missing_column(path, key, found, columns))
+    wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in found]
     number = 0
-    for batch in parquet.iter_batches(columns=wanted):
-        for record in batch.to_pylist():
-            yield f"{path} row {number}", record
-            number += 1
-
-
-def _row(record: dict[str, Any], where: str, config: RolloutConfig) -> bytes:
-    for key in filter(None, (config.input_key, config.label_key)):
-        if key not in record:
-            raise ValueError(_missing_column(where, key, list(record), config))
-    prompt = record[config.input_key]
-    if not is_text_or_messages(prompt):
-        raise ValueError(
-            f"{where}: column {config.input_key!r} holds {json.dumps(prompt, default=str)[:80]}; a prompt is text, or a list of "
-            "messages with role and content: repair the row, or name another column with --input-key"
-        )
-    label = record[config.label_key] if config.label_key else ""
-    metadata = _metadata(record.get(config.metadata_key), where, config.metadata_key)
-    return json.dumps([prompt, _text(label), metadata], ensure_ascii=False, separators=(",", ":"), default=str).encode()
-
-
-def is_text_or_messages(prompt: Any) -> bool:
-    """Whether this can be a prompt: non-empty text, or a non-empty list of `{"role", "content"}`."""
-    if isinstance(prompt, str):
-        return bool(prompt)
-    return (
-        isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
-    )
-
-
-def _text(label: Any) -> str:
-    if label is None:
-        return ""
-    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str)
-
-
-def _metadata(value: Any, where: str, key: str) -> dict[str, Any]:
-    """A dictionary as it is, JSON text parsed, nothing as {}."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            raise ValueError(
-                f"{where}: column {key!r} is text but not JSON ({error}): repair it, or name another with --metadata-key"
-            ) from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{where}: column {key!r} holds a {type(value).__name__}; a dictionary is needed: repair it, or use --metadata-key"
-        )
-    return value
-
-
-def _missing_column(where: str, key: str, found: list[str], config: RolloutConfig) -> str:
-    flag = "--input-key" if key == config.input_key else "--label-key"
-    return f"{where} has no column {key!r}; it has {', '.join(map(repr, found)) or 'none'}: name one of them with {flag}"
+    try:
+        for batch in parquet.iter_batches(_BLOCK_ROWS, columns=wanted):
+            yield ParquetRows(path, number, batch)
+            number += batch.num_rows
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} cannot be read beyond row {number} ({error}): write it again") from None

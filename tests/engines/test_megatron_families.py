@@ -112,7 +112,7 @@ def make_engine(shape: ModelShape, **options: Any) -> Any:
 
 
 def loss_fn(hidden: Tensor, head: Any, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    targets, counted = targets_of(pack)
+    targets, counted = (x.to(hidden.device) for x in targets_of(pack))
     loss = F.cross_entropy(head(hidden)[counted].float(), targets[counted], reduction="sum")
     return loss, {"loss": loss.detach()}
 
@@ -227,7 +227,7 @@ def test_meta_model_of_a_real_size(world: None) -> None:
 
 
 @pytest.mark.integration
-def test_every_family_under_every_layout_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
-    """Logits, gradients, gathered weights, checkpoints that load under another layout: `family_ranks.py` compares them."""
+def test_every_family_over_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
+    """Logits, gradients, loaded and gathered weights: `family_ranks.py` compares them."""
     said = run_two_ranks("family_ranks.py", 400)
     assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in FAMILIES)

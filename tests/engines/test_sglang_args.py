@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.sglang.args import check_sglang_args, command_line, sglang_flags
+from engines.sglang.args import check_sglang_args, command_line, returning_experts, sglang_flags
 
 DATACLASS = """
 class ServerArgs:
@@ -80,3 +80,11 @@ def test_command_line_words() -> None:
         *("--mem-fraction-static", "0.7", "--disable-radix-cache", "--sleep-on-idle"),
         *("--cuda-graph-bs-decode", "1", "2", "--json-model-override-args", '{"rope": 1}'),
     ]
+
+
+def test_servers_that_return_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = returning_experts({"log_level": "info"})
+    assert command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
+    monkeypatch.setattr("engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
+    with pytest.raises(ValueError, match=r"installed SGLang has no enable_return_routed_experts: .* or use --use-routing-replay"):
+        returning_experts({})

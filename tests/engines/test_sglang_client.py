@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from engines.cluster import free_port
 from engines.sglang.client import EngineClient, parse_generation
+from storage.routed_experts import ExpertsFormat
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,6 +70,43 @@ def test_one_request_for_a_group() -> None:
     assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
     assert generations[1].logprobs == [-4.5, -0.5]
     assert (generations[0].finish_reason, generations[0].weight_version, generations[0].cached_tokens) == ("stop", "run/3", 2)
+
+
+EXPERTS = ExpertsFormat(num_layers=3, num_dense_layers=1, num_experts=4, top_k=2)
+
+
+def chosen_experts(num_tokens: int) -> dict[str, str]:
+    """As SGLang sends them: int32 for all layers, dense ones too, in base64."""
+    numbers = np.array([[[9, 9], [token % 4, (token + 1) % 4], [3, 0]] for token in range(num_tokens)], dtype=np.int32)
+    return {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}
+
+
+def test_experts_are_asked_for_and_made_small() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["return_routed_experts"]
+        return web.json_response([answer([5, 6], **chosen_experts(len(ids) + 1)) for ids in body["input_ids"]])
+
+    async def use(urls: list[str]) -> Any:
+        async with EngineClient(urls, experts=EXPERTS) as client:
+            return await client.generate([7, 8, 9], {}, n=2)
+
+    [first, _] = with_servers([reply], use)
+    assert first.routed_experts == bytes([0, 1, 3, 0, 1, 2, 3, 0, 2, 3, 3, 0, 3, 0, 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("meta", "sentence"),
+    [
+        ({}, "start it with --sglang-enable-return-routed-experts"),
+        (chosen_experts(3), "returned 18 routed experts for 4 tokens, 3 layers and 2 experts a token"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_model(meta: dict[str, str], sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        parse_generation(answer([5, 6], **meta), EXPERTS, num_prompt_tokens=3)
+    stopped = parse_generation(answer([5, 6], finish_reason={"type": "abort"}), EXPERTS, num_prompt_tokens=3)
+    assert stopped.routed_experts is None
 
 
 def test_spans_of_versions_and_disagreement() -> None:

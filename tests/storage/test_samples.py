@@ -12,7 +12,7 @@ import pytest
 
 from storage import shards
 from storage.refs import Commit
-from storage.sample import SCHEMA, SCHEMA_VERSION, Sample, Status, from_table, to_table
+from storage.sample import SCHEMA, SCHEMA_VERSION, Sample, Status, current, from_table, to_table
 from storage.shards import read_samples, read_table, write_shards
 from storage.store import Store
 
@@ -38,6 +38,7 @@ def random_sample(rng: random.Random, number: int) -> Sample:
         token_ids=[rng.randrange(2**31) for _ in mask],
         loss_mask=mask,
         rollout_logprobs=[float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask],  # stored as float32
+        routed_experts=rng.choice([None, b"", rng.randbytes(12)]),
         reward=rng.choice([None, 0.0, -1.5, rng.random(), float("inf")]),
         rewards={random_text(rng): rng.random() for _ in range(rng.randrange(3))},
         status=rng.choice(list(Status)),
@@ -89,6 +90,15 @@ def test_a_shard_of_another_version_is_refused(version: int | None) -> None:
         from_table(to_table([]).replace_schema_metadata(metadata))
 
 
+def test_samples_of_the_first_version_are_read() -> None:
+    samples = [random_sample(random.Random(number), number) for number in range(5)]
+    for sample in samples:
+        sample.routed_experts = None
+    first = to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
+    assert from_table(first) == samples
+    assert current(first).equals(to_table(samples), check_metadata=True)
+
+
 # ---- shards in a store --------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +144,17 @@ def test_a_committed_shard_of_a_newer_version_is_refused(tmp_path: Path) -> None
     commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
     with pytest.raises(ValueError, match="schema version 99"):
         read_table(store, commit)
+
+
+def test_committed_shards_of_the_first_version_are_read(tmp_path: Path) -> None:
+    store, samples = Store(str(tmp_path)), [Sample("s", "g", "t", 0, token_ids=[1], loss_mask=[0], rollout_logprobs=[0.0])]
+    attempt = store.new_attempt("runs/r/rollouts/000000")
+    with store.writing(attempt) as out:
+        table = to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
+        pq.write_table(table, out.path / "part-00000.parquet")
+    commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
+    assert read_samples(store, commit) == samples
+    assert read_table(store, commit).schema.names == SCHEMA.names
 
 
 def test_people_can_ask_the_shards_with_duckdb(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Reading rows with several processes: the same rows, in the same order, whatever their number.
+
+Plain subprocesses and not `multiprocessing`, which would run the user's main script again in each of them. A worker gets a block only
+when it has given back the one before, so neither side ever waits for the other to read; blocks go round, so the results come in order.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain, islice
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from stages.rollout.prompt_rows import Block, Columns, Rows, canonical
+
+
+def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+    """`canonical` of every block, in order. One worker is this process, and so it is where there is only one block.
+
+    Raises:
+        ValueError: the first row that is wrong.
+    """
+    if num_workers > 1:
+        rest = iter(blocks)
+        first = list(islice(rest, 2))
+        blocks = chain(first, rest)
+        if len(first) == 2:
+            yield from _by_workers(blocks, columns, num_workers)
+            return
+    for block in blocks:
+        yield canonical(block, columns)
+
+
+def _by_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+    with ExitStack() as stack:
+        workers: list[Connection] = []
+        sent = received = 0
+        for block in blocks:
+            if len(workers) < num_workers:
+                workers.append(_start(stack, columns))
+            else:
+                yield _answer(workers[received % num_workers])
+                received += 1
+            workers[sent % num_workers].send(block)
+            sent += 1
+        while received < sent:
+            yield _answer(workers[received % num_workers])
+            received += 1
+
+
+def _start(stack: ExitStack, columns: Columns) -> Connection:
+    connection, child = Pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.rollout.row_workers", str(child.fileno())],
+        pass_fds=[child.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    child.close()
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    stack.callback(connection.close)
+    connection.send(columns)
+    return connection
+
+
+def _answer(worker: Connection) -> Rows:
+    try:
+        answer: Rows | str = worker.recv()
+    except EOFError:
+        raise RuntimeError("a process of --num-data-workers has died: give fewer of them if memory is short") from None
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    return answer
+
+
+def main(descriptor: int) -> None:
+    """What a worker does until its parent closes the pipe."""
+    with Connection(descriptor) as parent:
+        try:
+            columns: Columns = parent.recv()
+            while True:
+                block: Block = parent.recv()
+                try:
+                    answer: Rows | str = canonical(block, columns)
+                except ValueError as error:
+                    answer = str(error)
+                parent.send(answer)
+        except (EOFError, BrokenPipeError):
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,191 @@
+"""Rows on the disk instead of in memory (`--streaming-data`): half a byte of memory per row, whatever its length.
+
+Canonical rows are written once, line by line, into a file of the cache directory, whatever they were read from (compressed, columnar,
+remote); any row of it is then one small read. The next start finds the file again as long as the source files have not changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import BinaryIO, overload
+
+import numpy as np
+
+from stages.rollout.prompt_rows import Columns, Rows
+
+FORMAT = 1  # of the files; a change of prompt_rows.py raises it too
+STRIDE = 16  # rows of which one has its place noted
+_CHUNK = 1 << 20
+
+Spooled = tuple["SpooledRows", int | None, int | None]  # rows, and first_chat and first_unanswered of prompt_rows.Rows
+
+
+class SpooledRows(Sequence[bytes]):
+    """The rows of one file of lines.
+
+    Args:
+        path: the file; it is kept open, and may be removed meanwhile.
+        places: [ceil(rows / STRIDE)] where rows 0, STRIDE, 2 x STRIDE ... begin.
+        num_rows: all of them.
+        num_bytes: size of the file.
+    """
+
+    def __init__(self, path: Path, places: np.ndarray, num_rows: int, num_bytes: int) -> None:
+        self.places = places
+        self.num_rows = num_rows
+        self.num_bytes = num_bytes
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @overload
+    def __getitem__(self, row: int) -> bytes: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[bytes]: ...
+    def __getitem__(self, row: int | slice) -> bytes | list[bytes]:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(self.num_rows))]
+        if not 0 <= row < self.num_rows:
+            raise IndexError(row)
+        return self._stride(row // STRIDE).split(b"\n")[row % STRIDE]
+
+    def content(self, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes of rows `start` to `stop`, a line break behind each, in pieces."""
+        place, end = self._place(start), self._place(stop)
+        while place < end:
+            piece = self._read(place, min(_CHUNK, end - place))
+            yield piece
+            place += len(piece)
+
+    def _place(self, row: int) -> int:
+        """Where a row begins; that of the last one's successor is the size of the file."""
+        if row >= self.num_rows:
+            return self.num_bytes
+        lines = self._stride(row // STRIDE).split(b"\n")[: row % STRIDE]
+        return int(self.places[row // STRIDE]) + sum(len(line) + 1 for line in lines)
+
+    def _stride(self, number: int) -> bytes:
+        start = int(self.places[number])
+        stop = int(self.places[number + 1]) if number + 1 < len(self.places) else self.num_bytes
+        return self._read(start, stop - start)
+
+    def _read(self, place: int, length: int) -> bytes:
+        pieces = []
+        while length:
+            piece = os.pread(self._descriptor, length, place)
+            if not piece:
+                raise RuntimeError("a file of the prompt cache was cut short while it was in use: remove it and start again")
+            pieces.append(piece)
+            place, length = place + len(piece), length - len(piece)
+        return b"".join(pieces)
+
+
+def spooled(
+    parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, content: Sequence[str], cache: str | None
+) -> Spooled:
+    """The rows of an entry of --prompt-data, from the cache if they are there, else by writing them.
+
+    Args:
+        parts: reads the rows.
+        entry: name of the entry.
+        columns: those that were read.
+        content: one text per source file that changes when the file does.
+        cache: directory; by default `penstock/prompts` in the user's cache directory.
+
+    Raises:
+        ValueError: the directory cannot be written or is full, or whatever `parts` raises.
+    """
+    directory = Path(cache) if cache else default_cache()
+    name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *content)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if found := _open(directory / name):
+            return found
+        _write(parts(), directory, name)
+        for old in directory.glob(f"{name.partition('-')[0]}-*"):  # the same entry as it was before
+            if old.stem != name and old.suffix in (".rows", ".npz"):
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ValueError(
+            f"the rows of {entry} cannot be kept in {directory} ({'no space left' if full else error.strerror or error}): name a "
+            "directory on a larger disk with --data-cache, or leave out --streaming-data"
+        ) from error
+    written = _open(directory / name)
+    assert written is not None, "what was just written is there"
+    return written
+
+
+def default_cache() -> Path:
+    """Where rows are kept if nothing is said."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
+
+
+def _open(stem: Path) -> Spooled | None:
+    """The index comes last, so where it is, the rows are; their size is compared all the same."""
+    try:
+        with np.load(stem.with_suffix(".npz"), allow_pickle=False) as index:
+            about = json.loads(str(index["about"]))
+            places = index["places"]
+        if os.stat(stem.with_suffix(".rows")).st_size != about["bytes"]:
+            return None
+        rows = SpooledRows(stem.with_suffix(".rows"), places, about["rows"], about["bytes"])
+    except (FileNotFoundError, ValueError, KeyError, EOFError):
+        return None  # not there, or of no use: it is written anew
+    return rows, about["first_chat"], about["first_unanswered"]
+
+
+def _write(parts: Iterable[Rows], directory: Path, name: str) -> None:
+    places, num_rows, num_bytes = array("Q"), 0, 0
+    first: dict[str, int | None] = {"first_chat": None, "first_unanswered": None}
+    with _new_file(directory, name, ".rows") as file:
+        for part in parts:
+            for key in first:
+                if first[key] is None and (found := getattr(part, key)) is not None:
+                    first[key] = num_rows + found
+            for row in part.rows:
+                if num_rows % STRIDE == 0:
+                    places.append(num_bytes)
+                num_rows += 1
+                num_bytes += len(row) + 1
+            file.write(b"".join(row + b"\n" for row in part.rows))
+    about = {"rows": num_rows, "bytes": num_bytes, **first}
+    with _new_file(directory, name, ".npz") as file:
+        np.savez(file, places=np.frombuffer(places, dtype=np.uint64), about=np.array(json.dumps(about)))
+
+
+class _new_file:
+    """A file that has its name only when it is whole and on the disk; without it if the block fails."""
+
+    def __init__(self, directory: Path, name: str, suffix: str) -> None:
+        self.target = (directory / name).with_suffix(suffix)
+
+    def __enter__(self) -> BinaryIO:
+        descriptor, self.temporary = tempfile.mkstemp(dir=self.target.parent, prefix=self.target.stem, suffix=".part")
+        self.file = os.fdopen(descriptor, "wb", buffering=_CHUNK)
+        return self.file
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            if kind is None:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+                os.replace(self.temporary, self.target)
+        finally:
+            self.file.close()
+            Path(self.temporary).unlink(missing_ok=True)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,179 @@
+"""One of two processes that `test_routing_replay.py` starts: given and recorded choices of experts under layouts of two ranks, compared
+with one rank's.
+
+usage: replay_ranks.py RANK DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
+from engines.megatron.replay import UNKNOWN, RoutingRecord
+from engines.megatron.shape import ModelShape
+from tests.engines.megatron_reference import OPTIMIZER, make_pack, targets_of
+from tests.families import make_family
+
+LENGTHS = [[5, 40, 1, 17, 33], [3, 4, 50], [21, 8, 9], [1, 30]]
+LAYOUTS = {
+    "data": ParallelLayout(),
+    "sequence": ParallelLayout(tensor=2, sequence_parallel=True),
+    "context": ParallelLayout(context=2),
+    "pipeline": ParallelLayout(pipeline=2),
+    "virtual": ParallelLayout(pipeline=2, virtual_pipeline=2),
+    "experts": ParallelLayout(expert=2),
+}
+RECOMPUTED = {  # pipelines have other micro-batches between a forward pass and its recomputation
+    "pipeline": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "virtual": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+@dataclass
+class RoutedPack:
+    token_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    routing: Any = None  # RoutingRecord | None
+
+
+def replay_packs() -> list[RoutedPack]:
+    return [RoutedPack(**vars(make_pack(lengths, seed))) for seed, lengths in enumerate(LENGTHS)]
+
+
+def made_up_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingRecord:
+    """Random distinct experts, like those of an engine that agrees with the router in nothing; every seventh token is free."""
+    experts = shape.experts
+    assert experts is not None
+    generator = torch.Generator().manual_seed(seed)
+    record = RoutingRecord(num_tokens)
+    for layer in range(experts.num_dense_layers, shape.num_layers):
+        choice = torch.rand(num_tokens, experts.num_experts, generator=generator).topk(experts.top_k).indices.short()
+        choice[::7] = UNKNOWN
+        record.choices[layer] = choice
+    return record
+
+
+def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: Any) -> Any:
+    """With a checkpoint's weights, or random ones that are the same in every call under one rank."""
+    from engines.megatron.engine import MegatronEngine
+    from engines.megatron.weights import local_parameters
+    from storage.layouts import layout_for
+
+    engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+    if checkpoint is not None:
+        from safetensors.torch import load_file
+
+        hub, layout = load_file(checkpoint / "model.safetensors"), layout_for(shape)
+        with torch.no_grad():
+            for name, tensor in local_parameters(engine.chunks[0]):
+                tensor.copy_(layout.to_megatron(name, hub.__getitem__))
+        engine.optimizer.reload_model_params()
+    return engine
+
+
+def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
+    engine = make_engine(shape, layout=LAYOUTS[name], overrides=RECOMPUTED.get(name))
+    engine.load_weights(directory / "saved")
+    expected = torch.load(directory / "alone.pt", weights_only=False)
+    data_rank, data_size = engine.data_parallel
+    numbers = list(range(len(LENGTHS)))[data_rank::data_size]
+    packs = [replay_packs()[number] for number in numbers]
+    for number, pack in zip(numbers, packs):
+        pack.routing = made_up_record(len(pack.token_ids), shape, number)
+    compare(name, engine, packs, "replay", [expected["replayed"][number] for number in numbers], expected["replayed norm"])
+
+    packs = [replay_packs()[number] for number in numbers]
+    forward_only(engine, packs, "record")
+    for number, pack in zip(numbers, packs):
+        theirs: list[Any] = [None, None]
+        dist.all_gather_object(theirs, pack.routing.choices)
+        for layer, choice in expected["recorded"][number].items():
+            parts = [record[layer] for record in (theirs if data_size == 1 else [pack.routing.choices]) if layer in record]
+            assert torch.equal(torch.stack(parts).amax(0), choice), (name, number, layer)  # -1 where the other rank has it
+    compare(name, engine, packs, "replay", [expected["free"][number] for number in numbers], expected["free norm"])
+    print(name, "ok", flush=True)
+
+
+def compare(name: str, engine: Any, packs: list[Any], routing: Any, expected: list[Tensor], expected_norm: float) -> None:
+    """Log-probs and the gradient's norm."""
+    engine.zero_grad()
+    outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
+    for output, pack, logprobs in zip(outputs, packs, expected):
+        rows = engine.rows_of(pack)
+        error = (output["logprobs"] - (logprobs if rows is None else logprobs[rows])).abs().max()
+        assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
+    learning_rate = engine.optimizer.param_groups[0]["lr"]
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    _, norm = engine.step()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+    assert abs(norm - expected_norm) < 1e-4 * expected_norm, f"{name}: the gradient's norm is {norm}, not {expected_norm}"
+
+
+def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Any]:
+    loss_fn = loss_fn_of(engine)
+    return engine.forward_backward(packs, lambda *inputs: (None, loss_fn(*inputs)[1]), forward_only=True, routing=routing)
+
+
+def loss_fn_of(engine: Any) -> Any:
+    def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
+        logits = head(hidden)
+        if engine.tensor_group:  # every rank sums over the whole vocabulary
+            from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+            logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
+        targets, counted = targets_of(pack)
+        rows = engine.rows_of(pack)
+        if rows is not None:
+            targets, counted = targets[rows], counted[rows]
+        logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted
+        return -logprobs.sum(), {"logprobs": logprobs.detach()}
+
+    return loss_fn
+
+
+def alone(directory: Path) -> None:
+    """What one rank computes, and its weights."""
+    checkpoint = make_family(directory / "model", "deepseek-v3")
+    shape = ModelShape.from_hf(checkpoint)
+    engine = make_engine(shape, checkpoint)
+    engine.save(directory / "saved", {})
+    expected: dict[str, Any] = {}
+    for kind in ("free", "replayed"):
+        packs = replay_packs()
+        if kind == "replayed":
+            for number, pack in enumerate(packs):
+                pack.routing = made_up_record(len(pack.token_ids), shape, number)
+        forward_only(engine, packs, "record" if kind == "free" else None)
+        expected |= {"recorded": [pack.routing.choices for pack in packs]} if kind == "free" else {}
+        engine.zero_grad()
+        outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
+        expected[kind] = [output["logprobs"] for output in outputs]
+        expected[f"{kind} norm"] = torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()]).norm().item()
+    assert max((x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])) > 0.1, "the choice matters"
+    torch.save(expected, directory / "alone.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    init_parallel(0, 1, f"file://{directory}/alone-{rank}")
+    if rank == 0:
+        alone(directory)
+    shutdown_parallel()
+    for name, layout in LAYOUTS.items():
+        init_parallel(rank, 2, f"file://{directory}/{name}", layout)
+        shape = ModelShape.from_hf(directory / "model")
+        run(name, rank, directory, shape)
+        shutdown_parallel()

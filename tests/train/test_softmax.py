@@ -1,0 +1,90 @@
+"""The passes over logits: against plain formulas in float64, in torch, in Triton's interpreter, and compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.train.algorithms.softmax import softmax_gradient, softmax_sums
+
+CASES = [(rows, columns, temperature) for rows, columns in ((3, 5), (4, 5001), (0, 7)) for temperature in (1.0, 0.7)]
+
+
+def awkward_logits(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Large ones, padded ones, and a row of nothing but padding and one token."""
+    torch.manual_seed(rows * columns)
+    logits = 8 * torch.randn(rows, columns)
+    if rows:
+        logits[0, columns // 2 :] = -1e30
+        logits[1] = -1e30
+        logits[1, 2] = 60.0
+    return logits.to(dtype)
+
+
+def check(logits: Tensor, temperature: float) -> None:
+    """Sums and gradients of what was asked for, written down once more, naively."""
+    x = logits.double() / temperature
+    peak, total, weighted = softmax_sums(logits, temperature)
+    highest = x.amax(-1)
+    powers = (x - highest[:, None]).exp()
+    expected = highest, powers.sum(-1), (powers * (x - highest[:, None])).sum(-1)
+    for found, wanted in zip((peak, total, weighted), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
+
+    flat, tilted, added = torch.randn(3, len(x), dtype=peak.dtype, device=x.device)
+    columns = torch.randint(x.shape[1], (len(x),), device=x.device)
+    for slope in (None, tilted):
+        found = softmax_gradient(logits, temperature, peak, flat, slope, columns, added)
+        tilt = torch.zeros_like(flat) if slope is None else slope
+        wanted = powers * (flat[:, None] + tilt[:, None] * (x - highest[:, None]))
+        wanted[torch.arange(len(x)), columns] += added
+        assert found.dtype == logits.dtype
+        rounding = 2**-7 if logits.dtype == torch.bfloat16 else 2e-5  # the interpreter cuts where a GPU rounds
+        torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "temperature"), CASES)
+def test_the_passes_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
+    logits = awkward_logits(rows, columns, dtype)
+    before = logits.clone()
+    check(logits, temperature)
+    assert torch.equal(logits, before)  # the head may still need them
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "temperature"), [*CASES, (9, 151936, 1.0)])
+def test_the_kernels_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
+    logits = awkward_logits(rows, columns, dtype).cuda()
+    check(logits, temperature)
+    for parts in (softmax_sums(logits[:1], temperature), softmax_sums(logits[:1].repeat(50, 1), temperature)):
+        for part, whole in zip(parts, softmax_sums(logits, temperature), strict=True):
+            assert (part == whole[:1]).all()  # the same bits in any company
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """Without a GPU the kernels' arithmetic at least can be checked. The interpreter must be chosen before they are defined."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+INTERPRETED = """
+import torch
+from stages.train.algorithms import softmax
+from tests.train.test_softmax import CASES, awkward_logits, check
+softmax._has_kernel = lambda logits: True
+for rows, columns, temperature in CASES:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(awkward_logits(rows, columns, dtype), temperature)
+"""
