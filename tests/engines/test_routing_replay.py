@@ -35,7 +35,7 @@ def passes(engine: Any, packs: list[Any], routing: Any = None) -> tuple[list[Ten
     """Log-probs of every pack and the gradients of their sum."""
 
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.roll(-1)[:, None])[:, 0]
+        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.to(hidden.device).roll(-1)[:, None])[:, 0]
         return logprobs.sum(), {"logprobs": logprobs.detach()}
 
     engine.zero_grad()
@@ -48,7 +48,7 @@ def watch(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
     """Log-probs of a pass without gradients."""
 
     def keep(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.roll(-1)[:, None])[:, 0]
+        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.to(hidden.device).roll(-1)[:, None])[:, 0]
         return None, {"logprobs": logprobs}
 
     return [output["logprobs"] for output in engine.forward_backward(packs, keep, forward_only=True, routing=routing)]
