@@ -76,8 +76,18 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or demonstrations)
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, demonstrations=demonstrations)
-    if flow != "sft":
-        check_reward(config.rollout.rm_type, config.rollout.custom_rm_path)
+    evaluated = [config.rollout.model_copy(update=config.eval.overrides(path)) for _, path in config.eval.eval_prompt_data]
+    if config.rollout.group_rm and config.rollout.custom_rm_path and evaluated and config.eval.eval_rm_type is None:
+        raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
+    for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
+        check_reward(
+            rollout.rm_type,
+            rollout.custom_rm_path,
+            reward_key=rollout.reward_key,
+            group_rm=rollout.group_rm,
+            rm_url=rollout.rm_url,
+            rm_model_path=rollout.rm_model_path,
+        )
     if flow == "evaluate" and not config.eval.eval_prompt_data:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
     for _, path in config.eval.eval_prompt_data:

@@ -12,12 +12,15 @@ from types import ModuleType
 from typing import Any
 
 
-def load_function(path: str, usual_name: str = "reward_func") -> Callable[..., Any]:
-    """The function that `path` names.
+def load_function(
+    path: str, usual_name: str = "reward_func", usual: Callable[[Any], bool] = lambda found: False
+) -> Callable[..., Any]:
+    """The function (or class) that `path` names.
 
     Args:
         path: see above.
         usual_name: what a bare file.py is expected to define, unless it defines one function only.
+        usual: whether it is what such a file may define instead of that name, among helpers.
 
     Raises:
         ValueError: no such file, module or function, or it fails to import.
@@ -29,7 +32,7 @@ def load_function(path: str, usual_name: str = "reward_func") -> Callable[..., A
         raise ValueError(f"{path!r} names no function: write file.py, file.py:name, pkg.module:name or pkg.module.name")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, path)
     if not name:
-        name = _only_function(module, place, usual_name)
+        name = _only_function(module, place, usual_name, usual)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}: name one of them")
@@ -70,10 +73,11 @@ def _functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _only_function(module: ModuleType, place: str, usual_name: str) -> str:
+def _only_function(module: ModuleType, place: str, usual_name: str, usual: Callable[[Any], bool]) -> str:
     found = _functions(module)
     if usual_name in found:
         return usual_name
+    found = [name for name in found if usual(getattr(module, name))] or found
     if len(found) != 1:
         raise ValueError(f"{place} defines {', '.join(found) or 'no function'}: say which one is meant, {place}:NAME")
     return found[0]

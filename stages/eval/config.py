@@ -92,7 +92,8 @@ class EvalConfig(StageConfig):
             "rm_type": self.eval_rm_type,
             "reward_key": self.eval_reward_key,
         }
-        fixed = {"prompt_data": [path], "rollout_shuffle": False, "n_samples_per_prompt": self.n_samples_per_eval_prompt}
+        fixed = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
+        fixed["n_samples_per_prompt"] = self.n_samples_per_eval_prompt
         if self.eval_rm_type is not None:
             fixed["custom_rm_path"] = None
         return fixed | {name: value for name, value in said.items() if value is not None}

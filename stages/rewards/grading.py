@@ -3,18 +3,19 @@
 Rewards that are certain to end within microseconds are called in place. All others, and every function of the user's, run in
 grading processes while generation goes on: a grader can neither stall the event loop nor crash the driver, and what hangs is
 killed. Such a sample is `failed` with its reason in `metadata["error"]`, has no reward and is not trained. A wrong request is a
-ValueError.
+ValueError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from stages.rewards.hub import reward_named
-from stages.rewards.outcome import Outcome, Settings, outcome_of, rm_type_of
+from stages.rewards.forms import find_form
+from stages.rewards.hub import Reward, reward_named
+from stages.rewards.outcome import Outcome, Settings, custom_path_of, outcome_of, rm_type_of
 from stages.rewards.process import GradingProcess
-from storage.plugins import load_function
 from storage.sample import Sample
 
 
@@ -23,14 +24,18 @@ class Grader:
 
     Args:
         rm_type: built-in reward, unless a sample's metadata names another.
-        custom_rm_path: function of the user's; it goes before any built-in reward.
+        custom_rm_path: function or class of the user's; it goes before any built-in reward.
         reward_key: which entry of a dictionary is the reward.
         timeout: seconds a sample.
-        num_workers: grading processes.
+        start_timeout: seconds until a process is ready, a model of the user's loaded.
+        num_workers: grading processes; rows that name rewards of their own have as many for each.
+        group_rm: the function at `custom_rm_path` grades all samples of a prompt at once.
+        rm_url: server of `remote_rm`.
+        rm_model_path: what the constructor of a class gets.
         arguments: attributes of the `args` that a custom function gets.
 
     Raises:
-        ValueError: no such built-in reward.
+        ValueError: no such built-in reward, or `rm_url` is missing.
     """
 
     def __init__(
@@ -40,14 +45,21 @@ class Grader:
         *,
         reward_key: str | None = None,
         timeout: float = 30.0,
+        start_timeout: float = 300.0,
         num_workers: int = 2,
+        group_rm: bool = False,
+        rm_url: str | None = None,
+        rm_model_path: str | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        if rm_type is not None:
-            reward_named(rm_type)
-        self.settings = Settings(rm_type, custom_rm_path, reward_key, timeout, arguments or {})
+        self.settings = Settings(
+            rm_type, custom_rm_path, reward_key, timeout, start_timeout, group_rm, rm_url, rm_model_path, arguments or {}
+        )
+        if rm_type is not None and custom_rm_path is None:
+            _check_built_in(rm_type, rm_url, reward_key)
         self.num_workers = num_workers
-        self._processes: list[GradingProcess] = []
+        self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}  # path, built-in name, groups
+        self._is_class: dict[str, bool] = {}  # of every path seen
 
     def __enter__(self) -> Grader:
         return self
@@ -56,14 +68,17 @@ class Grader:
         self.close()
 
     def submit(self, sample: Sample) -> Future[Outcome]:
-        """Begin to grade. The outcome is written into the sample by its owner (`Outcome.apply`)."""
-        if self._is_instant(sample):
-            future: Future[Outcome] = Future()
-            future.set_result(outcome_of(sample, self.settings))
-            return future
-        if len(self._processes) < self.num_workers and all(process.num_pending for process in self._processes):
-            self._processes.append(GradingProcess(self.settings))
-        return min(self._processes, key=lambda process: process.num_pending).submit(sample)
+        """Begin to grade. The outcome is written into the sample by its owner (`Outcome.apply`).
+
+        A function that grades groups gets a group of one: do not ask for that where siblings exist (`submit_group`).
+        """
+        return self._submit([sample])[0]
+
+    def submit_group(self, samples: list[Sample]) -> list[Future[Outcome]]:
+        """Begin to grade the samples of one prompt: at once if their reward takes groups, else each by itself."""
+        if samples and self._grades_together(samples[0]):
+            return self._submit(samples)
+        return [self.submit(sample) for sample in samples]
 
     def grade(self, samples: list[Sample]) -> None:
         """Grade all of them and write the outcomes into them. Raises ValueError if the request is wrong."""
@@ -73,23 +88,83 @@ class Grader:
 
     def close(self) -> None:
         """End the grading processes."""
-        for process in self._processes:
-            process.close()
-        self._processes = []
+        for pool in self._pools.values():
+            for process in pool:
+                process.close()
+        self._pools = {}
 
-    def _is_instant(self, sample: Sample) -> bool:
-        if self.settings.custom_rm_path:
-            return False
-        name = rm_type_of(sample, self.settings)
+    def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
         try:
-            return name is None or reward_named(name).instant
-        except ValueError:
-            return True  # an unknown name: `outcome_of` says so
+            settings = self._settings_of(samples[0])
+        except ValueError as error:
+            return [_known(Outcome(wrong=str(error))) for _ in samples]
+        if settings is None:
+            return [_known(outcome_of(sample, self.settings)) for sample in samples]
+        pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
+        if len(pool) < self.num_workers and all(process.num_pending for process in pool):
+            pool.append(GradingProcess(settings))
+        return min(pool, key=lambda process: process.num_pending).submit(samples)
+
+    def _settings_of(self, sample: Sample) -> Settings | None:
+        """Of the processes that grade this sample; None if it is graded in place. Raises ValueError if nothing can grade it."""
+        path = custom_path_of(sample, self.settings)
+        if path is not None:
+            return replace(self.settings, custom_rm_path=path, rm_type=None, group_rm=self._is_group(sample))
+        name = rm_type_of(sample, self.settings)
+        if name is None:
+            return None  # `outcome_of` says so
+        reward = _check_built_in(name, self.settings.rm_url, self.settings.reward_key)
+        if reward.instant:
+            return None
+        if reward.remote:
+            return replace(self.settings, rm_type=name)
+        usual = self.settings.rm_type  # all that are not remote share their processes
+        return replace(self.settings, rm_type=None if usual and reward_named(usual).remote else usual)
+
+    def _is_group(self, sample: Sample) -> bool:
+        """A row's own function takes one sample, also under --group-rm."""
+        return self.settings.group_rm and not sample.metadata.get("custom_rm_path")
+
+    def _grades_together(self, sample: Sample) -> bool:
+        path = custom_path_of(sample, self.settings)
+        if path is None:
+            return False
+        if path not in self._is_class:
+            try:
+                self._is_class[path] = find_form(path, rm_model_path=self.settings.rm_model_path).is_class
+            except ValueError:
+                self._is_class[path] = False  # its process says what is wrong with it
+        return self._is_class[path] or self._is_group(sample)
 
 
-def check_reward(rm_type: str | None, custom_rm_path: str | None) -> None:
-    """Preflight: the built-in reward exists, the custom function loads. Raises ValueError."""
+def check_reward(
+    rm_type: str | None,
+    custom_rm_path: str | None,
+    *,
+    reward_key: str | None = None,
+    group_rm: bool = False,
+    rm_url: str | None = None,
+    rm_model_path: str | None = None,
+) -> None:
+    """Preflight: the built-in reward exists, the custom one loads and can be called as it will be. Raises ValueError."""
     if rm_type is not None:
-        reward_named(rm_type)
+        _check_built_in(rm_type, rm_url, reward_key)
     if custom_rm_path is not None:
-        load_function(custom_rm_path)
+        find_form(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path)
+
+
+def _check_built_in(name: str, rm_url: str | None, reward_key: str | None) -> Reward:
+    reward = reward_named(name)
+    if reward.keys and reward_key not in reward.keys:
+        raise ValueError(
+            f"the reward {name} is a dictionary with {', '.join(reward.keys)}: name one with --reward-key (now {reward_key})"
+        )
+    if reward.remote and not rm_url:
+        raise ValueError(f"the reward {name} asks a server: give its address with --rm-url")
+    return reward
+
+
+def _known(outcome: Outcome) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future

@@ -1,22 +1,28 @@
 """The built-in rewards, one file and one row of the table each, and which of them grades a sample.
 
-A reward is a function from a sample to a number, or to a dictionary of numbers of which `--reward-key` names one. A reward of
-your own needs no row here (custom.py).
+A reward is a function from a sample to a number, or to a dictionary of numbers of which `--reward-key` names one; one that waits for
+a server is `async` and gets `args` first, as a user's would. A reward of your own needs no row here (forms.py). docs/rewards.md
+has the same table for readers.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stages.rewards.boxed import last_boxed
 from stages.rewards.coin import coin
+from stages.rewards.dapo import dapo
+from stages.rewards.deepscaler import deepscaler
 from stages.rewards.exact_number import exact_number
+from stages.rewards.gpqa import gpqa
+from stages.rewards.ifbench import ifbench
 from stages.rewards.math_answer import math_answer
-from storage.sample import Sample
+from stages.rewards.remote import remote_rm
+from stages.rewards.token_f1 import token_f1
 
-RewardFunction = Callable[[Sample], float | Mapping[str, float]]
 BOXED = "boxed_"
 
 
@@ -24,14 +30,22 @@ BOXED = "boxed_"
 class Reward:
     """A row of the table."""
 
-    function: RewardFunction
-    instant: bool  # certain to end within microseconds: called in place, not in a grading process
+    function: Callable[..., Any]  # of a sample; of (args, sample) if `remote`
+    instant: bool = False  # certain to end within microseconds: called in place, not in a grading process
+    remote: bool = False  # asks the server at --rm-url: a coroutine, many at a time
+    keys: tuple[str, ...] = ()  # of the dictionary that it gives, if it does: --reward-key names one
 
 
 REWARDS: dict[str, Reward] = {
+    "dapo": Reward(dapo, keys=("score", "acc")),
+    "deepscaler": Reward(deepscaler),
     "exact_number": Reward(exact_number, instant=True),
-    "math": Reward(math_answer, instant=False),
+    "f1": Reward(token_f1),
+    "gpqa": Reward(gpqa),
+    "ifbench": Reward(ifbench),
+    "math": Reward(math_answer),
     "random": Reward(coin, instant=True),
+    "remote_rm": Reward(remote_rm, remote=True),
 }
 
 
@@ -47,11 +61,12 @@ def reward_named(name: str) -> Reward:
         hint = f"did you mean {near[0]}?" if near else "or give a function of yours with --custom-rm-path"
         raise ValueError(f"reward {name!r} is unknown; the built-in ones are {', '.join(REWARDS)}: {hint}")
     reward = REWARDS[bare]
-    return replace(reward, function=_in_box(reward.function)) if name != bare else reward
+    return reward if name == bare else replace(reward, function=_in_box(reward.function))
 
 
-def _in_box(function: RewardFunction) -> RewardFunction:
-    def graded(sample: Sample) -> float | Mapping[str, float]:
-        return function(replace(sample, response=last_boxed(sample.response) or ""))
+def _in_box(function: Callable[..., Any]) -> Callable[..., Any]:
+    def graded(*args_and_sample: Any) -> Any:
+        *args, sample = args_and_sample
+        return function(*args, replace(sample, response=last_boxed(sample.response) or ""))
 
     return graded

@@ -13,12 +13,21 @@ from stages.rewards.boxed import last_boxed
 from storage.sample import Sample
 
 _LONGEST = 300  # characters of an answer that is still worth an algebraic comparison
+_UNITS = (
+    r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|dollar|cent|unit)(?:es|s)?"
+    r"(?:\s*\^\s*\{?\d\}?)?"
+)
 _WORD = re.compile(r"(?<!\\)\b(?!sqrt|pi)[A-Za-z]{3,}")  # prose is compared as text: as a product, "stop" would equal "pots"
 _REPLACEMENTS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr|,|!|;|:| )", ""),
         (r"\\[dtc]frac", r"\\frac"),
+        (r"(?<=\d)\s*million\b", r"\\cdot10^{6}"),
+        (r"(?<=\d)\s*billion\b", r"\\cdot10^{9}"),
+        (r"(?<=\d)\s*trillion\b", r"\\cdot10^{12}"),
+        (rf"(?<=[\d}}])\s*{_UNITS}$", ""),  # 5 cm
+        (r"\s+(?:and|or)\s+|\\text\{\s*(?:and|or)\s*\}", ","),  # 1 and 2
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
@@ -28,6 +37,8 @@ _REPLACEMENTS = [
         (r"\\?[$%]", ""),
         (r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", ""),  # 1,234 and 1{,}234
         (r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*", ""),  # x = 5
+        (r"(?<![\d.^}/])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})"),  # a mixed number
+        (r"(?<![\d.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)", r"(\1+\\frac{\2}{\3})"),
         (r"\s+", ""),
         (r"\.$", ""),
         (r"(?<!\d)\.(?=\d)", "0."),
@@ -39,10 +50,15 @@ _REPLACEMENTS = [
 
 def math_answer(sample: Sample) -> float:
     """1 if the last boxed answer of the response equals the label (boxed or plain), else 0."""
-    answer = last_boxed(sample.response)
+    return math_answer_of(sample.response, sample.label)
+
+
+def math_answer_of(solution: str, label: str) -> float:
+    """1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0."""
+    answer = last_boxed(solution)
     if answer is None:
         return 0.0
-    return float(same_answer(answer, last_boxed(sample.label) or sample.label))
+    return float(same_answer(answer, last_boxed(label) or label))
 
 
 def same_answer(answer: str, label: str) -> bool:
@@ -90,7 +106,7 @@ def _split_at_commas(text: str) -> list[str]:
 
 
 def _equal(left: str, right: str) -> bool:
-    if left == right:
+    if left.lower() == right.lower():  # East or east, A or a: data sets mix them
         return True
     if not left or not right or max(len(left), len(right)) > _LONGEST or _WORD.search(left) or _WORD.search(right):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,10 @@ class Settings:
     custom_rm_path: str | None = None
     reward_key: str | None = None
     timeout: float = 30.0  # seconds a sample
+    start_timeout: float = 300.0  # seconds until a process has imported the function, and constructed the class
+    group_rm: bool = False  # the function at custom_rm_path takes all samples of a prompt
+    rm_url: str | None = None  # of remote_rm
+    rm_model_path: str | None = None  # for the constructor of a class at custom_rm_path
     arguments: dict[str, Any] = field(default_factory=dict)  # `args` of a custom function
 
 
@@ -46,51 +50,88 @@ def failed(reason: str) -> Outcome:
     return Outcome(error=reason)
 
 
-def outcome_of(sample: Sample, settings: Settings, custom: Callable[[Sample], Any] | None = None) -> Outcome:
-    """Grade a sample, here and now: by `custom`, else by its metadata's `rm_type`, else by the settings'."""
-    function = custom
-    if function is None:
-        name = rm_type_of(sample, settings)
-        if name is None:
-            return Outcome(
-                wrong="there is no reward: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of every row"
-            )
-        try:
-            function = reward_named(name).function
-        except ValueError as error:
-            return Outcome(wrong=str(error))
+def raised(error: Exception, name: str) -> Outcome:
+    """The function `name` has raised."""
+    return failed(f"{type(error).__name__}: {error} (raised by {name})")
+
+
+def outcome_of(sample: Sample, settings: Settings) -> Outcome:
+    """Grade a sample by the built-in reward that its metadata or the settings name, here and now."""
+    name = rm_type_of(sample, settings)
+    if name is None:
+        return Outcome(
+            wrong="there is no reward: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of every row"
+        )
+    try:
+        function = reward_named(name).function
+    except ValueError as error:
+        return Outcome(wrong=str(error))
     try:
         value = function(sample)
     except Exception as error:
-        return failed(f"{type(error).__name__}: {error}")
-    return _as_outcome(value, settings.reward_key)
+        return raised(error, name)
+    return outcome_from(value, settings.reward_key, name)
 
 
 def rm_type_of(sample: Sample, settings: Settings) -> str | None:
     """Name of the built-in reward for this sample."""
-    return sample.metadata.get("rm_type") or settings.rm_type
+    return str(sample.metadata.get("rm_type") or "").strip() or settings.rm_type
 
 
-def _as_outcome(value: Any, key: str | None) -> Outcome:
+def custom_path_of(sample: Sample, settings: Settings) -> str | None:
+    """Path of the custom reward for this sample: a row's own goes before the run's."""
+    return sample.metadata.get("custom_rm_path") or settings.custom_rm_path
+
+
+def outcomes_from(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:
+    """One outcome per sample, from what the reward `name` has returned for all of them."""
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    if not isinstance(values, list | tuple):
+        return [
+            failed(f"the reward function returned no list: {name} gave {_shown(values)} for {num_samples} samples")
+        ] * num_samples
+    if len(values) != num_samples:
+        reason = (
+            f"the reward function returned another number of rewards than samples: {name} gave {len(values)} for {num_samples}"
+        )
+        return [failed(reason)] * num_samples
+    return [outcome_from(value, reward_key, name) for value in values]
+
+
+def outcome_from(value: Any, reward_key: str | None, name: str) -> Outcome:
+    """The outcome for what the reward `name` has returned for one sample."""
     rewards: dict[str, float] = {}
     if isinstance(value, Mapping):
-        if key is None or key not in value:
+        if reward_key is None or reward_key not in value:
             known = ", ".join(map(repr, value))
             return Outcome(
-                wrong=f"the reward is a dictionary with {known}, and one number is needed: name one with --reward-key (now {key})"
+                wrong=f"the reward of {name} is a dictionary with {known}, and one number is needed: "
+                f"name one with --reward-key (now {reward_key})"
             )
-        rewards = {str(name): float(part) for name, part in value.items() if _is_number(part)}
-        value = value[key]
+        rewards = {str(key): number for key, part in value.items() if (number := _number(part)) is not None}
+        value = value[reward_key]
     if value is None:
-        return failed("the reward function returned None")
-    if not _is_number(value):
-        return Outcome(
-            wrong=f"the reward function returned {value!r} ({type(value).__name__}); return a number, or a dictionary of numbers"
-        )
-    if not math.isfinite(float(value)):
-        return failed(f"the reward function returned {float(value)}")
-    return Outcome(reward=float(value), rewards=rewards)
+        return failed(f"the reward function returned None: {name} gave no number")
+    reward = _number(value)
+    if reward is None:
+        return failed(f"the reward function returned no number: {name} gave {_shown(value)}")
+    if not math.isfinite(reward):
+        return failed(f"the reward function returned {reward}: {name} must give a finite number")
+    return Outcome(reward=reward, rewards={key: part for key, part in rewards.items() if math.isfinite(part)})
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__")  # also NumPy's and torch's scalars, without importing either
+def _number(value: Any) -> float | None:
+    """Also of NumPy's and torch's scalars, without importing either."""
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except Exception:  # whatever a user's class may raise: an array of several numbers, a value that is not computed yet
+        return None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.100} ({type(value).__name__})"
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"

@@ -1,4 +1,6 @@
-"""The parent's side of a grading process: samples in, futures out; a process that hangs or dies costs one sample and is replaced.
+"""The parent's side of a grading process: samples in, futures out; a process that hangs or dies costs one job and is replaced.
+
+A job is one sample, or the samples of one prompt where they are graded together; it then has as many times the time of one.
 
 A plain subprocess and not `multiprocessing`: that would run the user's main script again in the child. One thread starts the
 process, listens and judges; another one sends, because a grader that hangs inside C code (a regular expression, say) holds the
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +24,6 @@ from pathlib import Path
 from stages.rewards.outcome import Outcome, Settings, failed
 from storage.sample import Sample
 
-START_TIMEOUT = 120.0  # seconds until the process has imported the reward function
 GRACE = 1.0  # seconds beyond the limit: an asynchronous function is stopped by its own process first
 _TICK = 0.1
 
@@ -32,7 +34,7 @@ class GradingProcess:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Sample, Future[Outcome]]] = {}  # in the order submitted
+        self._pending: dict[int, tuple[list[Sample], list[Future[Outcome]]]] = {}  # jobs in the order submitted
         self._num_submitted = 0
         self._unsent: queue.SimpleQueue[object] = queue.SimpleQueue()  # None ends the sender
         self._quiet_since = 0.0  # when it last said something, or got something to do while idle
@@ -44,22 +46,24 @@ class GradingProcess:
 
     @property
     def num_pending(self) -> int:
-        """Samples handed in and not yet answered."""
+        """Jobs handed in and not yet answered."""
         return len(self._pending)
 
-    def submit(self, sample: Sample) -> Future[Outcome]:
-        """Grade `sample` over there."""
-        future: Future[Outcome] = Future()
+    def submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
+        """Grade `samples` over there, as one job."""
+        futures: list[Future[Outcome]] = [Future() for _ in samples]
+        samples = [replace(sample, routed_experts=None) for sample in samples]  # megabytes, and nothing to grade
         with self._lock:
             if self._broken is not None:
-                future.set_exception(self._broken)
-                return future
+                for future in futures:
+                    future.set_exception(self._broken)
+                return futures
             if not self._pending:
                 self._quiet_since = time.monotonic()
-            self._pending[self._num_submitted] = (sample, future)
-            self._unsent.put((self._num_submitted, sample))
+            self._pending[self._num_submitted] = (samples, futures)
+            self._unsent.put((self._num_submitted, samples))
             self._num_submitted += 1
-        return future
+        return futures
 
     def close(self) -> None:
         """End the process; what is pending fails."""
@@ -97,8 +101,8 @@ class GradingProcess:
             self._quiet_since = time.monotonic()
             self._unsent = queue.SimpleQueue()
             self._unsent.put(self.settings)
-            for index, (sample, _) in self._pending.items():
-                self._unsent.put((index, sample))
+            for index, (samples, _) in self._pending.items():
+                self._unsent.put((index, samples))
         return process, connection
 
     def _listen(self, connection: Connection) -> str:
@@ -108,12 +112,12 @@ class GradingProcess:
                 if connection.poll(_TICK):
                     self._accept(connection.recv())
                 elif self._is_overdue():
-                    return f"timeout: more than {self.settings.timeout:g} s"
+                    return f"timeout: more than {self._limit():g} s in {self._name}"
             except (EOFError, OSError):
-                return "the grading process died"
+                return f"the grading process died: it was running {self._name}"
         return "closed"
 
-    def _accept(self, message: tuple[int | str, Outcome | str]) -> None:
+    def _accept(self, message: tuple[int | str, list[Outcome] | str]) -> None:
         key, answer = message
         if key == "wrong":
             self._break(ValueError(answer))
@@ -123,23 +127,38 @@ class GradingProcess:
             if key == "ready":
                 self._ready = True
                 return
-            assert isinstance(key, int) and isinstance(answer, Outcome)
-            _, future = self._pending.pop(key)
-        future.set_result(answer)
+            assert isinstance(key, int) and isinstance(answer, list)
+            _, futures = self._pending.pop(key)
+        for future, outcome in zip(futures, answer, strict=True):
+            future.set_result(outcome)
+
+    @property
+    def _name(self) -> str:
+        return self.settings.custom_rm_path or self.settings.rm_type or "the row's reward"
+
+    def _limit(self) -> float:
+        """Seconds that a job may take: of the largest one that waits, since those of asynchronous functions run side by side."""
+        with self._lock:
+            return self.settings.timeout * max((len(samples) for samples, _ in self._pending.values()), default=1)
 
     def _is_overdue(self) -> bool:
-        limit = self.settings.timeout + GRACE if self._ready else START_TIMEOUT
+        limit = self._limit() + GRACE if self._ready else self.settings.start_timeout
         return bool(self._pending) and time.monotonic() - self._quiet_since > limit
 
     def _give_up_oldest(self, reason: str) -> None:
-        """The oldest pending sample is the one that was being graded; the next process gets the others."""
+        """The oldest pending job is the one that was being graded; the next process gets the others."""
         if not self._ready:
-            self._break(RuntimeError("a grading process does not start: its own output says why"))
+            self._break(
+                RuntimeError(
+                    f"a grading process does not start ({self._name}) within --reward-start-timeout "
+                    f"{self.settings.start_timeout:g} s, or dies of it: its own output says why"
+                )
+            )
             return
         with self._lock:
             index = next(iter(self._pending), None)
-            future = None if index is None else self._pending.pop(index)[1]
-        if future is not None:
+            futures = [] if index is None else self._pending.pop(index)[1]
+        for future in futures:
             future.set_result(failed(reason))
 
     def _break(self, error: Exception) -> None:
@@ -147,8 +166,9 @@ class GradingProcess:
             if self._broken is None:
                 self._broken = error
             pending, self._pending = self._pending, {}
-        for _, future in pending.values():
-            future.set_exception(error)
+        for _, futures in pending.values():
+            for future in futures:
+                future.set_exception(error)
 
 
 def _send_all(connection: Connection, unsent: queue.SimpleQueue[object]) -> None:

@@ -1,14 +1,13 @@
 """A grading process: `python -m stages.rewards.worker FD`. The parent's side, and all decisions about it, are in process.py.
 
-It receives the settings and answers `("ready", "")` or `("wrong", sentence)`; then it receives `(index, sample)` any number of
-times and answers `(index, Outcome)` for each. It ends with its parent, whatever a grader is doing.
+It receives the settings and answers `("ready", "")` or `("wrong", sentence)`; then it receives `(index, samples)` any number of
+times and answers `(index, outcomes)` for each. It ends with its parent, whatever a grader is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import inspect
 import os
 import queue
 import signal
@@ -19,12 +18,14 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from stages.rewards.outcome import Settings, failed, outcome_of
-from storage.plugins import load_function
+from stages.rewards.forms import Call, find_form
+from stages.rewards.hub import reward_named
+from stages.rewards.outcome import Outcome, Settings, failed, outcome_of, outcomes_from, raised
 from storage.sample import Sample
 
 ASYNC_AT_ONCE = 64  # coroutines of one process in flight
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+Job = tuple[int, list[Sample]]
 
 
 def main() -> None:
@@ -34,64 +35,74 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     settings: Settings = connection.recv()
     try:
-        function = _custom(settings) if settings.custom_rm_path else None
+        name, call, is_async = _grader(settings)
     except ValueError as error:
         connection.send(("wrong", str(error)))
         return
     connection.send(("ready", ""))
-    if function is not None and _is_async(function):
-        asyncio.run(_serve_async(connection, settings, function))
+    if call is None:
+        _serve(connection, lambda samples: [outcome_of(sample, settings) for sample in samples])
+    elif is_async:
+        asyncio.run(_serve_async(connection, settings, name, call))
     else:
-        _serve(connection, settings, function)
+        _serve(connection, lambda samples: _called(samples, settings, name, call))
 
 
-def _custom(settings: Settings) -> Callable[[Sample], Any]:
-    assert settings.custom_rm_path is not None
-    function = load_function(settings.custom_rm_path)
-    arguments = SimpleNamespace(**settings.arguments)
-    if _is_async(function):
+def _grader(settings: Settings) -> tuple[str, Call | None, bool]:
+    """Name, how to call it, and whether that is awaited; nothing to call if built-in functions grade. Raises ValueError."""
+    if settings.custom_rm_path:
+        form = find_form(settings.custom_rm_path, group_rm=settings.group_rm, rm_model_path=settings.rm_model_path)
+        return form.name, form.ready(settings), form.is_async
+    if settings.rm_type is None or not reward_named(settings.rm_type).remote:
+        return "", None, False
+    function = reward_named(settings.rm_type).function
+    arguments = SimpleNamespace(rm_url=settings.rm_url, reward_timeout=settings.timeout)
 
-        async def call_async(sample: Sample) -> Any:
-            return await function(arguments, sample)
+    async def ask(samples: list[Sample]) -> list[Any]:
+        return [await function(arguments, sample) for sample in samples]
 
-        return call_async
-    return lambda sample: function(arguments, sample)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return settings.rm_type, ask, True
 
 
-def _serve(connection: Connection, settings: Settings, function: Callable[[Sample], Any] | None) -> None:
-    """One sample after the other; the parent ends this process if one takes too long."""
-    jobs: queue.SimpleQueue[tuple[int, Sample]] = queue.SimpleQueue()
+def _called(samples: list[Sample], settings: Settings, name: str, call: Call) -> list[Outcome]:
+    try:
+        values = call(samples)
+    except Exception as error:
+        return [raised(error, name)] * len(samples)
+    return outcomes_from(values, len(samples), settings.reward_key, name)
+
+
+def _serve(connection: Connection, grade: Callable[[list[Sample]], list[Outcome]]) -> None:
+    """One job after the other; the parent ends this process if one takes too long."""
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     _receive(connection, jobs.put)
     while True:
-        index, sample = jobs.get()
-        connection.send((index, outcome_of(sample, settings, function)))
+        index, samples = jobs.get()
+        connection.send((index, grade(samples)))
 
 
-async def _serve_async(connection: Connection, settings: Settings, function: Callable[[Sample], Any]) -> None:
+async def _serve_async(connection: Connection, settings: Settings, name: str, call: Call) -> None:
     """Many at a time: such functions mostly wait for a server."""
     loop = asyncio.get_running_loop()
     at_once = asyncio.Semaphore(ASYNC_AT_ONCE)
 
-    async def grade(index: int, sample: Sample) -> None:
+    async def grade(index: int, samples: list[Sample]) -> None:
+        limit = settings.timeout * len(samples)
         async with at_once:
             try:
-                value = await asyncio.wait_for(function(sample), settings.timeout)
-                outcome = outcome_of(sample, settings, lambda _: value)
+                values = await asyncio.wait_for(call(samples), limit)
+                outcomes = outcomes_from(values, len(samples), settings.reward_key, name)
             except TimeoutError:
-                outcome = failed(f"timeout: more than {settings.timeout:g} s")
+                outcomes = [failed(f"timeout: more than {limit:g} s in {name}")] * len(samples)
             except Exception as error:
-                outcome = failed(f"{type(error).__name__}: {error}")
-        connection.send((index, outcome))
+                outcomes = [raised(error, name)] * len(samples)
+        connection.send((index, outcomes))
 
     _receive(connection, lambda job: asyncio.run_coroutine_threadsafe(grade(*job), loop))
     await asyncio.Event().wait()
 
 
-def _receive(connection: Connection, accept: Callable[[tuple[int, Sample]], object]) -> None:
+def _receive(connection: Connection, accept: Callable[[Job], object]) -> None:
     def run() -> None:
         while True:
             try:

@@ -31,7 +31,7 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}  # finish reason
 RESERVE = 2.0  # seconds of a grace period that are kept for the journal and the way out
 
 T = TypeVar("T")
-Submit = Callable[[Sample], "Future[Outcome]"]  # begins to grade a sample
+Submit = Callable[[list[Sample]], "list[Future[Outcome]]"]  # begins to grade the samples of a prompt
 Progress = Callable[[int, int], None]  # samples done, samples in all
 
 
@@ -122,7 +122,7 @@ async def generate(
         round: run, round and policy version; engines must report exactly these.
         config: sampling, samples per prompt, time limit.
         tokenizer: decodes the responses.
-        submit: begins to grade a sample.
+        submit: begins to grade the samples of a prompt.
         num_in_flight: samples in flight on all engines together.
         journal: gives the groups that are there already and gets those that are finished.
         stop: may ask to give up.
@@ -145,7 +145,7 @@ async def generate(
 
     async def one(group: GroupPlan) -> list[tuple[Sample, Future[Outcome], int]]:
         if kept := journal.adopted.get(group.group_id):
-            return [(sample, submit(sample), 0) for sample in kept]
+            return [(sample, outcome, 0) for sample, outcome in zip(kept, submit(kept))]
         samples = [blank_sample(group, index, round) for index in range(n)]
         async with slots:
             try:
@@ -161,7 +161,7 @@ async def generate(
         for sample, generation, text in zip(samples, generations, texts):
             _add_response(sample, generation, text, round)
         journal.add(samples)
-        return [(sample, submit(sample), generation.cached_tokens) for sample, generation in zip(samples, generations)]
+        return list(zip(samples, submit(samples), [generation.cached_tokens for generation in generations]))
 
     beside = [journal.keep(), *([_until_preempted(stop, pace)] if stop is not None else [])]
     async with client:

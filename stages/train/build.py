@@ -99,12 +99,12 @@ def begin(models: Models, directory: Path) -> None:
 
 def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
     """Write all that `go_on` needs. Collective."""
+    models.policy.save(directory, step_state)  # first: Megatron warns of a directory that is not empty
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
     if models.refreshed and models.reference is not None:
         with models.policy.using(models.reference):
             models.policy.save_weights(directory / "reference")
-    models.policy.save(directory, step_state)
 
 
 def go_on(models: Models, directory: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,22 +34,18 @@ def run_two_ranks(tmp_path: Path) -> Callable[[str, float], str]:
     def run(program: str, timeout: float) -> str:
         path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / program), str(rank), str(tmp_path)],
-                env=environment,
-                stdout=log.open("wb"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
+        line = [sys.executable, str(HERE / "forked_ranks.py"), str(HERE / program), "2", str(tmp_path)]
+        process = subprocess.Popen(
+            line, env=environment, stdout=(tmp_path / "log").open("wb"), stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            codes = [process.wait(timeout=timeout) for process in processes]
+            code = process.wait(timeout=timeout)
         finally:
-            for process in processes:
-                process.kill()
-        assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-        return "\n".join(log.read_text() for log in logs)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        logs = "\n".join(log.read_text() for log in sorted(tmp_path.glob("*log")))
+        assert code == 0, logs[-6000:]
+        return logs
 
     return run

@@ -93,9 +93,13 @@ def test_what_hangs_or_dies_costs_one_sample(file: Path, bad: str) -> None:
         grader.grade(batch)
     assert [sample.reward for sample in batch] == [1.0, None, None, None, None, 1.0]
     assert [sample.status is Status.FAILED for sample in batch] == [False, True, True, True, True, False]
-    reasons = [sample.metadata.get("error") for sample in batch]
-    assert reasons[1] == ("the grading process died" if bad == "die" else "timeout: more than 0.2 s")
-    assert reasons[2] == "KeyError: 'missing'" and reasons[3] == "the reward function returned None"
+    reasons = [sample.metadata.get("error", "") for sample in batch]
+    assert reasons[1].startswith("the grading process died: " if bad == "die" else "timeout: more than 0.2 s in ")
+    assert reasons[2] == f"KeyError: 'missing' (raised by moody of {file})"
+    assert reasons[3].startswith("the reward function returned None: ") and reasons[4].startswith(
+        "the reward function returned nan: "
+    )
+    assert all("moody" in reason for reason in reasons[1:5]), "every message names the function"
 
 
 def test_asynchronous_functions_have_the_same_limit(file: Path) -> None:
@@ -110,9 +114,6 @@ def test_a_wrong_request_is_no_failed_sample(file: Path) -> None:
     with Grader(custom_rm_path=str(file), num_workers=1, arguments={"scale": 1}) as grader:
         with pytest.raises(ValueError, match=r"a dictionary with 'score', 'parts', 'note'.*--reward-key"):
             grader.grade(samples("a"))
-    with Grader(custom_rm_path=f"{file}:moody", num_workers=1) as grader:
-        with pytest.raises(ValueError, match=r"returned 'good' \(str\)"):
-            grader.grade(samples("text"))
     with Grader(custom_rm_path=f"{file}:absent", num_workers=1) as grader:
         with pytest.raises(ValueError, match="has no function 'absent'"):
             grader.grade(samples("a"))

@@ -149,7 +149,7 @@ def test_a_refused_prompt_fails_alone(bench: Bench) -> None:
 def test_when_everything_fails_nothing_is_committed(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     (tmp_path / "broken.py").write_text("def reward_func(args, sample):\n    raise KeyError('gone')\n")
     bench = Bench(tmp_path, tokenizer, rm_type=None, custom_rm_path=str(tmp_path / "broken.py"))
-    with pytest.raises(RuntimeError, match="all 8 samples failed, the first with \"KeyError: 'gone'\""):
+    with pytest.raises(RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*broken\.py\)\""):
         bench.round(0)
     assert bench.store.committed(KEYS.rollout(0)) is None
 

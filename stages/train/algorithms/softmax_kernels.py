@@ -1,6 +1,7 @@
 """`softmax.py` on a GPU, in Triton, which torch brings along. Only CUDA code imports this.
 
-Plain torch passes over [t, V] in float32 about ten times, and back and forth through memory each time. A row's sums are added in one fixed order whatever t is, so the same tokens give the same bits in any chunk.
+Plain torch passes over [t, V] in float32 about ten times, and back and forth through memory each time. A row's sums are added in one
+fixed order whatever t is, so the same tokens give the same bits in any chunk.
 """
 
 from __future__ import annotations

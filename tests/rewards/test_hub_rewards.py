@@ -1,0 +1,177 @@
+"""What the rewards of the hub say, on cases made by hand."""
+
+import random
+from typing import Any
+
+import pytest
+
+from stages.rewards.answer_text import answer_text
+from stages.rewards.grading import check_reward
+from stages.rewards.hub import REWARDS, reward_named
+from stages.rewards.math_answer import same_answer
+from storage.sample import Sample
+
+
+def graded(name: str, response: str, label: str = "", **metadata: Any) -> Any:
+    return reward_named(name).function(Sample("0", "g", "0", 0, response=response, label=label, metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("<think>a</think>b<|im_end|>", "b"),
+        ("one</think>two</think> three</s>\n", " three"),
+        ("plain <|eot_id|><|end_of_text|>", "plain"),
+        ("a <|x|> b", "a <|x|> b"),
+        ("done<｜end▁of▁sentence｜>", "done"),
+    ],
+)
+def test_answer_text(response: str, answer: str) -> None:
+    assert answer_text(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"<think>long</think> so \boxed{42}", "42", 1),
+        (r"\boxed{42}", "42", 0),  # it has not thought
+        (r"<think>\boxed{42}</think> I do not know", "42", 0),
+        (r"<think>\boxed{1}</think> \boxed{41} or \boxed{42}<|im_end|>", "42", 1),
+        (r"a</think>\boxed{1}</think>\boxed{2}", "2", 1),
+        (r"###Response: \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"###Instruction \boxed{3} ###Response \boxed{4}", "3", 0),
+        (r"</think>\boxed{5}", r"the answer is \boxed{5}", 1),
+        (r"</think>\boxed{5}", "", 0),
+        (r"</think>\boxed{}", "", 0),
+    ],
+)
+def test_deepscaler(response: str, label: str, reward: float) -> None:
+    assert graded("deepscaler", response, label) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("so\nAnswer: 34", "34", 1),
+        ("answer :34", "34", 1),
+        ("Answer: 33\nAnswer: 34<|im_end|>", "34", 1),
+        ("Answer: 34\nAnswer: 33", "34", -1),
+        ("the answer is 34", "34", -1),
+        (r"Answer: $\boxed{34}$", "34", 1),
+        (r"Answer: $x = 34$", "34", 1),
+        (r"Answer: $34$.", "34", 1),
+        (r"Answer: 1,234 dollars", "1234", 1),
+        (r"Answer: \$34", "34", 1),
+        (r"Answer: 34^\circ", "34", 1),
+        (r"Answer: 34 \text{ cm}", "34", 1),
+        (r"Answer: \text{34}", "34", 1),
+        ("Answer: -5", "-5", 1),
+        ("Answer: 34", "34.0", 1),
+        ("Answer: 34.0", "34", -1),
+        ("Answer: thirty", "34", -1),
+        ("Answer: 34" + "\n" + "x" * 300, "34", -1),  # too far from the end
+    ],
+)
+def test_dapo(response: str, label: str, score: float) -> None:
+    assert graded("dapo", response, label) == {"score": score, "acc": float(score == 1)}
+
+
+def test_dapo_wants_a_whole_number_and_a_key() -> None:
+    with pytest.raises(ValueError, match="the label 'East' is no whole number"):
+        graded("dapo", "Answer: East", "East")
+    with pytest.raises(ValueError, match=r"dictionary with score, acc: name one with --reward-key \(now None\)"):
+        check_reward("boxed_dapo", None)
+    check_reward("dapo", None, reward_key="score")
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "f1"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1),
+        ("the tower", "Eiffel tower", 2 / 3),  # precision 1, recall 1/2
+        ("red red blue", "red green", 2 / 5),  # one of three, one of two
+        ("Paris", "London", 0),
+        ("yes", "Yes.", 1),
+        ("yes it is", "yes", 0),
+        ("no", "no way", 0),
+        ("noanswer", "noanswer", 1),
+        ("", "Paris", 0),
+        ("the", "a", 0),  # only articles
+        ("Paris<|im_end|>", "Paris", 1),
+    ],
+)
+def test_f1(response: str, label: str, f1: float) -> None:
+    assert graded("f1", response, label) == pytest.approx(f1)
+
+
+FOUR = {"choices": ["red blood cell", "the Sun", "ion", "Moon"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("The answer is B.", "B", FOUR, 1),
+        ("The answer is (B) because A is wrong", "B", FOUR, 1),
+        ("Answer: **C**", "C", FOUR, 1),
+        ("answer: c", "C", FOUR, 1),
+        (r"The final answer is $\boxed{D}$.", "D", FOUR, 1),
+        ("D is the correct one", "D", FOUR, 1),
+        ("Not A. Not B. C", "C", FOUR, 1),  # the last capital
+        ("The answer is a matter of taste: C", "C", FOUR, 1),
+        ("The answer follows. B", "B", FOUR, 1),
+        ("<think>The answer is A.</think>The answer is B.", "B", FOUR, 1),
+        ("The answer is A.", "B", FOUR, 0),
+        ("The answer is B.", "the sun", FOUR, 1),  # the label is a choice's text
+        ("The answer is B.", "1", FOUR, 1),  # or its number
+        ("it is the sun, clearly", "B", FOUR, 1),  # text instead of a letter
+        ("it is sunny", "B", FOUR, 0),
+        ("it is sunny", "unlisted", {}, 0),
+        ("surely unlisted things", "unlisted", {}, 1),
+        ("The answer is B", "", {"correct_letter": "b"}, 1),
+        ("The answer is Z", "Y", {"valid_letters": ["Y", "Z"]}, 0),
+        ("The answer is Y", "y", {"valid_letters": ["Y", "Z"]}, 1),
+        ("The answer is Q", "Q", {"choices": {"P": "one", "Q": "two"}}, 1),
+        ("I cannot tell", "B", FOUR, 0),
+        ("", "B", FOUR, 0),
+        ("ionic", "", {"choices": ["ion"], "correct_answer": "ion"}, 0),
+        ("it is an ion", "", {"choices": ["ion"], "correct_answer": "ion"}, 1),
+    ],
+)
+def test_gpqa(response: str, label: str, metadata: dict[str, Any], reward: float) -> None:
+    assert graded("gpqa", response, label, **metadata) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "same"),
+    [
+        (r"7\frac{3}{4}", "7.75", True),
+        ("7 3/4", r"\frac{31}{4}", True),
+        (r"-2\frac12", "-2.5", True),
+        ("5 cm", "5", True),
+        ("12 inches", "12", True),
+        ("3 cm^2", "3", True),
+        ("5 million", "5000000", True),
+        ("east", "East", True),
+        ("1 and 2", "1,2", True),
+        ("2 or 3", "2, 3", True),
+        ("7 3/4", "73/4", False),
+        ("5 million", "5", False),
+        ("1 and 2", "2,1", False),
+        ("5 or 6", "6", False),
+        (r"2^3\frac{1}{2}", "4", True),  # a product, no mixed number
+    ],
+)
+def test_answers_that_people_write(answer: str, label: str, same: bool) -> None:
+    assert same_answer(answer, label) is same and same_answer(label, answer) is same
+
+
+@pytest.mark.parametrize("name", [name for name, reward in REWARDS.items() if not reward.remote])
+def test_no_response_breaks_a_reward(name: str) -> None:
+    """Any text of pieces that graders look at gives a finite number, or a dictionary of them."""
+    pieces = [r"\boxed{", "}", "</think>", "Answer:", "answer is", "A", "(B)", " ", "\n", "$", r"\frac", r"\text{", "1", "/0", "^", "é", "✓", '"', "###Response"]  # fmt: skip
+    draw = random.Random(0)
+    for _ in range(60):
+        response = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        value = graded(name, response, "7", instruction_id_list=["punctuation:no_comma"], kwargs=[{}])
+        numbers = value.values() if isinstance(value, dict) else [value]
+        assert all(-1 <= number <= 1 for number in numbers), response

@@ -1,0 +1,39 @@
+"""Every layout of two and four ranks trains the same policy as one rank, and goes on from another layout's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("layout_ranks.py")
+NUM_CASES = 30  # a model under a layout
+TIMEOUT = 600.0
+
+
+@pytest.mark.integration
+def test_every_layout_is_the_same_trainer(tmp_path: Path) -> None:
+    """Metrics, gradients, weights after static and dynamic micro-batches; resumed under another layout; its own bits back."""
+    path = os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(tmp_path)],
+        env=environment,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(timeout=TIMEOUT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+            process.wait()
+    said = log.read_text()
+    assert code == 0, said[-5000:]
+    assert said.count(": differences ") == NUM_CASES, said[-5000:]
