@@ -73,7 +73,11 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
             f"--loss-type {config.train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
             "`penstock train` on graded samples (policy_loss)"
         )
-    check_tokenizer(config.convert.hf_checkpoint, apply_chat_template=config.rollout.apply_chat_template or demonstrations)
+    check_tokenizer(
+        config.convert.hf_checkpoint,
+        apply_chat_template=config.rollout.apply_chat_template or demonstrations,
+        tools=config.rollout.tool_key is not None,
+    )
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, demonstrations=demonstrations)
     evaluated = [config.rollout.model_copy(update=config.eval.overrides(path)) for _, path in config.eval.eval_prompt_data]

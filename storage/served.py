@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,16 @@ def _rows(directory: Path, commit: Commit) -> Iterable[dict[str, Any]]:
                 yield from batch.to_pylist()
 
 
+@dataclass
+class Lane:
+    """What is visited in epochs of its own: all files, or one of several weighted ones."""
+
+    epoch: int = 0
+    cursor: int = 0  # prompts of this epoch already visited
+    rows: set[tuple[int, int]] = field(default_factory=set)  # (file, row) served in this epoch
+    skipped: int = 0  # prompts of this epoch that were too long
+
+
 class Course:
     """The way of a run through its data, followed commit by commit beside what the samples say."""
 
@@ -98,8 +108,9 @@ class Course:
         self.restarts = restarts  # rounds at which a fork began the data anew
         self.num_epochs = 0  # begun, those before a restart included
         self._past_epochs = 0
-        self.before: dict[str, Any] = {"epoch": 0, "cursor": 0, "issued": 0, "segments": []}
-        self.rows: set[tuple[int, int]] = set()  # (file, row) served in the current epoch
+        self.before: dict[str, Any] = {"issued": 0, "segments": []}
+        self.lanes: dict[int, Lane] = {}  # by file if they are weighted, else one
+        self._skipped_now = 0  # prompts in the round that is followed
 
     def follow(self, prefix: str, commit: Commit, served: dict[int, Source], *, whole: bool = False) -> list[str]:
         """What is wrong with one round's place in the order. `whole`: the round must be exactly one epoch."""
@@ -107,8 +118,8 @@ class Course:
         if after is None:
             return [f"{commit_key(prefix)} does not say where the run stands in its data"]
         if commit.index in self.restarts and not whole:
-            self.before = {**self.before, "epoch": 0, "cursor": 0, "segments": []}
-            self.rows = set()
+            self.before = {"issued": self.before["issued"], "segments": []}
+            self.lanes = {}
             self._past_epochs = self.num_epochs
         before, self.before = self.before, after
         issues = range(before["issued"], after["issued"])
@@ -120,33 +131,80 @@ class Course:
             ]
         if after["segments"][: len(before["segments"])] != before["segments"]:
             return [f"{commit_key(prefix)} has forgotten data that earlier rounds have seen"]
-        problems = self._walk(prefix, before, after, served, sum(segment["rows"] for segment in after["segments"]))
-        if whole and (after["epoch"], len(self.rows)) != (0, sum(segment["rows"] for segment in after["segments"])):
-            problems.append(f"{prefix} has scored {len(self.rows)} of the data set's prompts")
+        weighted = after.get("places") or []
+        if weighted and not before.get("places"):
+            self.lanes = _divided(self.lanes.get(0, Lane()), before["segments"])
+        num_skipped = after.get("skipped", 0) - before.get("skipped", 0)
+        problems: list[str] = []
+        for number, place in enumerate(weighted or [after]):
+            segments = [one for one in after["segments"] if not weighted or one["file"] == number]
+            lane = self.lanes.setdefault(number, Lane())
+            mine = {issue: source for issue, source in served.items() if not weighted or source[1] == number}
+            problems += self._walk(prefix, lane, place, mine, segments, may_skip=num_skipped > 0)
+        if num_skipped != self._skipped_now and not problems:
+            problems.append(f"{commit_key(prefix)} says that {num_skipped} prompts were skipped; {self._skipped_now} are missing")
+        self._skipped_now = 0
+        self.num_epochs = self._past_epochs + max(lane.epoch for lane in self.lanes.values()) + 1
+        num_rows = sum(segment["rows"] for segment in after["segments"])
+        if whole and (after["epoch"], len(self.lanes[0].rows)) != (0, num_rows):
+            problems.append(f"{prefix} has scored {len(self.lanes[0].rows)} of the data set's prompts")
         return problems[:3]
 
     def _walk(
-        self, prefix: str, before: dict[str, Any], after: dict[str, Any], served: dict[int, Source], num_rows: int
+        self,
+        prefix: str,
+        lane: Lane,
+        place: dict[str, Any],
+        served: dict[int, Source],
+        segments: list[dict[str, Any]],
+        *,
+        may_skip: bool,
     ) -> list[str]:
+        """Follow one lane to `place`. What was skipped is seen by what is missing: up to the next epoch, or up to the end."""
         problems = []
-        epoch, cursor = before["epoch"], before["cursor"]
+        num_rows = sum(segment["rows"] for segment in segments)
+
+        def skip(count: int) -> None:
+            lane.cursor, lane.skipped = lane.cursor + count, lane.skipped + count
+            self._skipped_now += count
+
+        def turn() -> None:
+            if len(lane.rows) + lane.skipped != num_rows:
+                problems.append(f"{prefix}: epoch {lane.epoch} ended with {len(lane.rows)} of {num_rows} prompts served")
+            lane.epoch, lane.cursor, lane.rows, lane.skipped = lane.epoch + 1, 0, set(), 0
+
         for issue in sorted(served):
-            if cursor == num_rows:
-                if len(self.rows) != num_rows:
-                    problems.append(f"{prefix}: epoch {epoch} ended with {len(self.rows)} of {num_rows} prompts served")
-                epoch, cursor, self.rows = epoch + 1, 0, set()
-            cursor += 1
             said, file, row = served[issue]
-            if said != epoch:
-                problems.append(f"{prefix}: prompt {issue} says epoch {said}; the data source was in epoch {epoch}")
-            if not any(s["file"] == file and s["start"] <= row < s["start"] + s["rows"] for s in after["segments"]):
+            while lane.cursor == num_rows or (may_skip and said > lane.epoch):
+                skip(num_rows - lane.cursor)
+                turn()
+            lane.cursor += 1
+            if said != lane.epoch:
+                problems.append(f"{prefix}: prompt {issue} says epoch {said}; the data source was in epoch {lane.epoch}")
+            if not any(s["file"] == file and s["start"] <= row < s["start"] + s["rows"] for s in segments):
                 problems.append(f"{prefix}: prompt {issue} is row {row} of file {file + 1}, which the run has not seen")
-            if (file, row) in self.rows:
-                problems.append(f"{prefix}: prompt {issue} is row {row} of file {file + 1}, served before in epoch {epoch}")
-            self.rows.add((file, row))
-        self.num_epochs = self._past_epochs + epoch + 1
-        if (epoch, cursor) != (after["epoch"], after["cursor"]):
+            if (file, row) in lane.rows:
+                problems.append(f"{prefix}: prompt {issue} is row {row} of file {file + 1}, served before in epoch {lane.epoch}")
+            lane.rows.add((file, row))
+        if may_skip and place["epoch"] == lane.epoch and place["cursor"] > lane.cursor:
+            skip(place["cursor"] - lane.cursor)
+        if (lane.epoch, lane.cursor) != (place["epoch"], place["cursor"]):
             problems.append(
-                f"{commit_key(prefix)} stands at epoch {after['epoch']}, prompt {after['cursor']}; its samples lead to {epoch}, {cursor}"
+                f"{commit_key(prefix)} stands at epoch {place['epoch']}, prompt {place['cursor']}; "
+                f"its samples lead to {lane.epoch}, {lane.cursor}"
             )
         return problems
+
+
+def _divided(lane: Lane, segments: list[dict[str, Any]]) -> dict[int, Lane]:
+    """What every file has of a lane of them all: a run that gets weights goes on in each where it stands."""
+    lanes: dict[int, Lane] = {}
+    left = lane.cursor
+    for segment in segments:
+        mine = lanes.setdefault(segment["file"], Lane(lane.epoch))
+        visited = min(left, segment["rows"])
+        mine.cursor, left = mine.cursor + visited, left - visited
+    for number, mine in lanes.items():
+        mine.rows = {(file, row) for file, row in lane.rows if file == number}
+        mine.skipped = mine.cursor - len(mine.rows)
+    return lanes

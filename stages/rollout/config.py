@@ -16,7 +16,11 @@ class RolloutConfig(StageConfig):
 
     # "schedule": paths may move and files may be appended; the rows that a run knows are held by content (data_source.py).
     prompt_data: list[str] = option(default_factory=list, change="schedule")
-    """Files with prompts: JSONL or Parquet, local or any fsspec URI. A resumed run may append rows and files."""
+    """Files with prompts: JSONL or Parquet, local or any fsspec URI; a pattern (`shards/*.jsonl`) is all files that match, one after
+    another, and `@[a:b]` behind it takes rows a to b. A resumed run may append rows and files."""
+
+    prompt_data_weights: list[float] = option(default_factory=list, change="schedule")
+    """Share of each entry of --prompt-data; each then has epochs of its own. Without weights the files follow each other."""
 
     input_key: str = option("input", aliases=("prompt-key",))
     """Column with the prompt: text, or a list of chat messages."""
@@ -27,6 +31,9 @@ class RolloutConfig(StageConfig):
     metadata_key: str = option("metadata")
     """Column whose dictionary (or JSON text) travels with every sample; rows may lack it."""
 
+    tool_key: str | None = option(None)
+    """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template; rows may lack it."""
+
     apply_chat_template: bool = option(False)
     """Render prompts through the tokenizer's chat template; a prompt that is plain text becomes one user message."""
 
@@ -35,6 +42,21 @@ class RolloutConfig(StageConfig):
 
     rollout_seed: int = option(42, ge=0, lt=2**32)
     """Seed of that order."""
+
+    rollout_max_prompt_len: int | None = option(None, ge=1)
+    """Most tokens of a prompt; longer ones are skipped and counted. No limit if not given."""
+
+    rollout_max_context_len: int | None = option(None, ge=2)
+    """Most tokens of prompt and response together; a prompt that leaves no room for a response is skipped. No limit if not given."""
+
+    streaming_data: bool = option(False, change="placement")
+    """Hold no prompts in memory: they are written into files of --data-cache once and read from there one by one."""
+
+    data_cache: str | None = option(None, change="placement")
+    """Directory of these files, which are about as large as the prompts; `penstock/prompts` in the user's cache directory if not given."""
+
+    num_data_workers: int = option(1, change="placement", ge=1)
+    """Processes that read prompt files; the rows and their order do not depend on it."""
 
     # ---- how much -------------------------------------------------------------------------------------------------------
 
@@ -73,18 +95,30 @@ class RolloutConfig(StageConfig):
     # ---- rewards --------------------------------------------------------------------------------------------------------
 
     rm_type: str | None = option(None)
-    """Built-in reward: exact_number, math or random; `boxed_` in front grades the last \\boxed{} alone. A row's metadata may name
-    another one as `rm_type`."""
+    """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random or remote_rm; `boxed_` in front grades the last
+    \\boxed{} alone. A row's metadata may name another one as `rm_type`."""
 
     custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
-    """Reward function of yours, `async def f(args, sample, **kwargs)` or without async: file.py, file.py:name, pkg.module:name
-    or pkg.module.name."""
+    """Reward of yours, a function `f(args, sample, **kwargs)`, async or not, or a class with `compute_reward(prompts, responses)`:
+    file.py, file.py:name, pkg.module:name or pkg.module.name. A row's metadata may name another one as `custom_rm_path`."""
+
+    group_rm: bool = option(False)
+    """The function is `f(args, samples)` and grades all samples of a prompt together; never used in evaluations."""
+
+    rm_model_path: str | None = option(None)
+    """What the constructor of a reward class gets, if it wants something."""
+
+    rm_url: str | None = option(None, change="placement")
+    """Server that remote_rm asks: POST {prompt, response, label}, answered with a number or a dictionary."""
 
     reward_key: str | None = option(None)
-    """Which entry is the reward when the function returns a dictionary."""
+    """Which entry is the reward when it is a dictionary (dapo: score or acc)."""
 
     reward_timeout: float = option(30.0, change="placement", gt=0)
-    """Seconds one sample may take to grade; after that its status is failed."""
+    """Seconds one sample may take to grade; after that its status is failed. A group has as many times that."""
+
+    reward_start_timeout: float = option(300.0, change="placement", gt=0)
+    """Seconds until a grading process has imported the function and constructed the class, its model loaded."""
 
     reward_workers: int = option(2, change="placement", ge=1)
     """Processes that grade, for rewards that run outside this process."""
@@ -138,6 +172,20 @@ class RolloutConfig(StageConfig):
 
     sglang_start_timeout: float = option(600.0, change="placement", gt=0)
     """Seconds a server may take to start."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> RolloutConfig:
+        weights = self.prompt_data_weights
+        if weights and len(weights) != len(self.prompt_data):
+            raise ValueError(
+                f"--prompt-data-weights has {len(weights)} numbers and --prompt-data {len(self.prompt_data)} entries: give one "
+                "weight per entry"
+            )
+        if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
+            raise ValueError(
+                f"--prompt-data-weights {' '.join(map(str, weights))}: weights are 0 or more, and at least one is more: change them"
+            )
+        return self
 
     @field_validator("prompt_data", "rollout_stop", mode="before")
     @classmethod

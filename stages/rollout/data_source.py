@@ -1,4 +1,4 @@
-"""Which prompt comes next: epochs, shuffling, and a position that can be written down and taken up again exactly.
+"""Which prompt comes next: epochs, shuffling, weighted sources, and a position that can be written down and taken up again exactly.
 
 The source itself holds no position. A position is a small frozen value, `SourceState`, and `take` is a function from one to the
 next, so a rollout that failed half-way is simply taken again from the same state: no prompt is lost and none is served twice.
@@ -6,23 +6,30 @@ The state after rollout r lies in r's commit, and nowhere else.
 
 Data only grows. What a run has seen is a list of segments (file, first row, number of rows, hash of their content). Rows or files
 appended later form new segments with permutations of their own, visited at the end of the epoch; old permutations never change.
+
+The files of --prompt-data are visited one after another, or, with weights, each in epochs of its own. How rows are read and where they
+lie is prompt_files.py's, the orders themselves are prompt_order.py's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from stages.rollout import prompt_order
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompt_files import read_rows
-from storage.refs import Frozen
+from stages.rollout.prompt_files import read_entry
+from stages.rollout.source_state import Place, Segment, SourceState
+from stages.rollout.spool import SpooledRows
 
 Messages = list[dict[str, Any]]
+
+LARGE = 1 << 22  # rows of a segment from which on its order is computed and not stored
 
 
 @dataclass(frozen=True)
@@ -32,58 +39,58 @@ class Prompt:
     issue: int  # how many prompts the run had issued before
     epoch: int
     file: int  # index in --prompt-data
-    row: int  # in that file
+    row: int  # of that entry
     content: str | Messages
     label: str
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # with the tools, if the row has any
+    tools: list[dict[str, Any]] | None = None  # for the chat template
 
 
-class Segment(Frozen):
-    """A block of rows of one file that entered the run together."""
-
-    file: int  # index in --prompt-data (paths may move, the order of the files may not)
-    start: int
-    rows: int
-    digest: str  # xxh3-64 of the rows
+Admits = Callable[[Sequence[Prompt]], Sequence[bool]]  # which of these prompts are served; of each prompt it says always the same
 
 
-class SourceState(Frozen):
-    """Where a run stands in its data."""
-
-    epoch: int = 0
-    cursor: int = 0  # prompts of this epoch already issued
-    issued: int = 0  # prompts issued in all
-    segments: tuple[Segment, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Prompts in an epoch."""
-        return sum(segment.rows for segment in self.segments)
+Lane = list[tuple[int, Segment]]  # what is visited in turn in every epoch: segments and their numbers
 
 
 class PromptSource:
     """The rows of all files, and their order in every epoch.
 
     Args:
-        files: rows of each file, as `read_rows` gives them.
+        files: rows of each entry of --prompt-data.
         shuffle: a new random order each epoch; else the order of the files.
         seed: of that order.
+        weights: share of each entry; without them the files follow each other.
+        names: of the entries, for messages.
     """
 
-    def __init__(self, files: Sequence[list[bytes]], *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        files: Sequence[Sequence[bytes]],
+        *,
+        shuffle: bool,
+        seed: int,
+        weights: Sequence[float] = (),
+        names: Sequence[str] = (),
+    ) -> None:
         self.files = files
         self.shuffle = shuffle
         self.seed = seed
+        self.shares = prompt_order.shares(weights) if weights else []
+        self.names = names
         self._digests: dict[tuple[int, int, int], str] = {}
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # segment -> epoch, permutation: only the latest epoch's
 
     @classmethod
     def open(cls, config: RolloutConfig) -> PromptSource:
         """Read all prompt files. Raises ValueError for whatever is wrong with them."""
-        if not config.prompt_data:
-            raise ValueError("--prompt-data is missing: give JSONL or Parquet files with prompts")
-        files = [read_rows(path, config) for path in config.prompt_data]
-        return cls(files, shuffle=config.rollout_shuffle, seed=config.rollout_seed)
+        entries = [read_entry(path, config) for path in _paths(config)]
+        return cls(
+            [entry.rows for entry in entries],
+            shuffle=config.rollout_shuffle,
+            seed=config.rollout_seed,
+            weights=config.prompt_data_weights if len(entries) > 1 else (),
+            names=[entry.name for entry in entries],
+        )
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.files)
@@ -92,7 +99,7 @@ class PromptSource:
         """The state to go on from: the beginning, or `saved` with whatever was appended since.
 
         Raises:
-            ValueError: rows that the run has seen are gone or have changed.
+            ValueError: rows that the run has seen are gone or have changed, or its weights are.
         """
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
@@ -100,51 +107,131 @@ class PromptSource:
             self._check_unchanged(segment)
             known[segment.file] = segment.start + segment.rows
         new = [
-            Segment(file=file, start=start, rows=len(rows) - start, digest=self._digest(file, start, len(rows)))
+            Segment(
+                file=file,
+                start=start,
+                rows=len(rows) - start,
+                digest=self._digest(file, start, len(rows)),
+                order="computed" if len(rows) - start > LARGE else "stored",
+            )
             for file, (start, rows) in enumerate(zip(known, self.files))
             if len(rows) > start
         ]
-        return state.model_copy(update={"segments": (*state.segments, *new)})
+        return state.model_copy(update={"places": self._places(state), "segments": (*state.segments, *new)})
 
-    def take(self, state: SourceState, count: int) -> tuple[list[Prompt], SourceState]:
-        """The next `count` prompts (over any number of epochs) and the state after them. Changes nothing."""
+    def take(self, state: SourceState, count: int, admits: Admits | None = None) -> tuple[list[Prompt], SourceState]:
+        """The next `count` prompts (over any number of epochs) and the state after them. Changes nothing.
+
+        Args:
+            state: as `restore` gives it.
+            count: how many.
+            admits: judges prompts; those that it refuses are visited, counted as skipped, and others come in their stead.
+
+        Raises:
+            ValueError: no prompt of a whole epoch is admitted.
+        """
         assert state.num_rows > 0, "a source is never empty"
-        prompts = []
-        epoch, cursor = state.epoch, state.cursor
-        for issue in range(state.issued, state.issued + count):
-            if cursor == state.num_rows:  # only now: rows appended at the very end still belong to the epoch
-                epoch, cursor = epoch + 1, 0
-            file, row = self._locate(state.segments, epoch, cursor)
-            content, label, metadata = json.loads(self.files[file][row])
-            prompts.append(Prompt(issue, epoch, file, row, content, label, metadata))
-            cursor += 1
-        return prompts, state.model_copy(update={"epoch": epoch, "cursor": cursor, "issued": state.issued + count})
+        if not state.places:
+            lane = list(enumerate(state.segments))
+            prompts, epoch, cursor, skipped = self._draw(lane, state.epoch, state.cursor, count, admits)
+            where: dict[str, Any] = {"epoch": epoch, "cursor": cursor}
+        else:
+            prompts, places, skipped = self._draw_mixed(state, count, admits)
+            where = {"places": places}
+        issued = [replace(prompt, issue=issue) for issue, prompt in enumerate(prompts, start=state.issued)]
+        where |= {"issued": state.issued + count, "skipped": state.skipped + skipped}
+        return issued, state.model_copy(update=where)
 
-    def _locate(self, segments: Sequence[Segment], epoch: int, cursor: int) -> tuple[int, int]:
-        """File and row of an epoch's prompt number `cursor`."""
-        for index, segment in enumerate(segments):
+    # ---- the order ------------------------------------------------------------------------------------------------------
+
+    def _draw(self, lane: Lane, epoch: int, cursor: int, count: int, admits: Admits | None) -> tuple[list[Prompt], int, int, int]:
+        """The next admitted prompts of a lane (their issue is not known yet), epoch and cursor behind the last one, and how many were skipped."""
+        num_rows = sum(segment.rows for _, segment in lane)
+        found: list[Prompt] = []
+        skipped = in_vain = 0
+        while len(found) < count:
+            batch = []  # never more than are missing: so the last one visited is one that is served
+            for _ in range(count - len(found)):
+                if cursor == num_rows:  # only now: rows appended at the very end still belong to the epoch
+                    epoch, cursor = epoch + 1, 0
+                batch.append(self._read(lane, epoch, cursor))
+                cursor += 1
+            kept = batch if admits is None else [prompt for prompt, admitted in zip(batch, admits(batch)) if admitted]
+            found += kept
+            skipped += len(batch) - len(kept)
+            in_vain = 0 if kept else in_vain + len(batch)
+            if in_vain >= 2 * num_rows:  # a whole epoch is among them, wherever they began
+                name = self.names[batch[0].file] if batch[0].file < len(self.names) else f"file {batch[0].file + 1}"
+                raise ValueError(
+                    f"none of the {num_rows} prompts of {name} is short enough: raise --rollout-max-prompt-len or "
+                    "--rollout-max-context-len, or give other prompts"
+                )
+        return found, epoch, cursor, skipped
+
+    def _draw_mixed(self, state: SourceState, count: int, admits: Admits | None) -> tuple[list[Prompt], tuple[Place, ...], int]:
+        """The same for weighted sources: who is asked does not depend on what is skipped, so the shares are those of the prompts served."""
+        asked, credits = prompt_order.turns([place.credit for place in state.places], self.shares, count)
+        drawn: list[Iterator[Prompt]] = []
+        places = []
+        num_skipped = 0
+        for file, place in enumerate(state.places):
+            lane = [(index, segment) for index, segment in enumerate(state.segments) if segment.file == file]
+            prompts, epoch, cursor, skipped = self._draw(lane, place.epoch, place.cursor, asked.count(file), admits)
+            drawn.append(iter(prompts))
+            places.append(Place(epoch=epoch, cursor=cursor, credit=credits[file]))
+            num_skipped += skipped
+        return [next(drawn[file]) for file in asked], tuple(places), num_skipped
+
+    def _read(self, lane: Lane, epoch: int, cursor: int) -> Prompt:
+        """An epoch's prompt number `cursor`."""
+        for index, segment in lane:
             if cursor < segment.rows:
-                return segment.file, segment.start + self._position(index, segment.rows, epoch, cursor)
+                row = segment.start + self._position(index, segment, epoch, cursor)
+                content, label, metadata, *rest = json.loads(self.files[segment.file][row])
+                tools = rest[0] if rest else None
+                return Prompt(-1, epoch, segment.file, row, content, label, metadata | ({"tools": tools} if tools else {}), tools)
             cursor -= segment.rows
         raise AssertionError("cursor lies beyond the epoch")
 
-    def _position(self, index: int, rows: int, epoch: int, cursor: int) -> int:
+    def _position(self, index: int, segment: Segment, epoch: int, cursor: int) -> int:
         if not self.shuffle:
             return cursor
-        cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.int64)))
-        if cached_epoch != epoch or len(order) != rows:
-            # RandomState, not Generator: NumPy promises that its stream never changes (NEP 19), and resumed runs live on that.
-            order = np.random.RandomState([self.seed, epoch, index]).permutation(rows)
+        if segment.order == "computed":
+            return prompt_order.scattered(cursor, self.seed, epoch, index, segment.rows)
+        cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.uint32)))
+        if cached_epoch != epoch or len(order) != segment.rows:
+            order = prompt_order.permutation(self.seed, epoch, index, segment.rows)
             self._orders[index] = (epoch, order)
         return int(order[cursor])
+
+    # ---- what a run has seen --------------------------------------------------------------------------------------------
+
+    def _places(self, state: SourceState) -> tuple[Place, ...]:
+        """Where the run stands in each source. A run that gets weights later goes on in each file where it stands."""
+        if not self.shares:
+            if state.places:
+                raise ValueError(
+                    "this run mixes its sources and this command gives no --prompt-data-weights: give them (they may be others), "
+                    "or fork the run"
+                )
+            return ()
+        places = list(state.places)
+        if not places and state.segments:
+            visited = [0] * len(self.files)
+            before = 0
+            for segment in state.segments:
+                visited[segment.file] += min(max(state.cursor - before, 0), segment.rows)
+                before += segment.rows
+            seen = {segment.file for segment in state.segments}
+            places = [Place(epoch=state.epoch, cursor=visited[file]) for file in range(len(self.files)) if file in seen]
+        return (*places, *(Place() for _ in range(len(self.files) - len(places))))
 
     def _digest(self, file: int, start: int, stop: int) -> str:
         key = (file, start, stop)
         if key not in self._digests:
             digest = xxhash.xxh3_64()
-            for row in self.files[file][start:stop]:
-                digest.update(row)
-                digest.update(b"\n")
+            for piece in _content(self.files[file], start, stop):
+                digest.update(piece)
             self._digests[key] = digest.hexdigest()
         return self._digests[key]
 
@@ -163,6 +250,22 @@ class PromptSource:
             )
 
 
+def _content(rows: Sequence[bytes], start: int, stop: int) -> Iterator[bytes]:
+    """The bytes of some rows, a line break behind each."""
+    if isinstance(rows, SpooledRows):
+        yield from rows.content(start, stop)
+    else:
+        for row in rows[start:stop]:
+            yield row
+            yield b"\n"
+
+
+def _paths(config: RolloutConfig) -> list[str]:
+    if not config.prompt_data:
+        raise ValueError("--prompt-data is missing: give JSONL or Parquet files with prompts")
+    return config.prompt_data
+
+
 def check_prompt_data(config: RolloutConfig, *, demonstrations: bool = False) -> int:
     """Preflight: read everything and look at every prompt. Returns the number of rows.
 
@@ -173,18 +276,20 @@ def check_prompt_data(config: RolloutConfig, *, demonstrations: bool = False) ->
     Raises:
         ValueError: the first thing wrong.
     """
-    source = PromptSource.open(config)
-    for path, rows in zip(config.prompt_data, source.files):
-        for number, row in enumerate(rows):
-            content = json.loads(row)[0]
-            if demonstrations and not (isinstance(content, list) and any(m["role"] == "assistant" for m in content)):
-                raise ValueError(
-                    f"{path} row {number}: column {config.input_key!r} is no conversation with an assistant's turn, "
-                    "and SFT learns from nothing else: name the column of messages with --input-key"
-                )
-            if not demonstrations and isinstance(content, list) and not config.apply_chat_template:
-                raise ValueError(
-                    f"{path} row {number}: column {config.input_key!r} holds chat messages, and plain text is needed "
-                    "without a chat template: give --apply-chat-template"
-                )
-    return len(source)
+    if config.tool_key and not (config.apply_chat_template or demonstrations):
+        raise ValueError(f"--tool-key {config.tool_key} has no effect without a chat template: give --apply-chat-template")
+    num_rows = 0
+    for path in _paths(config):
+        entry = read_entry(path, config)
+        if demonstrations and entry.first_unanswered is not None:
+            raise ValueError(
+                f"{path} row {entry.first_unanswered}: column {config.input_key!r} is no conversation with an assistant's turn, "
+                "and SFT learns from nothing else: name the column of messages with --input-key"
+            )
+        if not demonstrations and entry.first_chat is not None and not config.apply_chat_template:
+            raise ValueError(
+                f"{path} row {entry.first_chat}: column {config.input_key!r} holds chat messages, and plain text is needed "
+                "without a chat template: give --apply-chat-template"
+            )
+        num_rows += len(entry.rows)
+    return num_rows

@@ -13,7 +13,7 @@ from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import Messages, Prompt, PromptSource
 from stages.rollout.metrics import length_metrics
 from stages.rollout.rollout import commit_samples, inputs_of, timed
-from stages.rollout.tokenizer import PromptTokenizer
+from stages.rollout.tokenizer import PromptTokenizer, Tools
 from storage.refs import Commit
 from storage.sample import Sample, Status
 from storage.store import Store
@@ -64,7 +64,7 @@ def demonstration_stage(
 
 def demonstrations(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int) -> list[Sample]:
     """Conversations as samples: the mask is 1 on the assistant's tokens, the token that ends its turn included."""
-    conversations = split_turns([_messages(prompt) for prompt in prompts], tokenizer)
+    conversations = split_turns([_messages(prompt) for prompt in prompts], tokenizer, [prompt.tools for prompt in prompts])
     # Piece by piece, and not the whole text at once: a prompt is then tokenised exactly as it will be when it is answered.
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
@@ -95,7 +95,7 @@ def demonstrations(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollou
     return samples
 
 
-def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer) -> list[list[Piece]]:
+def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer, tools: Sequence[Tools] | None = None) -> list[list[Piece]]:
     """Each conversation as rendered text, cut where the assistant begins to write and where its turn ends.
 
     Raises:
@@ -104,14 +104,16 @@ def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer) -> list[l
     cuts: list[tuple[int, bool]] = []  # conversation, whether the cut ends a turn of the assistant
     prefixes: list[Messages] = []
     openings = []
+    theirs: list[Tools] = []  # one per opening
     for index, chat in enumerate(chats):
         for turn, message in enumerate(chat):
             if message["role"] == "assistant":
                 cuts += [(index, False), (index, True)]
                 openings.append(chat[:turn])
                 prefixes.append(chat[: turn + 1])
-    opened = tokenizer.render_chats(openings, add_generation_prompt=True)
-    closed = tokenizer.render_chats(prefixes, add_generation_prompt=False)
+                theirs.append(tools[index] if tools else None)
+    opened = tokenizer.render_chats(openings, add_generation_prompt=True, tools=theirs)
+    closed = tokenizer.render_chats(prefixes, add_generation_prompt=False, tools=theirs)
     pieces: list[list[Piece]] = [[] for _ in chats]
     so_far = [""] * len(chats)
     for (index, is_assistant), text in zip(cuts, chain.from_iterable(zip(opened, closed))):

@@ -18,6 +18,7 @@ from engines.sglang.client import EngineClient, Generation
 from stages.rewards.outcome import Outcome, failed
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import Prompt
+from stages.rollout.prompt_lengths import response_limit
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.faults import reach
 from storage.preemption import Preempted, StopRequest
@@ -79,7 +80,7 @@ class Generated:
 
 def plan_groups(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, id_prefix: str = "") -> list[GroupPlan]:
     """Render and tokenise. Group ids count the prompts issued in the run: a round that is done again has the same ones."""
-    texts = tokenizer.render([prompt.content for prompt in prompts])
+    texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
     return [
         GroupPlan(prompt, f"{id_prefix}{prompt.issue:09d}", text, token_ids)
         for prompt, text, token_ids in zip(prompts, texts, tokenizer.encode(texts))
@@ -149,7 +150,8 @@ async def generate(
         samples = [blank_sample(group, index, round) for index in range(n)]
         async with slots:
             try:
-                generations = await client.generate(group.token_ids, params, n)
+                longest = min(params["max_new_tokens"], response_limit(config, len(group.token_ids)))
+                generations = await client.generate(group.token_ids, params | {"max_new_tokens": longest}, n)
             except ValueError as error:  # of this prompt alone (it is too long, say), which is no reason to end the run
                 report(n)
                 return [(sample, _refused(error), 0) for sample in samples]

@@ -45,20 +45,18 @@ def read_entry(entry: str, config: RolloutConfig) -> Entry:
         ValueError: missing or empty file, unknown format, malformed line, missing column, or a prompt that is none.
     """
     path, start, stop = parse_slice(entry)
-    fs, files = _find(path)
-    columns = Columns.of(config)
+    files, columns = _Files.find(path), Columns.of(config)
     if (start or 0) < 0 or (stop or 0) < 0:  # from the end: count first
-        start, stop, _ = slice(start, stop).indices(sum(len(block) for block in _all_blocks(fs, files, columns)))
+        start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
 
     def parts() -> Iterator[Rows]:
-        blocks = _between(_all_blocks(fs, files, columns), start or 0, stop)
-        return canonical_blocks(blocks, columns, config.num_data_workers)
+        return canonical_blocks(_between(files.blocks(columns), start or 0, stop), columns, config.num_data_workers)
 
     if config.streaming_data:
-        with _explained(path):
-            content = [fs.ukey(file) for file in files]
-        return _checked(Entry(entry, *spooled(parts, entry, columns, content, config.data_cache)))
-    rows, first_chat, first_unanswered = [], None, None
+        name = f"{files.place}@[{start}:{stop}]"
+        return _checked(Entry(entry, *spooled(parts, name, columns, files.fingerprints(), config.data_cache)))
+    rows: list[bytes] = []
+    first_chat, first_unanswered = None, None
     for part in parts():
         first_chat = _earlier(first_chat, part.first_chat, len(rows))
         first_unanswered = _earlier(first_unanswered, part.first_unanswered, len(rows))
@@ -86,28 +84,52 @@ def _checked(entry: Entry) -> Entry:
     return entry
 
 
-def _find(path: str) -> tuple[Any, list[str]]:
-    """File system and files of a path or a pattern; shard-2 comes before shard-10."""
-    try:
-        fs, inner = fsspec.core.url_to_fs(path)
-    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
-        raise ValueError(f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec knows") from None
-    with _explained(path):
-        files = sorted(fs.glob(inner), key=_natural) if set("*?[") & set(inner) and not fs.exists(inner) else [inner]
-    if not files:
-        raise ValueError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
-    for file in files:
-        if not _plain(file).endswith((*JSONL, ".parquet")):
-            named = path if files == [inner] else file
+@dataclass(frozen=True)
+class _Files:
+    """The files of a path or a pattern."""
+
+    fs: Any
+    place: str  # absolute, with its protocol
+    files: list[tuple[str, str]]  # name for the reader, path for the file system
+
+    @classmethod
+    def find(cls, path: str) -> _Files:
+        try:
+            fs, inner = fsspec.core.url_to_fs(path)
+        except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
             raise ValueError(
-                f"{named} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
-            )
-    return fs, files
+                f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec knows"
+            ) from None
+        files = [(path, inner)]
+        with _explained(path):
+            if set("*?[") & set(inner) and not fs.exists(inner):
+                local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+                files = [(name if local else fs.unstrip_protocol(name), name) for name in sorted(fs.glob(inner), key=_natural)]
+        if not files:
+            raise ValueError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
+        for name, _ in files:
+            if not _plain(name).endswith((*JSONL, ".parquet")):
+                raise ValueError(
+                    f"{name} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
+                )
+        return cls(fs, fs.unstrip_protocol(inner), files)
+
+    def blocks(self, columns: Columns) -> Iterator[Block]:
+        """The rows of all files, raw; shard-2 comes before shard-10."""
+        for name, file in self.files:
+            is_parquet = _plain(name).endswith(".parquet")
+            with _explained(name), self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
+                yield from _parquet_blocks(opened, name, columns) if is_parquet else _jsonl_blocks(opened, name)
+
+    def fingerprints(self) -> list[str]:
+        """Per file something that changes when it does, without reading it."""
+        with _explained(self.place):
+            return [self.fs.ukey(file) for _, file in self.files]
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sorts names by the value of the numbers in them."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _plain(file: str) -> str:
@@ -126,13 +148,6 @@ def _explained(path: str) -> Iterator[None]:
         raise ValueError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
     except PermissionError:
         raise ValueError(f"prompt file {path} may not be read by this user: change its permissions") from None
-
-
-def _all_blocks(fs: Any, files: Sequence[str], columns: Columns) -> Iterator[Block]:
-    for file in files:
-        is_parquet = _plain(file).endswith(".parquet")
-        with _explained(file), fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
-            yield from _parquet_blocks(opened, file, columns) if is_parquet else _jsonl_blocks(opened, file)
 
 
 def _between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
@@ -172,8 +187,9 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
 
 def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ParquetRows]:
     try:
-        # A buffer, or a whole column of a row group is held at once (and many writers make one row group of a million rows).
-        parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES)
+        # Both, or a whole column of a row group is held at once, and many writers make one row group of a million rows
+        # (pyarrow 25: 207 MB for a group of 201 MB; 19 MB like this).
+        parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file ({error}): write it again") from None
     found = parquet.schema_arrow.names

@@ -73,7 +73,7 @@ class ParquetRows:
     batch: pa.RecordBatch
 
     def __len__(self) -> int:
-        return self.batch.num_rows
+        return int(self.batch.num_rows)
 
     def cut(self, start: int, stop: int | None) -> ParquetRows:
         """Rows `start` to `stop` of this block."""
@@ -129,7 +129,7 @@ def _prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in record:
             raise ValueError(missing_column(where, key, list(record), columns))
-    prompt = record[columns.prompt]
+    prompt: str | list[dict[str, Any]] = record[columns.prompt]
     if not is_text_or_messages(prompt):
         raise ValueError(
             f"{where}: column {columns.prompt!r} holds {_short(prompt)}; a prompt is text, or a list of "

@@ -21,6 +21,7 @@ from stages.rollout.data_source import PromptSource, SourceState
 from stages.rollout.generate import RESERVE, Generated, Progress, Round, generate, plan_groups
 from stages.rollout.journal import Journal
 from stages.rollout.metrics import rollout_metrics
+from stages.rollout.prompt_lengths import LengthFilter
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.faults import reach
 from storage.preemption import Preempted, StopRequest
@@ -81,7 +82,9 @@ def rollout_stage(
     seconds: dict[str, float] = {}
     journal = Journal(store, prefix, round, config)
     with timed(seconds, "prepare"):
-        prompts, after = source.take(source.restore(state), num_prompts or config.rollout_batch_size)
+        before = source.restore(state)
+        admits = LengthFilter(config, tokenizer) if round.kind == "rollout" else None  # a score is about all prompts
+        prompts, after = source.take(before, num_prompts or config.rollout_batch_size, admits)
         groups = plan_groups(prompts, tokenizer, round.id_prefix)
         journal.adopt(groups)
     client = connect(engines, timeout=config.rollout_timeout)
@@ -112,7 +115,11 @@ def rollout_stage(
         prefix,
         samples,
         seconds,
-        lambda: summarise(samples) | speed_metrics(generated, seconds, num_gpus),
+        lambda: (
+            summarise(samples)
+            | speed_metrics(generated, seconds, num_gpus)
+            | ({"rollout/num_skipped_prompts": float(after.skipped - before.skipped)} if admits and admits.limit else {})
+        ),
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,

@@ -7,10 +7,11 @@ when it has given back the one before, so neither side ever waits for the other 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,7 +47,8 @@ def _by_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> 
             else:
                 yield _answer(workers[received % num_workers])
                 received += 1
-            workers[sent % num_workers].send(block)
+            with _alive():
+                workers[sent % num_workers].send(block)
             sent += 1
         while received < sent:
             yield _answer(workers[received % num_workers])
@@ -65,22 +67,30 @@ def _start(stack: ExitStack, columns: Columns) -> Connection:
     stack.callback(process.wait)
     stack.callback(process.kill)
     stack.callback(connection.close)
-    connection.send(columns)
+    with _alive():
+        connection.send(columns)
     return connection
 
 
 def _answer(worker: Connection) -> Rows:
-    try:
+    with _alive():
         answer: Rows | str = worker.recv()
-    except EOFError:
-        raise RuntimeError("a process of --num-data-workers has died: give fewer of them if memory is short") from None
     if isinstance(answer, str):
         raise ValueError(answer)
     return answer
 
 
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):
+        raise RuntimeError("a process of --num-data-workers has died: give fewer of them if memory is short") from None
+
+
 def main(descriptor: int) -> None:
     """What a worker does until its parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and its end is the end of this process
     with Connection(descriptor) as parent:
         try:
             columns: Columns = parent.recv()

@@ -14,9 +14,11 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO, overload
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -106,25 +108,20 @@ def spooled(
     Raises:
         ValueError: the directory cannot be written or is full, or whatever `parts` raises.
     """
-    directory = Path(cache) if cache else default_cache()
+    disk = _Cache(Path(cache) if cache else default_cache())
     name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *content)}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if found := _open(directory / name):
+    with disk.explained():
+        disk.directory.mkdir(parents=True, exist_ok=True)
+        if found := disk.open(name):
             return found
-        _write(parts(), directory, name)
-        for old in directory.glob(f"{name.partition('-')[0]}-*"):  # the same entry as it was before
+    disk.write(name, parts())
+    with disk.explained():
+        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # the same entry as it was before
             if old.stem != name and old.suffix in (".rows", ".npz"):
                 old.unlink(missing_ok=True)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ValueError(
-            f"the rows of {entry} cannot be kept in {directory} ({'no space left' if full else error.strerror or error}): name a "
-            "directory on a larger disk with --data-cache, or leave out --streaming-data"
-        ) from error
-    written = _open(directory / name)
-    assert written is not None, "what was just written is there"
-    return written
+        if found := disk.open(name):
+            return found
+    raise RuntimeError(f"{entry} was changed by somebody while it was read: start again")
 
 
 def default_cache() -> Path:
@@ -132,59 +129,69 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
 
 
-def _open(stem: Path) -> Spooled | None:
-    """The index comes last, so where it is, the rows are; their size is compared all the same."""
-    try:
-        with np.load(stem.with_suffix(".npz"), allow_pickle=False) as index:
-            about = json.loads(str(index["about"]))
-            places = index["places"]
-        if os.stat(stem.with_suffix(".rows")).st_size != about["bytes"]:
-            return None
-        rows = SpooledRows(stem.with_suffix(".rows"), places, about["rows"], about["bytes"])
-    except (FileNotFoundError, ValueError, KeyError, EOFError):
-        return None  # not there, or of no use: it is written anew
-    return rows, about["first_chat"], about["first_unanswered"]
+@dataclass(frozen=True)
+class _Cache:
+    """The directory with the files: `<name>.rows`, and `<name>.npz` with the places and what is known of all rows."""
 
+    directory: Path
 
-def _write(parts: Iterable[Rows], directory: Path, name: str) -> None:
-    places, num_rows, num_bytes = array("Q"), 0, 0
-    first: dict[str, int | None] = {"first_chat": None, "first_unanswered": None}
-    with _new_file(directory, name, ".rows") as file:
-        for part in parts:
-            for key in first:
-                if first[key] is None and (found := getattr(part, key)) is not None:
-                    first[key] = num_rows + found
-            for row in part.rows:
-                if num_rows % STRIDE == 0:
-                    places.append(num_bytes)
-                num_rows += 1
-                num_bytes += len(row) + 1
-            file.write(b"".join(row + b"\n" for row in part.rows))
-    about = {"rows": num_rows, "bytes": num_bytes, **first}
-    with _new_file(directory, name, ".npz") as file:
-        np.savez(file, places=np.frombuffer(places, dtype=np.uint64), about=np.array(json.dumps(about)))
-
-
-class _new_file:
-    """A file that has its name only when it is whole and on the disk; without it if the block fails."""
-
-    def __init__(self, directory: Path, name: str, suffix: str) -> None:
-        self.target = (directory / name).with_suffix(suffix)
-
-    def __enter__(self) -> BinaryIO:
-        descriptor, self.temporary = tempfile.mkstemp(dir=self.target.parent, prefix=self.target.stem, suffix=".part")
-        self.file = os.fdopen(descriptor, "wb", buffering=_CHUNK)
-        return self.file
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def open(self, name: str) -> Spooled | None:
+        """The index comes last, so where it is, the rows are; their size is compared all the same."""
+        rows, index = (self.directory / f"{name}{suffix}" for suffix in (".rows", ".npz"))
         try:
-            if kind is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
-                os.replace(self.temporary, self.target)
+            with np.load(index, allow_pickle=False) as loaded:
+                places, about = loaded["places"], json.loads(str(loaded["about"]))
+            if rows.stat().st_size != about["bytes"]:
+                return None
+            return SpooledRows(rows, places, about["rows"], about["bytes"]), about["first_chat"], about["first_unanswered"]
+        except (FileNotFoundError, ValueError, KeyError, EOFError, BadZipFile):
+            return None  # not there, or of no use: it is written anew
+
+    def write(self, name: str, parts: Iterable[Rows]) -> None:
+        places, num_rows, num_bytes = array("Q"), 0, 0
+        first: dict[str, int | None] = {"first_chat": None, "first_unanswered": None}
+        with self._new_file(f"{name}.rows") as file:
+            for part in parts:
+                for key in first:
+                    if first[key] is None and (found := getattr(part, key)) is not None:
+                        first[key] = num_rows + found
+                for row in part.rows:
+                    if num_rows % STRIDE == 0:
+                        places.append(num_bytes)
+                    num_rows += 1
+                    num_bytes += len(row) + 1
+                with self.explained():
+                    file.write(b"".join(row + b"\n" for row in part.rows))
+        about = {"rows": num_rows, "bytes": num_bytes, **first}
+        with self._new_file(f"{name}.npz") as file:
+            np.savez(file, places=np.frombuffer(places, dtype=np.uint64), about=np.array(json.dumps(about)))
+
+    @contextmanager
+    def _new_file(self, name: str) -> Iterator[BinaryIO]:
+        """A file that has its name only when it is whole and on the disk; nothing is left if the block fails."""
+        with self.explained():
+            descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=name, suffix=".part")
+        try:
+            with os.fdopen(descriptor, "wb", buffering=_CHUNK) as file:
+                yield file
+                with self.explained():
+                    file.flush()
+                    os.fsync(file.fileno())
+                    Path(temporary).replace(self.directory / name)
         finally:
-            self.file.close()
-            Path(self.temporary).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """What the disk says, as a sentence."""
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise ValueError(
+                f"{self.directory} cannot keep the rows of --streaming-data ({'no space left' if full else error.strerror or error}): "
+                "name a directory on a larger disk with --data-cache, or leave out --streaming-data"
+            ) from error
 
 
 def _hash(*parts: object) -> str:

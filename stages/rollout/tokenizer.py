@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from stages.rollout.data_source import Messages
+
+Tools = list[dict[str, Any]] | None
 
 # Without any of these AutoTokenizer makes an empty tokenizer from config.json's model_type and says nothing (transformers 5.12).
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -47,21 +51,44 @@ class PromptTokenizer:
         """The token that ends a turn."""
         return self.inner.eos_token_id
 
-    def render(self, prompts: Sequence[str | Messages]) -> list[str]:
-        """Prompts as the text that the model sees. Plain text is one user message if the template is applied, else itself."""
+    def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
+        """Prompts as the text that the model sees. Plain text is one user message if the template is applied, else itself.
+
+        Args:
+            prompts: any number.
+            tools: definitions that each of them may use; None: no prompt has any.
+
+        Raises:
+            ValueError: the template refuses a conversation.
+        """
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), "check_prompt_data refuses messages without a template"
             return [str(prompt) for prompt in prompts]
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self.render_chats(chats, add_generation_prompt=True)
+        return self.render_chats(chats, add_generation_prompt=True, tools=tools)
 
-    def render_chats(self, chats: Sequence[Messages], *, add_generation_prompt: bool) -> list[str]:
-        """Conversations through the template; with a generation prompt they end where the assistant begins to write."""
-        return (
-            self.inner.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=add_generation_prompt)
-            if chats
-            else []
-        )
+    def render_chats(
+        self, chats: Sequence[Messages], *, add_generation_prompt: bool, tools: Sequence[Tools] | None = None
+    ) -> list[str]:
+        """Conversations through the template; with a generation prompt they end where the assistant begins to write.
+
+        Raises:
+            ValueError: the template refuses a conversation.
+        """
+        texts = []
+        for index, chat in enumerate(chats):
+            try:
+                texts.append(
+                    self.inner.apply_chat_template(
+                        chat, tools=tools[index] if tools else None, tokenize=False, add_generation_prompt=add_generation_prompt
+                    )
+                )
+            except TemplateError as error:
+                raise ValueError(
+                    f"the chat template refuses the conversation {json.dumps(chat, default=str)[:120]} ({error}): repair the row, "
+                    "or use another template"
+                ) from error
+        return texts
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts as token ids, nothing added: a template writes its own special tokens."""
@@ -85,6 +112,20 @@ def _loader(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def check_tokenizer(directory: str | Path, *, apply_chat_template: bool) -> None:
-    """Preflight: load it. Raises ValueError if that fails."""
-    PromptTokenizer(directory, apply_chat_template=apply_chat_template)
+def check_tokenizer(directory: str | Path, *, apply_chat_template: bool, tools: bool = False) -> None:
+    """Preflight: load it.
+
+    Args:
+        directory: Hugging Face model directory.
+        apply_chat_template: prompts are rendered through the template.
+        tools: they come with tool definitions.
+
+    Raises:
+        ValueError: it does not load, or its template would leave the tools out without a word.
+    """
+    tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template)
+    template = tokenizer.inner.chat_template  # text, or several of them by name
+    if tools and "tools" not in (template if isinstance(template, str) else " ".join((template or {}).values())):
+        raise ValueError(
+            f"the chat template in {directory} does not write tool definitions: use a template that does, or leave out --tool-key"
+        )

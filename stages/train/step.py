@@ -64,7 +64,7 @@ def train_rollout(
     experience = gather_experience(models, steps, batch, config, temperature, clock)
     with clock("advantages"):
         estimated = estimate(experience, config)
-        hand_out(steps, experience, estimated, weights)
+        hand_out(steps, experience, estimated, weights, models.policy.device)
     per_step: list[Metrics] = [{} for _ in steps]
     if models.critic is not None:
         with clock("critic"):
@@ -178,7 +178,7 @@ def _values(hidden: Tensor, head: Head, packed: Packed) -> Tensor:  # [n] float3
 # ---- the update -------------------------------------------------------------------------------------------------------------
 
 
-def hand_out(steps: Steps, experience: Experience, estimated: Estimate, weights: Weights) -> None:
+def hand_out(steps: Steps, experience: Experience, estimated: Estimate, weights: Weights, device: torch.device) -> None:
     """Give every micro-batch what is known of its tokens."""
     known = {
         **{name: getattr(experience, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")},
@@ -186,11 +186,11 @@ def hand_out(steps: Steps, experience: Experience, estimated: Estimate, weights:
         "returns": estimated.returns,
         "pg_scale": weights.pg_scale,
     }
+    here = {name: values.to(device, torch.float32) for name, values in known.items() if values is not None}
+    weights_here = weights.weights.to(device, torch.float32)
     for packed in (packed for microbatches in steps for packed in microbatches):
-        place = packed.ordinal.device
-        own = {name: values.to(place, torch.float32)[packed.ordinal] for name, values in known.items() if values is not None}
-        packed.streams = TokenStreams(**own)
-        packed.weights = weights.weights.to(place, torch.float32)[packed.ordinal]
+        packed.streams = TokenStreams(**{name: values[packed.ordinal] for name, values in here.items()})
+        packed.weights = weights_here[packed.ordinal]
 
 
 def policy_loss(engine: MegatronEngine, config: TrainConfig, temperature: float) -> LossFunction:

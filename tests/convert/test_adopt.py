@@ -28,7 +28,9 @@ def test_what_convert_saved_becomes_the_stores_own_and_is_found_again(tiny_model
         assert {"metadata.json", ".metadata"} < {path.name for path in files.iterdir()}
     assert adopt(store, directory) == ref
     other = Store(str(tmp_path / "other"))
-    assert adopt(other, directory).key == convert_hf(other, tiny_model).key == convert_hf(store, tiny_model).key, "one model, one key"
+    assert adopt(other, directory).key == convert_hf(other, tiny_model).key == convert_hf(store, tiny_model).key, (
+        "one model, one key"
+    )
 
 
 def test_a_damaged_and_a_foreign_directory_are_refused(tiny_model: Path, store: Store, tmp_path: Path) -> None:

@@ -316,7 +316,9 @@ def compare(found: dict[str, Any], expected: dict[str, Any], what: str) -> float
         assert not wrong, f"{what}: (found, expected) {wrong}"
     first = found["metrics"][1]
     exact = 1e-6 if torch.cuda.is_available() else 0.0  # fused kernels are compiled apart for passes without gradients
-    assert abs(first.get("train/ppo_kl", 0.0)) <= exact, f"{what}: a forward-only pass computes other bits: {first['train/ppo_kl']}"
+    assert abs(first.get("train/ppo_kl", 0.0)) <= exact, (
+        f"{what}: a forward-only pass computes other bits: {first['train/ppo_kl']}"
+    )
     moved, weights = expected["moved"], expected["weights"]
     allowed = {
         "gradients": {name: TOLERANCE * (largest(tensor) or 1) for name, tensor in expected["gradients"].items()},

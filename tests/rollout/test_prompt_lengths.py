@@ -1,0 +1,122 @@
+"""Prompts that are too long, and tools that a template writes."""
+
+import copy
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scripted_engine import write_jsonl
+
+from stages.rollout.config import RolloutConfig
+from stages.rollout.data_source import Messages, PromptSource, check_prompt_data
+from stages.rollout.prompt_lengths import LengthFilter, prompt_limit, response_limit
+from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
+TEMPLATE_WITH_TOOLS = "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+
+
+@pytest.fixture
+def with_tools(tokenizer: PromptTokenizer) -> PromptTokenizer:
+    """The tiny tokenizer, its template writing the names of the tools first."""
+    other = PromptTokenizer.__new__(PromptTokenizer)
+    other.__dict__ = {**tokenizer.__dict__, "inner": copy.deepcopy(tokenizer.inner)}
+    other.inner.chat_template = TEMPLATE_WITH_TOOLS + tokenizer.inner.chat_template
+    return other
+
+
+def test_prompts_that_are_too_long_are_skipped_counted_and_told_once(
+    tmp_path: Path, tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input": "1+" * (i % 5 + 1)} for i in range(10)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    lengths = [len(ids) for ids in tokenizer.encode(tokenizer.render([row["input"] for row in rows]))]
+    config = RolloutConfig(prompt_data=path, apply_chat_template=True, rollout_max_prompt_len=lengths[2])
+    source, admits = PromptSource.open(config), LengthFilter(config, tokenizer)
+    with caplog.at_level(logging.WARNING):
+        prompts, state = source.take(source.restore(None), 12, admits)
+    assert [prompt.row for prompt in prompts] == [0, 1, 2, 5, 6, 7] * 2
+    assert (state.epoch, state.cursor, state.skipped) == (1, 8, 6)
+    [told] = caplog.messages
+    assert f"row 3 of {path} has {lengths[3]} tokens and a prompt may have {lengths[2]}" in told
+
+
+def test_prompt_and_response_share_the_context() -> None:
+    assert prompt_limit(RolloutConfig()) is None
+    config = RolloutConfig(rollout_max_context_len=100, rollout_max_response_len=40)
+    assert prompt_limit(config) == 99 and prompt_limit(config.model_copy(update={"rollout_max_prompt_len": 20})) == 20
+    assert [response_limit(config, length) for length in (10, 60, 70, 99)] == [40, 40, 30, 1]
+    assert response_limit(RolloutConfig(rollout_max_response_len=40), 10_000) == 40
+    with pytest.raises(ValueError, match="a prompt of 100 tokens leaves no room within --rollout-max-context-len 100"):
+        response_limit(config, 100)
+
+
+def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: PromptTokenizer) -> None:
+    rows = [
+        {"input": "1+1=", "tools": [TOOL], "metadata": {"i": 0}},
+        {"input": [{"role": "user", "content": "2"}], "tools": '[{"type": "function", "function": {"name": "sub"}}]'},
+        {"input": "3"},
+        {"input": "4", "tools": None},
+    ]
+    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), apply_chat_template=True, tool_key="tools")
+    assert check_prompt_data(config) == 4
+    source = PromptSource.open(config)
+    prompts, _ = source.take(source.restore(None), 4)
+    texts = with_tools.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
+    assert [text.partition(">")[0] if text.startswith("<add") or text.startswith("<sub") else "" for text in texts] == [
+        "<add",
+        "<sub",
+        "",
+        "",
+    ]
+    assert prompts[0].metadata == {"i": 0, "tools": [TOOL]} and prompts[2].metadata == {}
+    plain = RolloutConfig(prompt_data=config.prompt_data, apply_chat_template=True)
+    assert PromptSource.open(plain).files[0][2:] == source.files[0][2:], "a row without tools is the row it always was"
+
+
+def test_parquet_adds_nothing_to_tools(tmp_path: Path) -> None:
+    """Its columns give every definition all fields of all others, empty."""
+    other = {"type": "function", "function": {"name": "now", "description": "the time"}}
+    rows = [{"input": "1", "tools": [TOOL]}, {"input": "2", "tools": [other]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = PromptSource.open(RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"), tool_key="tools"))
+    prompts, _ = source.take(source.restore(None), 2)
+    assert [prompt.tools for prompt in prompts] == [[TOOL], [other]]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ('"{"', "rows.jsonl:1: column 'tools' is text but not JSON"),
+        ('{"name": "add"}', "rows.jsonl:1: column 'tools' holds .* a list of tool definitions"),
+        ('["add"]', "rows.jsonl:1: column 'tools' holds"),
+    ],
+)
+def test_tools_that_are_none_are_told(tmp_path: Path, tools: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"input": "1", "tools": {tools}}}\n')
+    with pytest.raises(ValueError, match=message):
+        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / "rows.jsonl"), apply_chat_template=True, tool_key="tools"))
+
+
+def test_tools_that_nobody_would_see_are_refused(tmp_path: Path, tokenizer: PromptTokenizer, with_tools: PromptTokenizer) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1", "tools": [TOOL]}])
+    with pytest.raises(ValueError, match="--tool-key tools has no effect without a chat template"):
+        check_prompt_data(RolloutConfig(prompt_data=path, tool_key="tools"))
+    for which, model in (("without", tokenizer), ("with", with_tools)):
+        model.inner.save_pretrained(tmp_path / which)
+    check_tokenizer(tmp_path / "with", apply_chat_template=True, tools=True)
+    check_tokenizer(tmp_path / "without", apply_chat_template=True)
+    with pytest.raises(ValueError, match="does not write tool definitions"):
+        check_tokenizer(tmp_path / "without", apply_chat_template=True, tools=True)
+
+
+def test_a_conversation_that_the_template_refuses_is_told(with_tools: PromptTokenizer) -> None:
+    with_tools.inner.chat_template = "{{ raise_exception('roles must alternate') }}"
+    chat: Messages = [{"role": "user", "content": "37+8="}]
+    with pytest.raises(ValueError, match=r'refuses the conversation \[\{"role": "user", "content": "37\+8="\}\] \(roles must'):
+        with_tools.render([chat])
