@@ -21,10 +21,12 @@ from storage.faults import reach
 from storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from storage.store import Store
 
-TOLERANCE = {
+TOLERANCE = {  # absolute, relative; for replays on other hardware or layouts, of what a round has trained
     "train/loss": (0.02, 0.05),
     "train/grad_norm": (0.02, 0.10),
-}  # absolute, relative; for replays on other hardware or layouts
+    "train/critic-loss": (0.02, 0.05),
+    "train/critic-grad_norm": (0.02, 0.10),
+}
 
 Progress = Callable[[str], None]
 
@@ -258,8 +260,8 @@ def _other_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> s
 
 
 def _beyond_tolerance(committed: Commit, trained: Trained) -> str:
-    for name, (absolute, relative) in TOLERANCE.items():
-        before, after = committed.summary[name], trained.metrics[name]
+    for name in (name for name in TOLERANCE if name in committed.summary):
+        (absolute, relative), before, after = TOLERANCE[name], committed.summary[name], trained.metrics[name]
         if not math.isclose(before, after, rel_tol=relative, abs_tol=absolute):
             return (
                 f"{name} {after:.6g}, committed is {before:.6g}: more than other hardware or another layout explains (allowed: the "

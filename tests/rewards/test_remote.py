@@ -1,6 +1,7 @@
 """remote_rm against a real server on this machine."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -42,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked slowly has hung up
+            self.wfile.write(content)
 
     def log_message(self, *args: object) -> None: ...
 

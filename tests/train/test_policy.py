@@ -39,6 +39,7 @@ class ListTrainer:
         self.calls: list[str] = []
         self.numerics = fingerprint or FINGERPRINT
         self.gradient = 1.0
+        self.prefix = "train/"
         self.moments = self.damage = 0
         self.alone = nullcontext()
 
@@ -73,7 +74,7 @@ class ListTrainer:
         self.weights = [*self.weights, f"r{rollout.index}"]
         self.calls.append(f"train {version}")
         self.hold(version + 1)
-        metrics = {"train/loss": 0.5, "train/grad_norm": self.gradient}
+        metrics = {f"{self.prefix}loss": 0.5, f"{self.prefix}grad_norm": self.gradient}
         return Trained(metrics=metrics, steps=[metrics], seconds={"update": 0.0}, digest=self.digest(), fingerprint=self.numerics)
 
     def save(self, attempt: str) -> Saved:
@@ -171,6 +172,16 @@ def test_under_another_fingerprint_the_metrics_must_agree_within_the_tolerance(t
     group.gradient = 1.5
     with pytest.raises(ReplayError, match=r"train/grad_norm 1.5, committed is 1: more than other hardware"):
         ensure_policy(trained, KEYS, group, 4, base=BASE)
+
+
+def test_a_round_of_the_critic_alone_is_compared_by_what_it_has_trained(store: Store) -> None:
+    first, other = ListTrainer(store), ListTrainer(store, {"cpu": "another", "bit_exact": True})
+    first.prefix = other.prefix = "train/critic-"
+    train_round(store, KEYS, first, 0, base=BASE)
+    load(store, KEYS, other, 0, base=BASE)
+    other.gradient = 2.0
+    far = replay_round(store, KEYS, other, 0)
+    assert far.verdict == "DIFFERS" and far.why.startswith("train/critic-grad_norm 2, committed is 1")
 
 
 def test_a_missing_rollout_is_named(store: Store) -> None:
