@@ -80,6 +80,11 @@ def init_parallel(
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only its own device: number 0
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "gloo" and (layout.expert_tensor or 0) > layout.tensor:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size {layout.tensor}, which needs GPUs: "
+            "without NCCL parts of unequal length cannot be gathered; make it smaller"
+        )
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

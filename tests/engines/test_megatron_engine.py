@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout
+from engines.megatron.parallel import ParallelLayout, init_parallel
 from tests.engines.megatron_reference import (
     LENGTHS,
     OPTIMIZER,
@@ -225,6 +225,12 @@ def test_layout_divides_the_world() -> None:
     assert ParallelLayout(tensor=2, expert=4, expert_tensor=1).data_parallel(4) == 2
     with pytest.raises(ValueError, match=re.escape("4 trainer ranks do not divide into replicas of 8 for the experts")):
         ParallelLayout(tensor=2, expert=4).data_parallel(4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL can")
+def test_experts_cut_finer_than_the_rest_are_refused_without_nccl() -> None:
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 2 is above --tensor-model-parallel-size 1, which needs GPUs"):
+        init_parallel(0, 2, "file:///nowhere", ParallelLayout(expert_tensor=2))
 
 
 def test_meta_model_has_every_name_and_no_memory() -> None:
