@@ -17,7 +17,7 @@ USAGE = """usage: penstock COMMAND [options]
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
   sft       the same loop over demonstrations (no engine)
   convert   Hugging Face checkpoint -> torch_dist, in the store or anywhere, and back
-  eval      score a Hugging Face checkpoint on data sets
+  eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again, --compare RUN/20 RUN/40 compares
   resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
   fork      a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
@@ -61,7 +61,14 @@ def _sft(words: list[str]) -> int:
 
 
 def _evaluate(words: list[str]) -> int:
-    return _run_flow("evaluate", words)
+    given = {word.partition("=")[0] for word in words}
+    for other in ("rescore", "compare"):  # of evaluations that were made: no engine, no flow
+        if f"--{other}" in given:
+            return _later(other)(words)
+    code = _run_flow("evaluate", words)
+    if given & {"--help", "-h"}:
+        print("\nSee also `penstock eval --rescore --help` and `penstock eval --compare --help`.")
+    return code
 
 
 def _convert(words: list[str]) -> int:

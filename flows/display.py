@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -250,15 +250,21 @@ def _seconds(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dic
 
 def _show_eval(commit: Commit) -> str:
     shown = []
-    for task, reward in eval_rewards(commit).items():
-        others = {
-            name.removeprefix(f"eval/{task}-"): value
-            for name, value in commit.summary.items()
-            if name.startswith(f"eval/{task}-")
-        }
-        details = ", ".join(f"{name} {value:.3f}" for name, value in others.items())
-        shown.append(f"{task} {reward:.3f} ({details})" if details else f"{task} {reward:.3f}")
+    for task in eval_rewards(commit):
+        others = [
+            name for name in commit.summary if name.startswith(f"eval/{task}-") and not name.endswith(("-ci_low", "-ci_high"))
+        ]
+        details = ", ".join(f"{name.removeprefix(f'eval/{task}-')} {with_interval(commit.summary, name)}" for name in others)
+        mean = with_interval(commit.summary, f"eval/{task}")
+        shown.append(f"{task} {mean} ({details})" if details else f"{task} {mean}")
     return f"  evaluated after {commit.index} rounds: {', '.join(shown)}"
+
+
+def with_interval(summary: Mapping[str, float], name: str) -> str:
+    """A number of an evaluation and, if it has one, its interval: `0.500 [0.412, 0.588]`."""
+    low, high = summary.get(f"{name}-ci_low"), summary.get(f"{name}-ci_high")
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{summary[name]:.3f}{interval}"
 
 
 def _show_model(commit: Commit) -> str:
@@ -280,6 +286,7 @@ _COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("rollout/raw_reward",), ".3f"),
     ("loss", ("train/loss",), "z.4f"),  # z: on-policy GRPO's loss is 0 but for rounding, and "-0.0000" looks like a bug
     ("grad", ("train/grad_norm",), ".3f"),
+    ("value", ("train/critic-value_loss",), ".4f"),
     ("kl", ("train/kl_loss", "train/ppo_kl"), ".1e"),
     ("gap", ("train/train_rollout_logprob_abs_diff",), ".1e"),  # mean |log-prob trainer - engine| on the sampled tokens
     ("length", ("rollout/response_len/mean",), ".1f"),

@@ -80,8 +80,10 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     )
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, demonstrations=demonstrations)
-    evaluated = [config.rollout.model_copy(update=config.eval.overrides(path)) for _, path in config.eval.eval_prompt_data]
-    if config.rollout.group_rm and config.rollout.custom_rm_path and evaluated and config.eval.eval_rm_type is None:
+    evaluated = [
+        config.rollout.model_copy(update=config.eval.overrides(path, name)) for name, path in config.eval.eval_prompt_data
+    ]
+    if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
         check_reward(
@@ -93,9 +95,9 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
             rm_model_path=rollout.rm_model_path,
         )
     if flow == "evaluate" and not config.eval.eval_prompt_data:
-        raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times")
-    for _, path in config.eval.eval_prompt_data:
-        check_prompt_data(config.rollout.model_copy(update=config.eval.overrides(path)))
+        raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
+    for rollout in evaluated:
+        check_prompt_data(rollout)
 
 
 def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:

@@ -209,7 +209,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     prefix = session.keys.eval(version, name)
     commit = session.store.committed(prefix)
     if commit is None:
-        config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name]))
+        config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
         source = PromptSource.open(config)
         with session.display.progress(f"eval {name}") as report, session.engines_at(version) as engines:
             commit = rollout_stage(
@@ -222,7 +222,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 config=config,
                 num_prompts=len(source),
                 summarise=lambda samples: score(
-                    samples, name, pass_threshold=evals.pass_threshold, require_pass_rate=evals.log_passrate
+                    samples, name, pass_threshold=evals.settings(name).get("pass_threshold"), require_pass_rate=evals.log_passrate
                 ),
                 stamp=session.stamp,
                 stop=session.stop,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
+from stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
 from storage.config import StageConfig, option
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class EvalConfig(StageConfig):
@@ -17,6 +15,9 @@ class EvalConfig(StageConfig):
 
     eval_prompt_data: list[tuple[str, str]] = option(default_factory=list, change="schedule")
     """Data sets as NAME PATH; may be repeated."""
+
+    eval_config: EvalFile | None = option(None, change="schedule")
+    """TOML file with further data sets, each with settings of its own (docs/evaluation.md)."""
 
     eval_interval: int | None = option(None, change="schedule", ge=1)
     """Evaluate every so many rounds, and always before the first and after the last."""
@@ -69,31 +70,84 @@ class EvalConfig(StageConfig):
     @field_validator("eval_prompt_data")
     @classmethod
     def _names(cls, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        names = [name for name, _ in value]
-        for name in names:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} cannot name a data set: use letters, digits, dot, dash and underscore")
-            if names.count(name) > 1:
-                raise ValueError(f"two data sets are named {name}: give each its own name")
+        check_names([name for name, _ in value])
         return value
 
-    def overrides(self, path: str) -> dict[str, Any]:
-        """What differs from the rollout when `path` is evaluated: use as `rollout_config.model_copy(update=...)`.
+    @field_validator("eval_config", mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        """A path, or what a file said when it was read."""
+        if isinstance(value, str):
+            return read_eval_file(value)
+        return eval_file(value) if isinstance(value, dict) else value
 
-        A copy is not validated again, so that temperature 0 is allowed here and not in a rollout.
-        """
-        said = {
-            "rollout_temperature": self.eval_temperature,
-            "rollout_top_p": self.eval_top_p,
-            "rollout_top_k": self.eval_top_k,
-            "rollout_max_response_len": self.eval_max_response_len,
+    @field_validator("eval_config")
+    @classmethod
+    def _all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
+        own = _pairs_of(value)
+        check_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
+        return value
+
+    @model_validator(mode="after")
+    def _join(self) -> EvalConfig:
+        """`eval_prompt_data` names all data sets, those of the file too."""
+        if own := _pairs_of(self.eval_config):
+            self.eval_prompt_data = [pair for pair in self.eval_prompt_data if pair not in own] + own
+        return self
+
+    @field_serializer("eval_prompt_data")
+    def _as_given(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Written down without those of the file: with another file they are others."""
+        own = _pairs_of(self.eval_config)
+        return [pair for pair in value if pair not in own]
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What is said about a data set, in the words of the file: by the set, by the file's defaults, by the flags."""
+        flags = {
+            "n_samples_per_eval_prompt": self.n_samples_per_eval_prompt,
+            "temperature": self.eval_temperature,
+            "top_p": self.eval_top_p,
+            "top_k": self.eval_top_k,
+            "max_response_len": self.eval_max_response_len,
             "input_key": self.eval_input_key,
             "label_key": self.eval_label_key,
             "rm_type": self.eval_rm_type,
             "reward_key": self.eval_reward_key,
+            "pass_threshold": self.pass_threshold,
         }
-        fixed = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
-        fixed["n_samples_per_prompt"] = self.n_samples_per_eval_prompt
-        if self.eval_rm_type is not None:
+        said = {key: value for key, value in flags.items() if value is not None}
+        return said | (self.eval_config.settings(name) if self.eval_config else {})
+
+    def overrides(self, path: str, name: str = "") -> dict[str, Any]:
+        """What differs from the rollout when `path` is evaluated: use as `rollout_config.model_copy(update=...)`.
+
+        A copy is not validated again, so that temperature 0 is allowed here and not in a rollout.
+
+        Args:
+            path: of the prompts.
+            name: of the data set; without one only the flags are heard.
+        """
+        said = self.settings(name)
+        fixed: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
+        if "rm_type" in said:
             fixed["custom_rm_path"] = None
-        return fixed | {name: value for name, value in said.items() if value is not None}
+        return fixed | {IN_ROLLOUT[key]: value for key, value in said.items() if key in IN_ROLLOUT}
+
+
+IN_ROLLOUT = {
+    "n_samples_per_eval_prompt": "n_samples_per_prompt",
+    "temperature": "rollout_temperature",
+    "top_p": "rollout_top_p",
+    "top_k": "rollout_top_k",
+    "max_response_len": "rollout_max_response_len",
+    "input_key": "input_key",
+    "label_key": "label_key",
+    "metadata_key": "metadata_key",
+    "tool_key": "tool_key",
+    "rm_type": "rm_type",
+    "reward_key": "reward_key",
+}  # setting of a data set -> field of the rollout's config
+
+
+def _pairs_of(file: EvalFile | None) -> list[tuple[str, str]]:
+    return [(one.name, one.path) for one in file.datasets] if file else []

@@ -229,7 +229,9 @@ def test_layout_divides_the_world() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL can")
 def test_experts_cut_finer_than_the_rest_are_refused_without_nccl() -> None:
-    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 2 is above --tensor-model-parallel-size 1, which needs GPUs"):
+    with pytest.raises(
+        ValueError, match="--expert-tensor-parallel-size 2 is above --tensor-model-parallel-size 1, which needs GPUs"
+    ):
         init_parallel(0, 2, "file:///nowhere", ParallelLayout(expert_tensor=2))
 
 

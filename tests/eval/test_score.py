@@ -72,3 +72,38 @@ def test_what_is_not_said_is_inherited() -> None:
     said = EvalConfig(eval_temperature=0.0, eval_top_p=0.7, n_samples_per_eval_prompt=16, eval_max_response_len=9).overrides("x")
     assert (said["rollout_temperature"], said["rollout_top_p"], said["rollout_max_response_len"]) == (0.0, 0.7, 9)
     assert said["n_samples_per_prompt"] == 16
+
+
+def test_a_part_named_correct_says_what_passes() -> None:
+    samples = [make("a", -1.0), make("a", 1.0), make("b", None, Status.FAILED), make("b", -1.0)]
+    for sample, correct in zip(samples, (0.0, 1.0, None, 1.0)):
+        sample.rewards = {} if correct is None else {"correct": correct}
+    found = score(samples, "x")
+    assert (found["eval/x"], found["eval/x-pass@1"], found["eval/x-pass@2"]) == (-0.25, 0.5, 1.0)
+    assert score(samples, "x", pass_threshold=2.0)["eval/x-pass@1"] == 0.0, "a threshold that is said goes first"
+    samples[0].rewards = {}
+    assert "eval/x-pass@1" not in score(samples, "x"), "known of some samples is not known"
+
+
+def test_every_mean_has_an_interval_around_it() -> None:
+    rng = random.Random(1)
+    samples = [make(f"{i % 40:02d}", float(rng.random() < 0.4)) for i in range(160)]
+    found = score(samples, "x")
+    for name in ("eval/x", "eval/x-pass@1", "eval/x-pass@2", "eval/x-pass@4"):
+        assert found[f"{name}-ci_low"] < found[name] < found[f"{name}-ci_high"]
+    assert found["eval/x-ci_low"] == found["eval/x-pass@1-ci_low"], "the same numbers, the same interval"
+    assert not any("ci_" in name for name in score(samples[:1], "x")), "one prompt says nothing about others"
+
+
+def test_means_of_uneven_groups_are_over_samples() -> None:
+    samples = [make("a", 1.0), make("a", 1.0), make("a", 1.0), make("b", 0.0)]
+    found = score(samples, "x")
+    assert found["eval/x"] == 0.75 and found["eval/x-pass@1"] == 0.5
+    assert (found["eval/x-ci_low"], found["eval/x-ci_high"]) == (0.0, 1.0)
+
+
+def test_pass_rates_go_up_to_the_sets_own_number_of_samples() -> None:
+    for n in (1, 3, 8):
+        found = score([make(f"{i}", 1.0) for i in range(2) for _ in range(n)], "x")
+        ks = [int(name.rpartition("@")[2]) for name in found if "pass@" in name and "ci_" not in name]
+        assert ks == [k for k in (1, 2, 4, 8) if k <= n]

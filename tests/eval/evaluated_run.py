@@ -1,0 +1,71 @@
+"""Runs with evaluations whose responses are written here: real data source, real shards, real commits, no engine."""
+
+import json
+from pathlib import Path
+
+from flows.config import PostTrainConfig
+from flows.flags import parse
+from flows.runs import open_run
+from stages.eval.score import score
+from stages.rewards.grading import Grader
+from stages.rollout.data_source import PromptSource
+from storage.refs import CheckpointRef, Commit, RunKeys
+from storage.sample import Sample, Status
+from storage.shards import write_shards
+from storage.store import Store
+
+LIMIT = 8  # tokens of a response
+
+
+def write_sums(path: Path, rows: int = 4) -> Path:
+    path.write_text("".join(json.dumps({"input": f"{row} + {row} =", "label": str(2 * row)}) + "\n" for row in range(rows)))
+    return path
+
+
+def config_of(store: Store, data: Path, run: str, *words: str) -> PostTrainConfig:
+    where = ["--run", run, "--store", store.root, "--hf-checkpoint", "model", "--eval-prompt-data", "sums", str(data)]
+    return parse([*where, "--label-key", "label", "--rm-type", "exact_number", "--rollout-max-response-len", str(LIMIT), *words])
+
+
+def evaluate(store: Store, config: PostTrainConfig, version: int, responses: list[list[str]], name: str = "sums") -> Commit:
+    """Commit an evaluation: `responses` of each prompt, graded as the config says. "" was not generated, "?" not graded."""
+    keys = open_run(store, "evaluate", config)
+    if not store.exists(keys.origin("base")):
+        store.commit("models/abc", Commit(kind="model", policy_version=0))
+        base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
+        store.create(keys.origin("base"), base.model_dump_json().encode())
+    path = dict(config.eval.eval_prompt_data)[name]
+    source = PromptSource.open(config.rollout.model_copy(update=config.eval.overrides(path, name)))
+    prompts, after = source.take(source.restore(None), len(source))
+    prefix = f"eval-{version:06d}-{name}-"
+    samples = [
+        sample_of(f"{prefix}{prompt.issue:09d}", index, version, prompt.label, response, (prompt.epoch, prompt.file, prompt.row))
+        for prompt, of_prompt in zip(prompts, responses, strict=True)
+        for index, response in enumerate(of_prompt)
+    ]
+    with Grader("exact_number") as grader:
+        grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
+    attempt = store.new_attempt(keys.eval(version, name))
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+    commit = Commit(
+        kind="eval", run=keys.run, index=version, policy_version=version, attempt=attempt, files=out.files,
+        inputs={"prompt_data/0": path}, summary=score(samples, name), state={"data_source": after.model_dump(mode="json")},
+    )  # fmt: skip
+    return store.commit(keys.eval(version, name), commit)
+
+
+def sample_of(group: str, index: int, version: int, label: str, response: str, where: tuple[int, int, int]) -> Sample:
+    tokens = [] if response == "" else [1] * (LIMIT if "..." in response else 2)
+    failed = response == "" or response.startswith("?")
+    metadata = {"source": dict(zip(("epoch", "file", "row"), where))} | ({"error": "why"} if failed else {})
+    return Sample(
+        f"{group}-{index:02d}", group, f"{group}-{index:02d}", version, response=response, label=label,
+        token_ids=[5, *tokens], loss_mask=[0] + [1] * len(tokens), rollout_logprobs=[0.0] * (1 + len(tokens)),
+        status=Status.FAILED if failed else Status.TRUNCATED if "..." in response else Status.COMPLETED,
+        policy_versions=(version, version), metadata=metadata,
+    )  # fmt: skip
+
+
+def keys_of(config: PostTrainConfig) -> RunKeys:
+    return RunKeys(config.run.run)

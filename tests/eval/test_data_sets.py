@@ -1,0 +1,112 @@
+"""The file of --eval-config: who says what, and what is wrong with it in one sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.config import PostTrainConfig, part, validated
+from flows.flags import parse, values_of
+
+FILE = """
+[defaults]
+temperature = 0.6
+rm_type = "math"
+pass_threshold = 0.5
+
+[[datasets]]
+name = "aime"
+path = "aime.jsonl"
+n_samples_per_eval_prompt = 16
+temperature = 0.0
+input_key = "problem"
+
+[[datasets]]
+name = "gpqa"
+path = "gpqa.jsonl"
+rm_type = "gpqa"
+metadata_key = "extra"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "evals.toml"
+    file.write_text(FILE)
+    return file
+
+
+def read(file: Path, *words: str) -> PostTrainConfig:
+    return parse(["--eval-config", str(file), *words])
+
+
+def test_the_nearest_word_counts(file: Path) -> None:
+    evals = read(
+        file,
+        *("--eval-prompt-data", "mine", "mine.jsonl", "--eval-temperature", "0.9", "--eval-top-p", "0.7"),
+        *("--n-samples-per-eval-prompt", "4", "--custom-rm-path", "mine.py", "--pass-threshold", "2"),
+    ).eval
+    assert evals.eval_prompt_data == [("mine", "mine.jsonl"), ("aime", "aime.jsonl"), ("gpqa", "gpqa.jsonl")]
+    aime, gpqa, mine = (evals.overrides("p", name) for name in ("aime", "gpqa", "mine"))
+    assert [one["rollout_temperature"] for one in (aime, gpqa, mine)] == [0.0, 0.6, 0.9], "set, defaults, flag"
+    assert [one["n_samples_per_prompt"] for one in (aime, gpqa, mine)] == [16, 4, 4]
+    assert [one.get("rm_type") for one in (aime, gpqa, mine)] == ["math", "gpqa", None]
+    assert [one.get("custom_rm_path", "the rollout's") for one in (aime, gpqa, mine)] == [None, None, "the rollout's"]
+    assert [one["rollout_top_p"] for one in (aime, gpqa, mine)] == [0.7] * 3
+    assert (aime["input_key"], gpqa["metadata_key"], "input_key" in gpqa, "metadata_key" in aime) == (
+        "problem",
+        "extra",
+        False,
+        False,
+    )
+    assert [evals.settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
+
+
+def test_a_run_keeps_what_the_file_said(file: Path) -> None:
+    config = read(file, "--eval-prompt-data", "mine", "mine.jsonl")
+    file.unlink()
+    for dumped in (config.model_dump(mode="json"), json.loads(config.model_dump_json()), config.model_dump()):
+        assert validated(dumped) == config
+    assert part(config, "schedule")["eval.eval_prompt_data"] == [["mine", "mine.jsonl"]]
+
+
+def test_another_file_replaces_the_first_one(file: Path, tmp_path: Path) -> None:
+    before = read(file, "--eval-prompt-data", "mine", "mine.jsonl").model_dump(mode="json")
+    other = tmp_path / "other.toml"
+    other.write_text('[[datasets]]\nname = "new"\npath = "new.jsonl"')
+    after = validated(values_of(["--eval-config", str(other)], before)).eval
+    assert after.eval_prompt_data == [("mine", "mine.jsonl"), ("new", "new.jsonl")]
+
+
+SET = '[[datasets]]\nname = "a"\npath = "p"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{SET}temprature = 1", "data set a has 'temprature', which means nothing here: did you mean temperature"),
+        (f"{SET}n_samples = 1", "did you mean n_samples_per_eval_prompt"),
+        (f"{SET}[defaults]\nxyz = 1", r"\[defaults\] has 'xyz'.*it may have n_samples_per_eval_prompt, temperature"),
+        (f"dataset = 1\n{SET}", "the file has 'dataset'.*did you mean datasets"),
+        (f"{SET}top_p = 2", r"data set a has top_p = 2: input should be less"),
+        (f'{SET}[defaults]\ntop_k = "many"', r"\[defaults\] has top_k = 'many'"),
+        ('[[datasets]]\nname = "a"', "data set a has no path"),
+        ('[[datasets]]\npath = "a"', "data set 1 has no name"),
+        ("[defaults]\ntop_k = 1", "there are no data sets in it"),
+        (SET + SET, "two data sets are named a"),
+        (SET.replace('"a"', '"a@1"'), "'a@1' cannot name a data set"),
+        (SET.replace('"a"', '"mine"'), "two data sets are named mine"),
+        ("x =", "no TOML file can be read there"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "evals.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"^--eval-config .*{message}") as raised:
+        read(file, "--eval-prompt-data", "mine", "mine.jsonl")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--eval-config '.*none.toml': this file does not exist"):
+        read(tmp_path / "none.toml")

@@ -1,0 +1,146 @@
+"""Stored samples graded again: `penstock eval --rescore`, as people call it."""
+
+from pathlib import Path
+
+import pytest
+from evaluated_run import config_of, evaluate, keys_of, write_sums
+
+from flows import cli, rescore
+from stages.eval.rescore import Scoring
+from storage.audit import audit
+from storage.refs import RunKeys
+from storage.sample import Status
+from storage.shards import read_samples
+from storage.store import Store
+
+RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(str(tmp_path / "store"))
+    config = config_of(store, write_sums(tmp_path / "sums.jsonl"), "r")
+    for version in (0, 20):
+        evaluate(store, config, version, RESPONSES)
+    return store
+
+
+def command(store: Store, *words: str) -> int:
+    return cli.main(["eval", "--rescore", "r", "--store", store.root, *words])
+
+
+def scored_again(store: Store, version: int) -> list[str]:
+    names = store.list(f"runs/r/evals/{version:06d}")
+    return [name.removesuffix(".commit.json") for name in names if "@" in name and name.endswith(".commit.json")]
+
+
+def test_another_reward_lies_beside_the_old_one(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {found.key: store.read(found.key) for found in store.walk("")}
+    problems = audit(store, RunKeys("r")).problems
+    assert problems == ["eval 20 is of a policy that was not trained: the run has 0 rounds"], "as this run was made"
+    assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0
+    shown = capsys.readouterr().out
+    assert {key: store.read(key) for key in before} == before, "nothing that was committed has changed"
+    (name,) = scored_again(store, 20)
+    assert scored_again(store, 0) == [] and name in shown and "0.500" in shown and "0.125" in shown
+    keys = RunKeys("r")
+    commit, old = store.committed(keys.eval(20, name)), store.committed(keys.eval(20, "sums"))
+    assert commit is not None and old is not None
+    assert old.summary["eval/sums"] == 0.5 and commit.summary[f"eval/{name}"] == 0.125, "the one in a box"
+    assert commit.inputs["samples"] == "runs/r/evals/000020/sums.commit.json"
+    assert commit.state["scoring"]["rm_type"] == "boxed_exact_number"
+    samples = read_samples(store, commit)
+    assert [s.reward for s in samples] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, None, 0.0]
+    assert [s.sample_id for s in samples][:1] == [f"eval-000020-{name}-000000000-00"]
+    assert [s.token_ids for s in samples] == [s.token_ids for s in read_samples(store, old)]
+    assert audit(store, keys).problems == problems
+
+
+def test_what_had_failed_to_be_graded_is_graded(store: Store) -> None:
+    assert command(store, "--version", "0", "--eval-rm-type", "boxed_exact_number") == 0
+    commit = store.committed(RunKeys("r").eval(0, scored_again(store, 0)[0]))
+    assert commit is not None
+    *_, cut_off, _, truncated, never_generated, graded_now = read_samples(store, commit)
+    assert (cut_off.status, truncated.status) == (Status.TRUNCATED, Status.TRUNCATED), "as long as a response may be"
+    assert (cut_off.reward, "error" in cut_off.metadata) == (0.0, False)
+    assert (never_generated.status, never_generated.metadata["error"]) == (Status.FAILED, "why")
+    assert (graded_now.status, "error" in graded_now.metadata) == (Status.COMPLETED, False)
+
+
+def test_again_is_the_same_and_an_edited_function_is_another(store: Store, tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def reward_func(args, sample):\n    return float('or' in sample.response)\n")
+    for _ in range(2):
+        assert command(store, "--custom-rm-path", str(reward)) == 0
+    assert len(scored_again(store, 0)) == len(scored_again(store, 20)) == 1
+    first = store.committed(RunKeys("r").eval(0, scored_again(store, 0)[0]))
+    assert first is not None and first.summary[f"eval/{scored_again(store, 0)[0]}"] == 0.125
+    reward.write_text("def reward_func(args, sample):\n    return -1.0\n")
+    assert command(store, "--custom-rm-path", str(reward)) == 0
+    assert len(scored_again(store, 0)) == 2
+    assert command(store, "--custom-rm-path", str(reward), "--pass-threshold", "-2") == 0
+    assert len(scored_again(store, 0)) == 3, "what passes belongs to how it is scored"
+
+
+def test_the_command_line_goes_before_the_file_of_the_run(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    file = tmp_path / "evals.toml"
+    data = write_sums(tmp_path / "sums.jsonl")
+    file.write_text(f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n')
+    config = config_of(store, data, "r", "--eval-config", str(file))
+    plain, _ = rescore.scoring_of(config, rescore.scoring_options([]), "own")
+    assert plain == Scoring(rm_type="dapo", reward_key="acc", pass_threshold=1.0)
+    given = rescore.scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
+    said, _ = rescore.scoring_of(config, given, "own")
+    assert said == Scoring(rm_type="math", reward_key="acc", pass_threshold=0.0)
+    custom, rollout = rescore.scoring_of(
+        config, rescore.scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
+    )
+    assert custom == Scoring(custom_rm_path="m.py", reward_key="x", pass_threshold=1.0) and rollout.rm_type is None
+    assert len({one.hash for one in (plain, said, custom)}) == 3
+    assert keys_of(config).run == "r"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--eval-rm-type", "maths"], "did you mean math"),
+        (["--eval-rm-type", "dapo"], "--reward-key"),
+        (["--temperature", "0"], "unknown flag --temperature"),
+        (["--rollout-temperature", "0.5"], "--rollout-temperature says nothing about scoring"),
+        (["--version", "7"], "has no such evaluation (it has: 0 sums, 20 sums)"),
+        (["--version", "x"], "--version takes a policy version"),
+        (["--dataset", "aime"], "has no such evaluation"),
+        (["--eval-rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
+        (["--custom-rm-path", "none.py"], "none.py does not exist"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(
+    store: Store, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(store, *words) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said and "\n" not in said
+    assert scored_again(store, 0) == scored_again(store, 20) == []
+
+
+def test_pass_rates_that_are_insisted_on(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def reward_func(args, sample):\n    return 0.5\n")
+    assert command(store, "--custom-rm-path", str(reward), "--log-passrate") == 2
+    assert "has the reward 0.5, and pass@k needs 0 and 1" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_for_every_sample_commits_nothing(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def reward_func(args, sample):\n    return sample.nothing\n")
+    assert command(store, "--version", "0", "--custom-rm-path", str(reward)) == 2
+    assert "all 7 samples failed, the first with" in capsys.readouterr().err
+    assert scored_again(store, 0) == []
+
+
+def test_an_unknown_run(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--rescore", "x", "--store", store.root]) == 2
+    assert "has no run 'x' (it has: r)" in capsys.readouterr().err

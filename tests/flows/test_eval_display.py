@@ -1,0 +1,41 @@
+"""What people see of an evaluation: every number with its interval, in one line."""
+
+import io
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from flows.display import Display, with_interval
+from storage.refs import Commit
+from storage.tracking.lineage import eval_rewards
+
+SUMMARY = {
+    "eval/aime": 0.5, "eval/aime-ci_low": 0.4123, "eval/aime-ci_high": 0.5877,
+    "eval/aime-pass@4": 0.75, "eval/aime-pass@4-ci_low": 0.7, "eval/aime-pass@4-ci_high": 0.8,
+    "eval/aime-failed_ratio": 0.0, "eval/aime/response_len/mean": 9.0,
+}  # fmt: skip
+
+
+def line_of(summary: dict[str, float]) -> str:
+    config = SimpleNamespace(
+        run=SimpleNamespace(num_rollout=3),
+        convert=SimpleNamespace(hf_checkpoint="m"),
+        rollout=SimpleNamespace(prompt_data=["x"]),
+        eval=SimpleNamespace(eval_prompt_data=[]),
+    )
+    display = Display("r", "evaluate", config, "/store", console=Console(file=io.StringIO()))
+    return display.commit(Commit(kind="eval", index=2, summary=summary))
+
+
+def test_intervals_stand_behind_their_numbers() -> None:
+    assert line_of(SUMMARY) == (
+        "  evaluated after 2 rounds: aime 0.500 [0.412, 0.588] (pass@4 0.750 [0.700, 0.800], failed_ratio 0.000)"
+    )
+    assert with_interval({"a": 0.25}, "a") == "0.250"
+
+
+def test_an_evaluation_that_was_scored_again_is_a_data_set_of_its_own() -> None:
+    again = {name.replace("aime", "aime@0123abcd"): value for name, value in SUMMARY.items()}
+    commit = Commit(kind="eval", index=2, summary=again)
+    assert eval_rewards(commit) == {"aime@0123abcd": 0.5}
+    assert line_of(again).startswith("  evaluated after 2 rounds: aime@0123abcd 0.500 [0.412, 0.588] (pass@4")
