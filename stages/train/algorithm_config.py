@@ -169,10 +169,6 @@ class AlgorithmConfig(StageConfig):
         """Whether log-probs of a frozen reference are needed."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef > 0)
 
-    def reference_version(self, version: int) -> int:
-        """Which policy is the reference while policy `version` is trained; 0 = the one that was given."""
-        return version - version % self.ref_update_interval if self.ref_update_interval else 0
-
     def refreshes_reference_at(self, version: int) -> bool:
         """Whether policy `version` is to be the new reference."""
         return (

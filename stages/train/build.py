@@ -108,10 +108,14 @@ def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
 
 
 def go_on(models: Models, directory: Path) -> dict[str, Any]:
-    """Continue from `save`, under any layout; gives the `step_state` back. Collective."""
+    """Continue from `save`, under any layout; gives the `step_state` back. Collective.
+
+    In a fork that begins to have a critic, the critic begins at the policy as it is.
+    """
     if (directory / "reference").is_dir():
         hold(models, "reference", directory / "reference")
         models.refreshed = True
     if models.critic is not None:
-        models.critic.load(directory / "critic")
+        critic = directory / "critic"
+        models.critic.load(critic) if critic.is_dir() else models.critic.load_weights(directory)
     return models.policy.load(directory)

@@ -87,24 +87,31 @@ def load(
     begin = _record(store, base.key) if commit is None else None
     with group.alone:
         group.ensure_started()
-        group.load(version, begin, commit, _beside(store, keys, group.spec.config, version, base))
+        group.load(version, begin, commit, _beside(store, keys, group.spec.config, base, commit))
         if commit is None or not _bitwise(commit.state, group.fingerprint()):
             return
         loaded = {"digest": group.digest(), "optimizer_digest": group.optimizer_digest()}
     for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
         saved = commit.state.get(name, loaded[name])  # a checkpoint of an older release has no digest of its optimizer
-        if loaded[name] != saved:
+        saved, found = _without_beginners(saved, loaded[name]), _without_beginners(loaded[name], saved)
+        if found != saved:
             raise ReplayError(
-                f"checkpoint {keys.checkpoint(version)} loads other {what} than was saved: {_difference(saved, loaded[name])}"
+                f"checkpoint {keys.checkpoint(version)} loads other {what} than was saved: {_difference(saved, found)}"
             )
 
 
-def _beside(store: Store, keys: RunKeys, config: TrainConfig, version: int, base: CheckpointRef) -> dict[Beside, Commit]:
-    """Records of the models that policy `version` is compared with, as far as no checkpoint holds them."""
-    wanted: dict[Beside, bool] = {
-        "reference": config.uses_reference and config.reference_version(version) == 0,
-        "teacher": config.use_opd,
-    }
+def _without_beginners(one: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+    """Without a critic or a reference that only `one` has: a fork may begin to have them, or have them no longer."""
+    parts = tuple(part for part in ("critic.", "reference.") if not any(name.startswith(part) for name in other))
+    return {name: bits for name, bits in one.items() if not name.startswith(parts)}
+
+
+def _beside(
+    store: Store, keys: RunKeys, config: TrainConfig, base: CheckpointRef, checkpoint: Commit | None
+) -> dict[Beside, Commit]:
+    """Records of the models that the policy is compared with, as far as its checkpoint does not hold them."""
+    refreshed = checkpoint is not None and any(f"{checkpoint.attempt}/reference/" in file.path for file in checkpoint.files)
+    wanted: dict[Beside, bool] = {"reference": config.uses_reference and not refreshed, "teacher": config.use_opd}
     found: dict[Beside, Commit] = {}
     for name in (name for name, needed in wanted.items() if needed):
         pinned = store.read_json(keys.origin(name))

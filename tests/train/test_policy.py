@@ -40,6 +40,7 @@ class ListTrainer:
         self.numerics = fingerprint or FINGERPRINT
         self.gradient = 1.0
         self.prefix = "train/"
+        self.more: dict[str, str] = {}  # further digests, e.g. of a critic
         self.moments = self.damage = 0
         self.alone = nullcontext()
 
@@ -52,7 +53,7 @@ class ListTrainer:
         return self.held
 
     def digest(self) -> dict[str, str]:
-        return {"weights": "+".join(self.weights)}
+        return {"weights": "+".join(self.weights), **self.more}
 
     def fingerprint(self) -> dict:
         return self.numerics
@@ -196,6 +197,26 @@ def test_a_checkpoint_whose_optimizer_state_loads_differently_is_refused(trained
         ensure_policy(trained, KEYS, group, 2, base=BASE)
     group.numerics = {"cpu": "another", "bit_exact": True}
     ensure_policy(trained, KEYS, group, 2, base=BASE)
+
+
+def test_a_fork_may_begin_to_have_a_critic_or_have_one_no_longer(trained: Store) -> None:
+    group = ListTrainer(trained)
+    commit = trained.committed(KEYS.checkpoint(2))
+    assert commit is not None
+    group.more = {"critic.weights": "new"}
+    ensure_policy(trained, KEYS, group, 2, base=BASE)
+    group.hold(0)
+    group.damage = 1
+    with pytest.raises(ReplayError, match="loads other optimizer state"):
+        load(trained, KEYS, group, 2, base=BASE)
+    saved = commit.model_copy(update={"state": commit.state | {"digest": commit.state["digest"] | {"critic.weights": "old"}}})
+    trained.delete([commit_key(KEYS.checkpoint(2))])
+    trained.commit(KEYS.checkpoint(2), saved)
+    group.more, group.damage = {}, 0
+    load(trained, KEYS, group, 2, base=BASE)
+    group.more = {"critic.weights": "new"}
+    with pytest.raises(ReplayError, match=r"loads other weights .* first critic\.weights"):
+        load(trained, KEYS, group, 2, base=BASE)
 
 
 def test_a_replayed_round_is_equal_or_near_or_differs_and_says_why(trained: Store) -> None:
