@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engines.sources import parsed
+
 SOURCES = {  # class -> file in megatron/core
     "TransformerConfig": "transformer/transformer_config.py",
     "MLATransformerConfig": "transformer/transformer_config.py",
@@ -122,7 +124,7 @@ def _core() -> Path:
 
 
 def _fields(path: Path, owner: str) -> dict[str, str]:
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path.read_text(encoding="utf-8"), str(path)).body:
         if isinstance(node, ast.ClassDef) and node.name == owner:
             lines = [line for line in node.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
             return {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line.target, ast.Name)}

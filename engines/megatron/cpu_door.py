@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from engines.megatron.door import MEGATRON_VERSION, repair_without_transformer_engine
+from engines.sources import parsed
 
 if torch.cuda.is_available():
     raise RuntimeError(
@@ -40,7 +41,7 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)  # never the .pyc: that is the unchanged source
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
+        tree = ast.fix_missing_locations(_Rewrite().visit(parsed(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:

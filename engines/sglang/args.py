@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from engines.sources import parsed
+
 # Set by Penstock; the value says what to use instead.
 RESERVED = {
     "model_path": "--hf-checkpoint",
@@ -120,7 +122,7 @@ def _word(value: Any) -> str:
 def _read_flags(root: Path) -> dict[str, ServerFlag]:
     flags: dict[str, ServerFlag] = {}
     for path in [root / "srt/server_args.py", *sorted((root / "srt/arg_groups/fields").glob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"), str(path))):
             if isinstance(node, ast.AnnAssign):
                 flags |= _annotated_field(node)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
