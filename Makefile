@@ -17,7 +17,7 @@ demo: setup  ## make a tiny model and watch it learn: convert, SFT, eval, GRPO, 
 
 test: setup  ## every test (unit first, then those with real engines)
 	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "integration and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "integration and not gpu" -n 2 --dist loadfile
 
 test-unit: setup  ## only the tests that need no engine
 	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile

@@ -25,16 +25,6 @@ os.environ.pop("PREFECT_API_URL", None)
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: the machine is shared with Ray and SGLang
 
-LONG_FIRST = (  # files of minutes: begun last, one of them would leave the other workers idle at the end
-    *("test_durability.py", "test_every_boundary.py", "test_demo.py", "test_layout_matrix.py", "test_deploy.py", "test_group.py"),
-    *("test_fork.py", "test_orchestrator_faults.py", "test_replay.py", "test_commands.py", "test_megatron_families.py"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others as they are."""
-    items.sort(key=lambda item: LONG_FIRST.index(item.path.name) if item.path.name in LONG_FIRST else len(LONG_FIRST))
-
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
