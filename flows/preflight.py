@@ -63,7 +63,7 @@ def _checked(flow: str, config_json: str) -> None:
 
 
 def _check_data(flow: str, config: PostTrainConfig) -> None:
-    from stages.rewards.grading import check_reward
+    from stages.rewards.grading import check_reward_of
     from stages.rollout.data_source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer
 
@@ -86,14 +86,7 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
-        check_reward(
-            rollout.rm_type,
-            rollout.custom_rm_path,
-            reward_key=rollout.reward_key,
-            group_rm=rollout.group_rm,
-            rm_url=rollout.rm_url,
-            rm_model_path=rollout.rm_model_path,
-        )
+        check_reward_of(rollout)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
     for rollout in evaluated:

@@ -129,17 +129,11 @@ def _rescored(
 ) -> tuple[Commit, Commit]:
     """The evaluation as it was, and as it is scored now."""
     from stages.eval.rescore import rescore_stage
-    from stages.rewards.grading import check_reward
+    from stages.rewards.grading import check_reward_of
     from stages.rollout.rollout import grader_of
 
     scoring, rollout = scoring_of(config, given, name)
-    check_reward(
-        rollout.rm_type,
-        rollout.custom_rm_path,
-        reward_key=rollout.reward_key,
-        rm_url=rollout.rm_url,
-        rm_model_path=rollout.rm_model_path,
-    )
+    check_reward_of(rollout)
     with grader_of(rollout) as grader:
         new = rescore_stage(
             store,

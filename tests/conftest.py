@@ -42,6 +42,20 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "other", seed=1)
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A world of Megatron ranks, of which this process is the only one."""
+    import torch
+
+    from engines.megatron.parallel import init_parallel, shutdown_parallel
+
+    threads = torch.get_num_threads()
+    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
+    yield
+    shutdown_parallel()
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A Ray of the session's own. A process can have only one: a test that runs a whole flow does so in a subprocess."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from stages.rewards.forms import find_form
 from stages.rewards.hub import Reward, reward_named
@@ -151,6 +151,29 @@ def check_reward(
         _check_built_in(rm_type, rm_url, reward_key)
     if custom_rm_path is not None:
         find_form(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path)
+
+
+class RewardOptions(Protocol):
+    """Fields of the configuration that say how samples are graded."""
+
+    rm_type: str | None
+    custom_rm_path: str | None
+    reward_key: str | None
+    group_rm: bool
+    rm_url: str | None
+    rm_model_path: str | None
+
+
+def check_reward_of(options: RewardOptions) -> None:
+    """`check_reward` of what a configuration says."""
+    check_reward(
+        options.rm_type,
+        options.custom_rm_path,
+        reward_key=options.reward_key,
+        group_rm=options.group_rm,
+        rm_url=options.rm_url,
+        rm_model_path=options.rm_model_path,
+    )
 
 
 def _check_built_in(name: str, rm_url: str | None, reward_key: str | None) -> Reward:

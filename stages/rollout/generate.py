@@ -110,7 +110,6 @@ async def generate(
     tokenizer: PromptTokenizer,
     submit: Submit,
     *,
-    num_in_flight: int,
     journal: Journal,
     stop: StopRequest | None = None,
     on_progress: Progress | None = None,
@@ -124,7 +123,6 @@ async def generate(
         config: sampling, samples per prompt, time limit.
         tokenizer: decodes the responses.
         submit: begins to grade the samples of a prompt.
-        num_in_flight: samples in flight on all engines together.
         journal: gives the groups that are there already and gets those that are finished.
         stop: may ask to give up.
         on_progress: called with (samples done, samples in all).
@@ -136,7 +134,7 @@ async def generate(
     """
     n = config.n_samples_per_prompt
     params = sampling_params(config)
-    slots = asyncio.Semaphore(max(1, num_in_flight // n))
+    slots = asyncio.Semaphore(max(1, config.sglang_server_concurrency * max(1, len(client.urls)) // n))
     pace = _Pace(total=n * (len(groups) - len(journal.adopted)))
 
     def report(num_samples: int) -> None:

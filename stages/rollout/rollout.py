@@ -88,8 +88,7 @@ def rollout_stage(
         groups = plan_groups(prompts, tokenizer, round.id_prefix)
         journal.adopt(groups)
     client = connect(engines, timeout=config.rollout_timeout)
-    num_engines = max(1, len(client.urls))
-    num_in_flight = config.sglang_server_concurrency * num_engines
+    num_gpus = max(1, len(client.urls)) * config.rollout_num_gpus_per_engine
     with grader_of(config) if grader is None else nullcontext(grader) as grading, kept(journal):
         with timed(seconds, "generate"):
             generated = run_to_end(
@@ -100,7 +99,6 @@ def rollout_stage(
                     config,
                     tokenizer,
                     grading.submit_group,
-                    num_in_flight=num_in_flight,
                     journal=journal,
                     stop=stop,
                     on_progress=on_progress,
@@ -108,18 +106,14 @@ def rollout_stage(
             )
         with timed(seconds, "reward"):  # what grading takes beyond generation
             samples = _graded(generated, stop)
-    num_gpus = num_engines * config.rollout_num_gpus_per_engine
+    skipped = {"rollout/num_skipped_prompts": float(after.skipped - before.skipped)} if admits and admits.limit else {}
     adopted = {"adopted_groups": generated.adopted_groups} if generated.adopted_groups else {}
     commit = commit_samples(
         store,
         prefix,
         samples,
         seconds,
-        lambda: (
-            summarise(samples)
-            | speed_metrics(generated, seconds, num_gpus)
-            | ({"rollout/num_skipped_prompts": float(after.skipped - before.skipped)} if admits and admits.limit else {})
-        ),
+        lambda: summarise(samples) | speed_metrics(generated, seconds, num_gpus) | skipped,
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,

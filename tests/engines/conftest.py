@@ -1,4 +1,4 @@
-"""Worlds of Megatron ranks: one in this process, or two processes that run a program of this folder."""
+"""Worlds of two Megatron ranks: processes that run a program of this folder."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process is the only rank."""
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
-
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +32,6 @@ PROMPTS = [[(7 * i * i + 3 * i + 2) % 61 for i in range(length)] for length in (
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family(tmp_path_factory.mktemp("routing") / "qwen3-moe", "qwen3-moe")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
-
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
 
 
 def sampled(checkpoint: Path, shape: ModelShape, directory: Path) -> list[list[Generation]]:

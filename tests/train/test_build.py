@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engines.megatron.shape import ModelShape
 from stages.train.build import Models, begin, build_models, go_on, hold, save
@@ -15,18 +13,6 @@ from stages.train.spec import TrainerSpec
 from tests.engines.megatron_reference import SHAPE
 
 PPO = {"advantage_estimator": "ppo"}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process is the only rank."""
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
-
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
 
 
 def models(shape: ModelShape = SHAPE, **options: object) -> Models:
