@@ -97,7 +97,7 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
     """The models beside the policy can take its place, and the user's functions load."""
     from engines.megatron.experts import experts_format
     from stages.convert.adopt import config_directory
-    from storage.plugins import load_function
+    from stages.plugins import load_function
 
     for name, path in train.models_beside.items():
         other = type(shape).from_hf(config_directory(path))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from stages.plugins import load_function
 from stages.rewards.outcome import Settings
-from storage.plugins import load_function
 from storage.sample import Sample
 
 METHOD = "compute_reward"

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.plugins import load_function
 from stages.rewards.grading import Grader, check_reward
-from storage.plugins import load_function
 from storage.sample import Sample, Status
 
 REWARDS = r"""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stages.plugins import load_function
 from stages.train.algorithms.distillation import distil
 from stages.train.algorithms.experience import Estimate, EstimatorName, Experience
 from stages.train.algorithms.gae import gae
@@ -20,7 +21,6 @@ from stages.train.algorithms.group_relative import centered, leave_one_out, stan
 from stages.train.algorithms.kl import KLType, kl_estimate
 from stages.train.algorithms.reinforce import discounted_returns, outcome, penalized_outcome
 from stages.train.algorithms.whitening import whiten
-from storage.plugins import load_function
 
 # rewards [B], group_index [B] -> rewards [B]. An estimator without a row takes rewards as they were graded.
 NORMALIZATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

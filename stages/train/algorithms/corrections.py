@@ -14,9 +14,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from stages.plugins import load_function
 from stages.train.algorithms.ratios import bounded_exp
 from stages.train.algorithms.sequences import SampleSums
-from storage.plugins import load_function
 
 TISMode = Literal["truncate", "mask"]
 TISLevel = Literal["token", "sequence", "geometric"]

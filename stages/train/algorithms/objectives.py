@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stages.plugins import load_function
 from stages.train.algorithms.corrections import CorrectionOptions, correction
 from stages.train.algorithms.kl import KLType, kl_estimate
 from stages.train.algorithms.off_policy_masking import off_policy_mask
@@ -20,7 +21,6 @@ from stages.train.algorithms.ratios import LOG_RATIOS, bounded_exp, token_log_ra
 from stages.train.algorithms.sequences import SampleSums
 from stages.train.algorithms.streams import TokenStreams
 from stages.train.algorithms.value_loss import value_objective
-from storage.plugins import load_function
 
 __all__ = ["OBJECTIVES", "Objective", "ObjectiveOptions", "TokenStreams", "policy_objective", "value_objective"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from storage.plugins import load_function
+from stages.plugins import load_function
 
 
 def per_sample_weights(
