@@ -7,9 +7,11 @@ token everywhere. There are no advantages here (the trainer computes them), no e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -97,14 +99,42 @@ SCHEMA = pa.schema(
 def to_table(samples: Iterable[Sample]) -> pa.Table:
     """Samples as an Arrow table in SCHEMA. Raises ValueError for a sample whose streams do not fit together."""
     rows = list(samples)
-    for row in rows:
-        row.check()
-    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
+    columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
+    if streams := _streams(rows):
+        columns |= streams
+    else:  # the checks, or else Arrow, say what is wrong
+        for row in rows:
+            row.check()
     columns["rewards"] = [list(row.rewards.items()) for row in rows]
     columns["status"] = [row.status.value for row in rows]
     columns["policy_versions"] = [list(row.policy_versions) for row in rows]
     columns["metadata"] = [json.dumps(row.metadata, ensure_ascii=False, sort_keys=True) for row in rows]
     return pa.table(columns, schema=SCHEMA)
+
+
+def _streams(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
+    """The streams as `pa.array` would make them, in half the time (in which no other thread runs). None if they do not fit together,
+    or are anything but lists of numbers."""
+    token_ids, loss_mask, rollout_logprobs = array("i"), bytearray(), array("f")
+    try:
+        for row in rows:
+            if not len(row.token_ids) == len(row.loss_mask) == len(row.rollout_logprobs):
+                return None
+            token_ids.fromlist(row.token_ids)
+            loss_mask += bytes(row.loss_mask)  # faster than an array; of what is no list it makes another number of bytes
+            rollout_logprobs.fromlist(row.rollout_logprobs)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if loss_mask.strip(b"\0\1") or len(loss_mask) != len(token_ids):
+        return None
+    offsets = pa.array(accumulate((len(row.token_ids) for row in rows), initial=0), pa.int32())
+    streams: dict[str, Sequence[float]] = {"token_ids": token_ids, "loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs}
+    columns = {}
+    for name, values in streams.items():
+        type = SCHEMA.field(name).type
+        numbers = pa.Array.from_buffers(type.value_type, len(values), [None, pa.py_buffer(values)])
+        columns[name] = pa.ListArray.from_arrays(offsets, numbers, type)
+    return columns
 
 
 def from_table(table: pa.Table) -> list[Sample]:

@@ -15,12 +15,17 @@ from storage.store import Store
 
 SAMPLES_PER_SHARD = 4096
 
+# pyarrow's default, a dictionary for every column, costs time and space where values hardly repeat: only these get one. The bytes of
+# log-probs compress better sorted by their place. So would those of ids, but DuckDB 1 does not read that (docs/benchmarks.md).
+_REPEATED = ["group_id", "prompt", "label", "loss_mask.list.element", "status", "metadata"]
+_SPLIT = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
+
 
 def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part") -> None:
     """Write samples as `<name>-00000.parquet`, ... (zstd, at most SAMPLES_PER_SHARD rows each; at least one file)."""
     for index, start in enumerate(range(0, max(len(samples), 1), SAMPLES_PER_SHARD)):
-        table = to_table(samples[start : start + SAMPLES_PER_SHARD])
-        pq.write_table(table, directory / f"{name}-{index:05d}.parquet", compression="zstd")
+        table, path = to_table(samples[start : start + SAMPLES_PER_SHARD]), directory / f"{name}-{index:05d}.parquet"
+        pq.write_table(table, path, compression="zstd", use_dictionary=_REPEATED, column_encoding=_SPLIT)
 
 
 def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:

@@ -55,6 +55,31 @@ def test_round_trip_through_parquet(seed: int, tmp_path: Path) -> None:
     assert from_table(pq.ParquetFile(tmp_path / "x.parquet").read()) == samples
 
 
+def streams(token_ids: list, loss_mask: object, rollout_logprobs: object) -> Sample:
+    return Sample("s", "g", "t", 0, token_ids=token_ids, loss_mask=loss_mask, rollout_logprobs=rollout_logprobs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(streams([1, 2], [0, 1], [0.0, 1e300]), id="a log-prob that float32 does not hold"),
+        pytest.param(streams([1, 2], [0, 1], [0, np.float32(-0.1)]), id="whole and numpy numbers"),
+        pytest.param(streams([1, 2], (0, 1), (0.0, -0.1)), id="tuples"),
+        pytest.param(streams([1, 2], np.array([0, 1]), [0.0, -0.1]), id="a numpy mask"),
+        pytest.param(streams([1, 2], [0, 1], np.array([0.0, -0.1])), id="numpy log-probs"),
+        pytest.param(streams([1, 2], [0, 1], [None, -0.1]), id="no log-prob"),
+        pytest.param(streams([2**31 - 1, -(2**31)], [False, True], [float("-inf"), 5e-324]), id="the ends of the types"),
+    ],
+)
+def test_streams_become_what_arrow_makes_of_them(odd: Sample) -> None:
+    samples = [*(random_sample(random.Random(number), number) for number in range(5)), odd, streams([], [], [])]
+    table = to_table(samples)
+    table.validate(full=True)
+    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+        lists = [[int(v) if isinstance(v, bool) else v for v in getattr(sample, name)] for sample in samples]
+        assert table[name].equals(pa.chunked_array([pa.array(lists, SCHEMA.field(name).type)])), name
+
+
 def test_the_schema_and_the_dataclass_agree() -> None:
     assert SCHEMA.names == [field.name for field in fields(Sample)]
 
@@ -72,6 +97,9 @@ def test_prompt_and_response_lengths_are_split_at_the_first_trained_token() -> N
         ({"loss_mask": [0, 1]}, "lengths 3, 2, 3; they must be equal"),
         ({"rollout_logprobs": []}, "lengths 3, 3, 0; they must be equal"),
         ({"loss_mask": [0, 1, 2]}, "only 0 and 1 are allowed"),
+        ({"loss_mask": [0, 1, -1]}, "only 0 and 1 are allowed"),
+        ({"loss_mask": [0, 1, 256]}, "only 0 and 1 are allowed"),
+        ({"token_ids": [1, 2, 2**31]}, "2147483648"),
     ],
 )
 def test_streams_that_do_not_fit_are_refused(changes: dict, sentence: str) -> None:
@@ -119,6 +147,19 @@ def test_shards_keep_the_order_and_record_their_rows(num_samples: int, tmp_path:
     rows = [record.rows for record in commit.files]
     assert sum(row or 0 for row in rows) == num_samples
     assert len(rows) == max(1, -(-num_samples // 3))
+
+
+def test_a_token_costs_less_than_twelve_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids, noise = rng.integers(150_000, size=(64, 500)), -rng.exponential(size=(64, 500)).astype(np.float32)  # nothing to compress
+    samples = [
+        Sample(f"{j}", f"{j // 8}", f"{j}", 0, token_ids=ids[j].tolist(), loss_mask=[1] * 500, rollout_logprobs=noise[j].tolist())
+        for j in range(64)
+    ]
+    write_shards(tmp_path, samples)
+    path = tmp_path / "part-00000.parquet"
+    assert path.stat().st_size < 7 * ids.size  # measured: 6.44, with Parquet's defaults 10.1
+    assert from_table(pq.ParquetFile(path).read()) == samples
 
 
 def test_only_shards_that_the_commit_names_are_read(tmp_path: Path) -> None:
