@@ -1,4 +1,5 @@
-"""The command line's three families: our own flags, Megatron's unchanged, SGLang's with `--sglang-` in front.
+"""The command line's three families: our own flags, Megatron's unchanged, SGLang's with `--sglang-` in front and its router's with
+`--router-`.
 
 Our flags are the config fields themselves (flows/config.py); Megatron's and SGLang's names are read from the installed packages. An unknown
 flag is an error that names the nearest known one.
@@ -18,6 +19,7 @@ from flows.config import PostTrainConfig, flag, options, read_toml, validated
 from storage.config import extra_of
 
 Values = dict[str, dict[str, Any]]
+ENGINE_PREFIXES = ("--sglang-", "--router-")  # behind them come SGLang's and its router's own names
 
 
 def parse(argv: Sequence[str]) -> PostTrainConfig:
@@ -84,10 +86,9 @@ def _apply(values: Values, name: str, words: list[str], cleared: set[str]) -> No
         cleared.add(f"{section}.{key}")
     elif positive in own and _is(own[positive][2].annotation, bool) and not words:
         values.setdefault(own[positive][0], {})[own[positive][1]] = False
-    elif name.startswith("--sglang-"):
-        values.setdefault("rollout", {}).setdefault("sglang", {})[name.removeprefix("--sglang-").replace("-", "_")] = _literal(
-            words
-        )
+    elif name.startswith(ENGINE_PREFIXES):
+        program, _, key = name.removeprefix("--").partition("-")
+        values.setdefault("rollout", {}).setdefault(program, {})[key.replace("-", "_")] = _literal(words)
     elif name in (engine := megatron_flag_names()):
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = _literal(words)
     else:
@@ -127,8 +128,8 @@ def help_text(command: str) -> str:
         lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
     lines += [
         "",
-        "Megatron-core's own flags are taken unchanged, SGLang's with --sglang- in front. Times of change: a resumed run keeps model, data and",
-        "algorithm options; schedule and placement options may change.",
+        "Megatron-core's own flags are taken unchanged, SGLang's with --sglang- in front and its router's with --router-. Times of change:",
+        "a resumed run keeps model, data and algorithm options; schedule and placement options may change.",
     ]
     return "\n".join(lines)
 

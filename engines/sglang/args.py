@@ -1,4 +1,5 @@
-"""SGLang's own flags (`--sglang-*` on our command line): which exist, and how a dictionary becomes a command line.
+"""SGLang's own flags (`--sglang-*` on our command line) and its router's (`--router-*`): which exist, and how a dictionary becomes a
+command line.
 
 The names are read from the source of the installed SGLang by `ast`, so asking costs neither torch nor SGLang's imports. The
 values are checked by SGLang's parser when the server starts. 0.5.15.post1 declares them in one dataclass, 0.5.21 in twelve.
@@ -32,6 +33,13 @@ RESERVED = {
     "config": "[rollout.sglang] in Penstock's own file",
 }
 
+ONE_KIND = "leave it out, its engines are all of one kind and are named to the router as they come and go"
+ROUTER_RESERVED = {
+    "host": "leave it out, the router listens on this machine alone",
+    "port": "leave it out, a free one is chosen",
+    **dict.fromkeys(("worker_urls", "prefill", "decode", "pd_disaggregation", "mini_lb", "service_discovery"), ONE_KIND),
+}
+
 
 class ServerFlag(BaseModel):
     """One flag of the server."""
@@ -48,12 +56,20 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
     Args:
         root: the `sglang` package to read; the installed one by default.
     """
-    if root is None:
-        found = find_spec("sglang")
-        if found is None or not found.submodule_search_locations:
-            return {}
-        root = Path(found.submodule_search_locations[0])
-    return _read_flags(root)
+    root = root or installed("sglang")
+    return _read_flags(root) if root else {}
+
+
+def router_flags() -> dict[str, ServerFlag]:
+    """The same of the router. Empty if it is not installed here."""
+    root = installed("sglang_router")
+    return _read_router_flags(root) if root else {}
+
+
+def installed(package: str) -> Path | None:
+    """Where a package's source is."""
+    found = find_spec(package)
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
 
 
 def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
@@ -62,21 +78,37 @@ def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a name SGLang does not know (the nearest one is named), or one that Penstock sets.
     """
-    known = sglang_flags()
+    reserved = {name: f"use {instead}" for name, instead in RESERVED.items()}
+    return _checked(args, sglang_flags(), reserved, "sglang", "SGLang", "sglang.launch_server")
+
+
+def check_router_args(args: dict[str, Any]) -> dict[str, Any]:
+    """The router's arguments with underscored names.
+
+    Raises:
+        ValueError: it is not installed, does not know a name, or Penstock sets it.
+    """
+    flags = router_flags()
+    if not flags:
+        raise ValueError(
+            "a router is asked for, but sglang-router is not installed: pip install sglang-router, or leave --use-router out"
+        )
+    return _checked(args, flags, ROUTER_RESERVED, "router", "sglang-router", "sglang_router.launch_router")
+
+
+def _checked(
+    args: dict[str, Any], known: dict[str, ServerFlag], reserved: dict[str, str], prefix: str, program: str, module: str
+) -> dict[str, Any]:
     checked = {}
     for given, value in args.items():
         name = given.lstrip("-").replace("-", "_")
-        flag = "--sglang-" + name.replace("_", "-")
-        if name in RESERVED:
-            raise ValueError(f"{flag} was given, but Penstock sets it: use {RESERVED[name]}")
+        flag = f"--{prefix}-" + name.replace("_", "-")
+        if name in reserved:
+            raise ValueError(f"{flag} was given, but Penstock sets it: {reserved[name]}")
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f": did you mean --sglang-{near[0].replace('_', '-')}?"
-                if near
-                else ": see `python -m sglang.launch_server --help`"
-            )
-            raise ValueError(f"{flag} is no flag of the installed SGLang{hint}")
+            hint = f": did you mean --{prefix}-{near[0].replace('_', '-')}?" if near else f": see `python -m {module} --help`"
+            raise ValueError(f"{flag} is no flag of the installed {program}{hint}")
         checked[name] = value
     return checked
 
@@ -96,9 +128,15 @@ def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, name: True}
 
 
-def command_line(args: dict[str, Any]) -> list[str]:
-    """Command-line words for SGLang: `True` is a bare flag, `False` and `None` nothing, a list several values, a table JSON."""
-    known = sglang_flags()
+def repeatable(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of servers that make the same tokens from the same sampling seed."""
+    return {**args, "enable_deterministic_inference": True}
+
+
+def command_line(args: dict[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
+    """Command-line words for SGLang, or for what has the flags `known`: `True` is a bare flag, `False` and `None` nothing, a list several
+    values, a table JSON."""
+    known = sglang_flags() if known is None else known
     words: list[str] = []
     for name, value in args.items():
         flag = known[name].flag if name in known else "--" + name.replace("_", "-")
@@ -127,6 +165,17 @@ def _read_flags(root: Path) -> dict[str, ServerFlag]:
                 flags |= _annotated_field(node)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
                 flags |= _added_argument(node)
+    return flags
+
+
+@cache
+def _read_router_flags(root: Path) -> dict[str, ServerFlag]:
+    tree = parsed((root / "router_args.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    flags: dict[str, ServerFlag] = {}
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+            flags |= _added_argument(call)
     return flags
 
 
@@ -163,4 +212,6 @@ def _names(node: ast.expr | None) -> list[str]:
 
 
 def _text(node: ast.expr | None) -> str | None:
+    if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy"; without the prefix here
+        return "".join(_text(part) or "" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

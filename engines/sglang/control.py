@@ -13,15 +13,17 @@ class ServerGone(ConnectionError):
     """Nobody answers at the server's address, or it hung up in the middle of a call."""
 
 
-def call(url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> dict[str, Any]:
-    """GET `path`, or POST `body` to it. Returns the JSON answer, `{}` for an answer without any.
+def call(
+    url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60, method: str | None = None
+) -> dict[str, Any]:
+    """GET `path`, or POST `body` to it, or what `method` says. Returns the JSON answer, `{}` for an answer without any.
 
     Raises:
         ServerGone: no answer.
         RuntimeError: an answer with an error status.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
+    request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             text = answer.read()

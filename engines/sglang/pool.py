@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engines.cluster import Cluster
 from engines.sglang import control
 from engines.sglang.engine import Engine, end_engines_from
+from engines.sglang.external import ExternalEngine
 from engines.sglang.server import ServerSpec
-from engines.sglang.supervisor import HealthCheck, Publish, Supervisor, revived
+from engines.sglang.supervisor import AnyEngine, HealthCheck, Listener, Publish, Supervisor, revived
 
 
 class EnginePool:
@@ -27,18 +28,34 @@ class EnginePool:
         num_engines: how many servers, with `spec.tensor_parallel` GPUs each where there are GPUs.
         offset: first GPU of the cluster to use; the trainer's first one to share GPUs with it.
         health: how they are watched within `serving`.
+        external: host:port of engines that somebody else has started and ends; then none is started here.
+        listener: told the addresses of the live engines whenever they change; a router for instance.
     """
 
     def __init__(
-        self, cluster: Cluster, spec: ServerSpec, num_engines: int = 1, offset: int = 0, health: HealthCheck | None = None
+        self,
+        cluster: Cluster,
+        spec: ServerSpec,
+        num_engines: int = 1,
+        offset: int = 0,
+        health: HealthCheck | None = None,
+        *,
+        external: Sequence[str] = (),
+        listener: Listener = lambda urls: None,
     ) -> None:
         self.spec = spec
         self.health = health or HealthCheck()
+        self.listener = listener
         self._lock = threading.RLock()
+        self._engines: list[AnyEngine] = []
         owner = uuid.uuid4().hex
-        end_engines_from(cluster, num_engines)
-        slots = cluster.place(num_engines, spec.tensor_parallel, offset)
-        self._engines = [Engine(cluster, spec, index, slot, owner) for index, slot in enumerate(slots)]
+        if external:
+            end_engines_from(cluster, 0)
+            self._engines += [ExternalEngine(address, spec, index) for index, address in enumerate(external)]
+        else:
+            end_engines_from(cluster, num_engines)
+            slots = cluster.place(num_engines, spec.tensor_parallel, offset)
+            self._engines += [Engine(cluster, spec, index, slot, owner) for index, slot in enumerate(slots)]
 
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
@@ -56,15 +73,18 @@ class EnginePool:
             RuntimeError: at entry, or out of the function: more than `health.max_restarts` engines have died; with the last log lines.
         """
         with self._lock:
-            supervisor = Supervisor(self._engines, version, publish, self.health)
+            supervisor = self._supervisor(version, publish)
             supervisor.bring_up()
             with supervisor:
                 yield supervisor.live
 
+    def _supervisor(self, version: str, publish: Publish) -> Supervisor:
+        return Supervisor(self._engines, version, publish, self.health, self.listener)
+
     def bring_to(self, version: str, publish: Publish) -> None:
         """Let every engine serve `version`, as at the beginning of `serving`."""
         with self._lock:
-            Supervisor(self._engines, version, publish, self.health).bring_up()
+            self._supervisor(version, publish).bring_up()
 
     @property
     def urls(self) -> list[str]:
@@ -99,7 +119,7 @@ class EnginePool:
         return [control.weight_version(url) for url in self.urls]
 
     def pids(self) -> list[int]:
-        """Each engine's first process."""
+        """Each engine's first process; 0 for one that was started elsewhere."""
         return [engine.pid() for engine in self._engines]
 
     def log_tails(self, num_lines: int = 25) -> list[str]:

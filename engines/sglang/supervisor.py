@@ -16,11 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from engines.cluster import ClusterLost
 from engines.sglang import control
 from engines.sglang.engine import Engine, GivenUp
+from engines.sglang.external import ExternalEngine
 
 TICK = 0.5  # seconds between looks at a server's process; one is a call of a millisecond
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[list[str]], None]
+Listener = Callable[[list[str]], None]  # told the addresses of the live engines whenever they change
+AnyEngine = Engine | ExternalEngine
 
 
 class HealthCheck(BaseModel):
@@ -42,13 +45,22 @@ class Supervisor:
         version: what they are to call their weights.
         publish: gives the weights to servers at these addresses, which then report `version`. Called from several threads, one at a time.
         health: intervals and the budget.
+        listener: of changes, a router for instance.
     """
 
-    def __init__(self, engines: Sequence[Engine], version: str, publish: Publish, health: HealthCheck) -> None:
+    def __init__(
+        self,
+        engines: Sequence[AnyEngine],
+        version: str,
+        publish: Publish,
+        health: HealthCheck,
+        listener: Listener = lambda urls: None,
+    ) -> None:
         self.engines = engines
         self.version = version
         self.publish = publish
         self.health = health
+        self.listener = listener
         self._live: dict[int, str] = {}  # number of an engine -> its address
         self._lock = threading.Lock()  # one change at a time: an engine begun or ended, weights published
         self._ended = threading.Event()
@@ -83,7 +95,7 @@ class Supervisor:
                 engine.kill()
                 engine.begin()
             revived(dead)
-        self._live = {engine.index: engine.url() for engine in self.engines}
+        self._now_live({engine.index: engine.url() for engine in self.engines})
 
     def __enter__(self) -> Supervisor:
         for engine in self.engines:
@@ -107,7 +119,11 @@ class Supervisor:
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
-    def _watch(self, engine: Engine) -> None:
+    def _now_live(self, live: dict[int, str]) -> None:
+        self._live = live
+        self.listener(list(live.values()))
+
+    def _watch(self, engine: AnyEngine) -> None:
         """The life of one thread."""
         num_failures, due = 0, time.monotonic() + self.health.interval
         try:
@@ -129,14 +145,14 @@ class Supervisor:
                 logger.warning("engine %d: %s", engine.index, error)
                 self._failure = error
 
-    def _replace(self, engine: Engine, cause: str) -> None:
+    def _replace(self, engine: AnyEngine, cause: str) -> None:
         """Start another server in its place until one serves the version.
 
         Raises:
             GivenUp: the block has ended meanwhile. A server that was begun goes on starting, for the next block.
             RuntimeError: the budget is spent.
         """
-        self._live = {index: url for index, url in self._live.items() if index != engine.index}
+        self._now_live({index: url for index, url in self._live.items() if index != engine.index})
         start = time.monotonic()
         while True:
             with self._lock:
@@ -161,10 +177,10 @@ class Supervisor:
                 if engine.generates(self.health.timeout):
                     raise
                 cause = f"{error}\n{engine.last_words()}"
-        self._live = {**self._live, engine.index: url}
+        self._now_live({**self._live, engine.index: url})
         logger.warning("engine %d serves %s again after %.1f s", engine.index, self.version, time.monotonic() - start)
 
-    def _spend(self, engine: Engine, cause: str) -> None:
+    def _spend(self, engine: AnyEngine, cause: str) -> None:
         """Count one replacement. Raises RuntimeError if that is one too many."""
         if self._num_restarts >= self.health.max_restarts:
             raise RuntimeError(
@@ -179,7 +195,7 @@ class Supervisor:
             raise GivenUp
 
 
-def revived(engines: Sequence[Engine]) -> list[Engine]:
+def revived(engines: Sequence[AnyEngine]) -> list[AnyEngine]:
     """Wait until all have started; replace those that are dead or do not answer, side by side. Returns those replaced.
 
     Raises:
@@ -198,7 +214,7 @@ def revived(engines: Sequence[Engine]) -> list[Engine]:
     return dead
 
 
-def _version(engine: Engine) -> str:
+def _version(engine: AnyEngine) -> str:
     """What an engine serves; nothing of a dead one."""
     try:
         return control.weight_version(engine.url())

@@ -4,61 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
+from small_servers import Handler, answer, echo, with_servers
 
 from engines.cluster import free_port
-from engines.sglang.client import EngineClient, parse_generation
+from engines.sglang.client import EngineClient
+from engines.sglang.generation import parse_generation
 from storage.routed_experts import ExpertsFormat
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
-    pairs = [[-0.5 * token, token, None] for token in token_ids]
-    return {
-        "output_ids": token_ids,
-        "meta_info": {
-            "output_token_logprobs": pairs,
-            "finish_reason": {"type": "stop", "matched": 1},
-            "weight_version": "run/3",
-            "cached_tokens": 2,
-            **meta,
-        },
-    }
-
-
-def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[Any]]) -> Any:
-    """Run `use` with the addresses of one server for each handler."""
-
-    async def main() -> Any:
-        runners, urls = [], []
-        for handler in handlers:
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", handler)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            port = free_port()
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            runners.append(runner)
-            urls.append(f"http://127.0.0.1:{port}")
-        try:
-            return await use(urls)
-        finally:
-            for runner in runners:
-                await runner.cleanup()
-
-    return asyncio.run(main())
-
-
-async def echo(request: web.Request) -> web.Response:
-    body = await request.json()
-    assert body["return_logprob"]
-    return web.json_response([answer([ids[-1], index]) for index, ids in enumerate(body["input_ids"])])
 
 
 def test_one_request_for_a_group() -> None:

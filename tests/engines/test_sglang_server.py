@@ -100,6 +100,47 @@ def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tin
     assert worst_difference(tiny_model, generations) < TOLERANCE
 
 
+def test_abort_ends_what_runs_and_leaves_what_others_asked(engine_pool: EnginePool, tiny_model: Path) -> None:
+    make_publisher(engine_pool.urls).publish(weights(tiny_model).items(), "test/5")
+    long = {"max_new_tokens": 240, "ignore_eos": True}
+
+    async def both() -> tuple[list[Generation], list[Generation]]:
+        async with EngineClient(engine_pool.urls, timeout=120) as client, EngineClient(engine_pool.urls, timeout=120) as other:
+            others = asyncio.create_task(other.generate(PROMPT, {"max_new_tokens": 150, "ignore_eos": True}, n=2))
+            groups = [client.generate_each([PROMPT, PROMPT[:4]], [long, long | {"temperature": 0.5}]) for _ in range(60)]
+            running = [asyncio.create_task(group) for group in groups]  # more than the cache holds: some wait in the queue
+            await asyncio.sleep(0.3)
+            start = time.monotonic()
+            await client.abort()
+            assert time.monotonic() - start < 5, "the rest of the tokens would take longer"
+            return [generation for group in await asyncio.gather(*running) for generation in group], await others
+
+    stopped, others = asyncio.run(both())
+    assert {g.finish_reason for g in stopped} == {"abort"} and {g.weight_version for g in stopped} == {"test/5"}
+    assert any(g.token_ids for g in stopped) and max(len(g.token_ids) for g in stopped) < 240
+    assert worst_difference(tiny_model, [g for g in stopped[::2] if g.token_ids]) < TOLERANCE
+    assert [(g.finish_reason, len(g.token_ids)) for g in others] == [("length", 150)] * 2
+    assert [g.finish_reason for g in sample(engine_pool)] == ["length"] * 4
+
+
+def test_an_engine_that_somebody_else_has_started(
+    engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Other weights come to it over disk, and it still runs when the pool that used it has ended."""
+    address = engine_pool.urls[0].removeprefix("http://")
+    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model)), external=[address])
+
+    def publish(urls: list[str]) -> None:
+        disk = make_publisher(urls, "disk", model_path=str(tiny_model), directory=str(tmp_path))
+        disk.publish(weights(tiny_model).items(), "other/7")
+
+    with pool.serving("other/7", publish) as live:
+        assert live() == engine_pool.urls
+        assert {g.weight_version for g in sample(pool)} == {"other/7"}
+    pool.stop()
+    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
+
+
 def test_a_broken_publish_never_passes_for_a_version(engine_pool: EnginePool, tiny_model: Path) -> None:
     def broken():
         yield from list(weights(tiny_model).items())[:3]

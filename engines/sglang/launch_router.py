@@ -1,0 +1,25 @@
+"""Starts SGLang's router: a script, `python -P launch_router.py <its flags>`, that ends with the thread that has started it.
+
+Not `python -m sglang_router.launch_router`, which imports SGLang and torch for a balancer that is not used here: 6 s and 600 MB instead
+of 0.1 s and 25 MB.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+
+PARENT_VARIABLE = "PENSTOCK_ROUTER_PARENT"  # pid of the process that started this one
+PR_SET_PDEATHSIG = 1
+
+if __name__ == "__main__":
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get(PARENT_VARIABLE, os.getppid())):
+        sys.exit("the process that started this router is gone")
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
