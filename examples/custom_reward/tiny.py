@@ -1,0 +1,16 @@
+"""A random model of 402,176 parameters and 1,699 problems, on which the example runs in minutes without a GPU."""
+
+import sys
+from pathlib import Path
+
+from flows.demo_model import make_tiny_data, make_tiny_model
+
+
+def main(directory: str) -> None:
+    """Write model/ and prompts.jsonl."""
+    make_tiny_model(Path(directory) / "model")
+    make_tiny_data(Path(directory) / "data")["train"].rename(Path(directory) / "prompts.jsonl")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

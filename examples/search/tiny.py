@@ -1,0 +1,30 @@
+"""A random model of 402,176 parameters and four questions, on which the example runs in a minute without a GPU.
+
+A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for a whole query of each question.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import AddedToken
+
+from flows.demo_model import make_tiny_model, make_tokenizer
+
+TAGS = ["<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
+QUESTIONS = {"france": "paris", "italy": "rome", "japan": "tokyo", "kenya": "nairobi"}
+
+
+def main(directory: str) -> None:
+    """Write model/ and prompts.jsonl."""
+    model = make_tiny_model(Path(directory) / "model")  # its vocabulary of 64 has room for ten more tokens
+    tokenizer = make_tokenizer()
+    words = [*TAGS, *(f"<search>capital of {country}</search>" for country in QUESTIONS)]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"the capital of {country}?", "label": city} for country, city in QUESTIONS.items()]
+    (Path(directory) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

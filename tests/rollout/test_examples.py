@@ -1,0 +1,185 @@
+"""The examples with a real engine: what the model wrote is trained, what a tool said is not, token by token."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from flows.config import read_toml
+from stages.plugins import load_function
+from stages.rollout.config import RolloutConfig
+from stages.rollout.data_source import PromptSource
+from stages.rollout.rollout import rollout_stage
+from stages.rollout.round import Round
+from stages.rollout.tokenizer import PromptTokenizer
+from storage.sample import Sample, Status
+from storage.shards import read_samples
+from storage.store import Store
+
+if TYPE_CHECKING:
+    from engines.cluster import Cluster
+    from engines.sglang.pool import EnginePool
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tiny(name: str, directory: Path) -> Path:
+    """What an example's own script makes."""
+    runpy.run_path(str(REPOSITORY / "examples" / name / "tiny.py"))["main"](str(directory))
+    return directory
+
+
+@contextmanager
+def engine_for(cluster: Cluster, directory: Path) -> Iterator[EnginePool]:
+    """An engine with the tokenizer of the example: the session's would not know its stop texts."""
+    from engines.sglang.pool import EnginePool
+    from engines.sglang.server import ServerSpec
+
+    args = {"dtype": "bfloat16", "mem_fraction_static": 0.3} if cluster.num_gpus else {}
+    pool = EnginePool(cluster, ServerSpec(model_path=str(directory / "model"), args=args, log_dir=str(directory / "log")))
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample], PromptTokenizer, dict[str, float]]:
+    """The first round of an example's recipe on its tiny model."""
+    from test_real_engine import hugging_face_logprobs, publish
+
+    example = REPOSITORY / "examples" / name
+    config = RolloutConfig(**read_toml(example / "run.toml")["rollout"], prompt_data=[str(directory / "prompts.jsonl")])
+    tokenizer = PromptTokenizer(directory / "model", apply_chat_template=True)
+    publish(pool.urls, directory / "model", f"{name}/0")
+    store = Store(str(directory / "store"))
+    commit = rollout_stage(
+        store,
+        "rollouts/000000",
+        Round(name, rollout_id=0, policy_version=0),
+        engines=pool.urls,
+        source=PromptSource.open(config),
+        tokenizer=tokenizer,
+        config=config,
+    )
+    samples = read_samples(store, commit)
+    assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt
+    for sample in samples:
+        assert sample.status in (Status.COMPLETED, Status.TRUNCATED), sample.metadata
+        num_prompt = len(tokenizer.encode([sample.prompt])[0])
+        assert tokenizer.decode([sample.token_ids[num_prompt:]], skip_special_tokens=False) == [sample.response]
+        assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+        assert len(sample.token_ids) - num_prompt <= config.rollout_max_response_len
+    longest = sorted(samples, key=lambda sample: sample.metadata.get("num_turns", 0))[-6:]
+    for sample, expected in zip(longest, hugging_face_logprobs(directory / "model", longest)):
+        exact = [logprob for logprob, mask in zip(expected, sample.loss_mask) if mask]
+        assert [logprob for logprob in sample.rollout_logprobs if logprob] == pytest.approx(exact, abs=1e-4)
+    return samples, tokenizer, commit.summary
+
+
+def expected_mask(
+    sample: Sample, tokenizer: PromptTokenizer, stops: tuple[str, ...], reply: Callable[[str], str | None]
+) -> list[int]:
+    """Told from the text alone: a turn goes on to its stop text or end token, and behind a call stands what the tool says to it."""
+    tokens = tokenizer.decode([[token_id] for token_id in sample.token_ids], skip_special_tokens=False)
+    mask = [0] * len(tokenizer.encode([sample.prompt])[0])
+    while len(mask) < len(tokens):
+        begin = len(mask)
+        while len(mask) < len(tokens) and not (len(mask) > begin and tokens[len(mask) - 1].endswith((*stops, "<|end|>"))):
+            mask.append(1)
+        said = reply("".join(tokens[begin : len(mask)]))
+        if said is None or len(mask) == len(tokens):  # the answer has ended, or there was no room for what the tool says
+            break
+        num_said = len(tokenizer.encode([said])[0])
+        assert "".join(tokens[len(mask) : len(mask) + num_said]) == said
+        mask += [0] * num_said
+    return mask
+
+
+def functions_of(file: str) -> dict[str, Any]:
+    return load_function(f"{file}:generate").__globals__
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "stops", "call", "answer"),
+    [
+        ("multi_turn_tool", ("</calculator>",), r"<calculator>([^<]*)</calculator>$", "<result>{}</result>"),
+        ("search", ("</search>", "</answer>"), r"<search>([^<]*)</search>$", "{}"),
+    ],
+)
+def test_tools(
+    name: str,
+    stops: tuple[str, ...],
+    call: str,
+    answer: str,
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(REPOSITORY)  # where the recipe's paths begin
+    with engine_for(cluster, tiny(name, tmp_path)) as pool:
+        samples, tokenizer, summary = one_round(name, pool, tmp_path)
+    functions = functions_of(f"examples/{name}/generate.py")
+    say = functions.get("calculated") or functions["found"]
+
+    def reply(text: str) -> str | None:
+        match = re.search(call, text)
+        return None if match is None else answer.format(say(match[1]))
+
+    for sample in samples:
+        assert sample.loss_mask == expected_mask(sample, tokenizer, stops, reply), sample.response
+    with_tool = [sample for sample in samples if 0 in sample.loss_mask[sample.loss_mask.index(1) :]]
+    print(f"{name}: {len(with_tool)} of {len(samples)} samples used the tool, {summary}")
+    assert len(with_tool) >= len(samples) // 8
+    assert max(sample.metadata["num_turns"] for sample in samples) >= 2
+
+
+@pytest.mark.integration
+def test_custom_reward(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    samples, _, _ = one_round("custom_reward", engine_pool, tiny("custom_reward", tmp_path))
+    assert {"score", "right", "digits", "brief"} == set(samples[0].rewards)
+    assert all(sample.reward == sample.rewards["score"] for sample in samples)
+    assert len({sample.reward for sample in samples}) > 3
+
+
+def test_the_calculator() -> None:
+    calculated = functions_of(str(REPOSITORY / "examples/multi_turn_tool/generate.py"))["calculated"]
+    assert [calculated(text) for text in ("12*(3+4)", "1/4", "-(2-5)", " 7 ")] == ["84", "0.25", "3", "7"]
+    for text in ("1/0", "2**9", "__import__('os')", "(", "", "9" * 400 + "/1.5", "\x00"):
+        assert calculated(text).startswith("error: "), text
+
+
+def test_bm25_against_its_formula() -> None:
+    import math
+
+    functions = functions_of(str(REPOSITORY / "examples/search/generate.py"))
+    documents = ["a b b c", "b c d", "a a a a a a d", "e"]
+    index = functions["Index"](documents)
+    words = [document.split() for document in documents]
+    mean = sum(map(len, words)) / len(words)
+
+    def score(query: str, document: list[str]) -> float:
+        total = 0.0
+        for word in query.split():
+            df, tf = sum(word in other for other in words), document.count(word)
+            idf = math.log(1 + (len(words) - df + 0.5) / (df + 0.5))
+            total += idf * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * len(document) / mean))
+        return total
+
+    for query in ("b", "a d", "c d e", "b b a", "z"):
+        ranked = sorted(range(4), key=lambda number: -score(query, words[number]))
+        assert index.search(query, 4) == [documents[number] for number in ranked if score(query, words[number])]
+    assert (
+        functions["found"]("Capital of Kenya")
+        == "<information>kenya: its capital is nairobi. france: its capital is paris.</information>"
+    )
+    assert functions["found"]("zzz") == "<information>nothing</information>"
+    sample = Sample("s", "g", "s", 0, label="Rome", response="<answer>paris</answer> <answer> rome. </answer>")
+    assert functions["reward_func"](None, sample) == 1.0
