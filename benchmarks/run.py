@@ -109,13 +109,15 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
     from engines.sglang.pool import EnginePool
     from engines.sglang.server import ServerSpec
     from stages.rollout.data_source import PromptSource
-    from stages.rollout.generate import Round, plan_groups, sampling_params
+    from stages.rollout.generate import sampling_params
     from stages.rollout.rollout import grader_of, rollout_stage
+    from stages.rollout.round import Round, blank_groups
     from stages.rollout.tokenizer import PromptTokenizer
 
     long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
     config = recipe(root, rollout=long, train={"global_batch_size": None}).rollout
     source, tokenizer = PromptSource.open(config), PromptTokenizer(root / "model", apply_chat_template=True)
+    at = Round("bench", 0, 0)
     store = Store(str(root / "store"))
     cluster = Cluster.start()
     try:
@@ -123,11 +125,11 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
         pool = EnginePool(cluster, ServerSpec(model_path=str(root / "model"), weight_version="bench/0", args=args))
         bodies = [
             {
-                "input_ids": [group.token_ids] * config.n_samples_per_prompt,
+                "input_ids": [sample.token_ids for sample in group],
                 "sampling_params": sampling_params(config),
                 "return_logprob": True,
             }
-            for group in plan_groups(source.take(source.restore(None), prompts)[0], tokenizer, "")
+            for group in blank_groups(source.take(source.restore(None), prompts)[0], tokenizer, at, config.n_samples_per_prompt)
         ]
         asyncio.run(bare(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
         stage_seconds: list[float] = []
@@ -135,7 +137,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
 
             def stage() -> int:
                 commit = rollout_stage(
-                    store, f"bench/{len(stage_seconds)}", Round("bench", 0, 0), engines=pool.urls, source=source,
+                    store, f"bench/{len(stage_seconds)}", at, engines=pool.urls, source=source,
                     tokenizer=tokenizer, config=config, grader=grader,
                 )  # fmt: skip
                 stage_seconds.append(sum(commit.seconds.values()))

@@ -1,4 +1,4 @@
-"""What people see in the terminal while a flow runs: a header, one line a round, a bar on a TTY, a summary at the end.
+"""What people see in the terminal while a flow runs: a header, one line a round and two of its samples, a bar on a TTY, a summary.
 
 It is fed with commit records, so it shows what is true and durable, never what is hoped. Nothing here knows Prefect or the
 stages; the libraries' own log lines are silenced in flows/environment.py.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
@@ -102,20 +103,24 @@ class Display:
 
     def commit(self, commit: Commit) -> str:
         """Show what has just become durable. Returns the line, empty if the commit has none of its own."""
-        self._seen.append(commit)
+        self._seen.append(commit.model_copy(update={"state": {}}))  # texts of samples, say: too much to hold of all rounds
+        samples: list[Text] = []
         if commit.kind == "rollout":
             self._rollouts[commit.index] = commit
             self._describe(f"training on round {commit.index + 1}")
             return ""
         if commit.kind == "step":
-            line = round_line(commit, self._rollouts.get(commit.index), self.num_rounds, self._publish_seconds)
+            rollout = self._rollouts.pop(commit.index, None)
+            line = round_line(commit, rollout, self.num_rounds, self._publish_seconds)
+            samples = sample_lines(rollout, self.console.width if self.console.is_terminal else _WIDTH) if rollout else []
             if self._bar is not None and self._rounds_bar is not None:
                 self._bar.update(self._rounds_bar, completed=commit.policy_version)
             next_round = f"generating round {commit.index + 2}"
             self._describe(next_round if commit.policy_version < self.num_rounds else "last round done")
         else:
             line = Text(_EVENTS[commit.kind](commit))
-        self._print(line)
+        for text in (line, *samples):
+            self._print(text)
         return line.plain
 
     def finish(self, commits: Sequence[Commit] | None = None) -> None:
@@ -207,6 +212,25 @@ def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_se
     return Text("  ").join(Text.assemble((f"{label} ", "dim"), value) for label, value in parts)
 
 
+def sample_lines(rollout: Commit, width: int) -> list[Text]:
+    """The best and the worst sample that the round shows, prompt and response on a line of `width` cells each; nothing if it shows none."""
+    rows = [row for row in rollout.state.get("shown") or [] if row["reward"] is not None]
+    lines = []
+    for title, row in [("best", rows[0]), ("worst", rows[-1])][: len(rows)] if rows else []:
+        for label, text in ((f"{title} {row['reward']:.3f}", row["prompt"]), ("->", row["response"])):
+            lines.append(Text.assemble((f"  {label:>12}  ", "dim"), one_line(text, width - 16)))
+    return lines
+
+
+def one_line(text: str, width: int) -> str:
+    """A text on one line without anything that a terminal would obey; if it takes more than `width` cells, its beginning and its end."""
+    text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+    if cell_len(text) <= width:
+        return text
+    half = max(width - 5, 2) // 2
+    return f"{set_cell_size(text, half)} ... {set_cell_size(text[::-1], half)[::-1]}"
+
+
 def tokens_per_second(step: Commit, rollout: Commit | None) -> float | None:
     """Generated tokens a second; trained ones if nothing was generated (SFT)."""
     if rollout and "perf/tokens_per_gpu_per_sec" in rollout.summary:
@@ -278,6 +302,8 @@ _EVENTS: dict[str, Callable[[Commit], str]] = {
     "eval": _show_eval,
     "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
 }
+
+_WIDTH = 160  # cells of a sample's line where there is no terminal
 
 _STAGES = {"model": "convert", "rollout": "rollout", "step": "train", "checkpoint": "save", "eval": "eval", "export": "export"}
 

@@ -64,6 +64,7 @@ def _checked(flow: str, config_json: str) -> None:
 
 def _check_data(flow: str, config: PostTrainConfig) -> None:
     from stages.rewards.grading import check_reward_of
+    from stages.rollout.check import check_functions
     from stages.rollout.data_source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer
 
@@ -83,6 +84,8 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     evaluated = [
         config.rollout.model_copy(update=config.eval.overrides(path, name)) for name, path in config.eval.eval_prompt_data
     ]
+    if flow == "post_train":
+        check_functions(config.rollout)
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
@@ -97,7 +100,7 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
     """The models beside the policy can take its place, and the user's functions load."""
     from engines.megatron.experts import experts_format
     from stages.convert.adopt import config_directory
-    from stages.plugins import load_function
+    from stages.plugins import load_checked
 
     for name, path in train.models_beside.items():
         other = type(shape).from_hf(config_directory(path))
@@ -111,21 +114,56 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
                 f"the {name} {path} has {key} {theirs[key]!r}, but the policy has {mine[key]!r}: it takes the policy's place for a pass, "
                 "so give a model of the same sizes"
             )
-    for path in train.plugin_paths.values():
-        load_function(path)
+    for path, usual_name, words in train.plugins:
+        load_checked(path, usual_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:
         experts_format(shape, "--use-rollout-routing-replay")
 
 
-def _check_engines(config: PostTrainConfig) -> None:
-    from engines.sglang.args import check_sglang_args, returning_experts
+def warnings(flow: str, config: PostTrainConfig) -> list[str]:
+    """What is allowed, and perhaps not meant: one sentence each."""
+    if flow != "post_train":
+        return []
+    from engines.sglang.sampling import inexact
 
-    check_sglang_args(config.rollout.sglang)
+    rollout = config.rollout
+    cut = inexact({"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling})
+    if not cut:
+        return []
+    return [
+        f"{', '.join(cut)}: tokens come from another distribution than the one that log-probs, ratios and KL are computed of, here and in "
+        "the trainer, so the policy gradient is biased; sample from the whole distribution for an exact one"
+    ]
+
+
+def _check_engines(config: PostTrainConfig) -> None:
+    from engines.sglang.args import check_router_args, check_sglang_args, returning_experts
+    from engines.sglang.external import url_of
+    from engines.sglang.sampling import check_sampling, check_seeds
+
+    rollout = config.rollout
+    check_sglang_args(rollout.sglang)
+    routed = rollout.use_router or bool(rollout.router)
+    if routed:
+        check_router_args(rollout.router)
+    check_sampling(rollout.rollout_sampling, routed=routed)
+    check_seeds(rollout.rollout_sampling_seeds, rollout.rollout_sampling, rollout.sglang)
+    for address in rollout.rollout_external_engine_addrs:
+        url_of(address)
+    if rollout.rollout_external_engine_addrs and rollout.sglang:
+        raise ValueError(
+            f"--sglang-{next(iter(rollout.sglang)).replace('_', '-')} says how an engine is started, but those of "
+            "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
+        )
     if config.train.use_rollout_routing_replay:
-        returning_experts(config.rollout.sglang)
-    if port := config.rollout.sglang_port:
+        returning_experts(rollout.sglang)
+        if routed:
+            raise ValueError(
+                "--use-rollout-routing-replay does not pass SGLang's router, which drops the request for experts: leave --use-router out"
+            )
+    if port := rollout.sglang_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

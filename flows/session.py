@@ -26,7 +26,7 @@ from flows.continual import resolved
 from flows.display import Display
 from flows.fork import bridge
 from flows.prefect_api import wait_for_api
-from flows.preflight import preflight
+from flows.preflight import preflight, warnings
 from flows.runs import code_version, open_run, open_store, run_commits
 from flows.stopping import listen
 from storage.preemption import Preempted, StopRequest
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engines.cluster import Cluster
     from engines.sglang.client import EngineClient
     from engines.sglang.pool import EnginePool
+    from engines.sglang.router import Router
     from stages.rewards.grading import Grader
     from stages.rollout.data_source import PromptSource
     from stages.rollout.tokenizer import PromptTokenizer
@@ -61,6 +62,7 @@ class Session:
         self._trainer: TrainerGroup | None = None
         self._saving: PrefectFuture[Any] | None = None  # a checkpoint that is being written
         self._engines: EnginePool | None = None
+        self._shared: tuple[int, Callable[[], list[str]]] | None = None  # engines of a block that several stages share
         uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
         self.display = Display(self.keys.run, flow, config, self.store.uri, uri, prefect_page=flow_run.ui_url or "")
         self.tracker = Tracker(
@@ -71,6 +73,8 @@ class Session:
             store_uri=self.store.uri,
         )
         self.tracker.catch_up(self.store, self.keys)
+        for warning in warnings(flow, config):
+            self.display.note(warning)
 
     def __enter__(self) -> Session:
         self._entered.enter_context(listen(self.stop, self.config.run.grace_period))
@@ -196,17 +200,35 @@ class Session:
 
         return self._stack.enter_context(grader_of(self.config.rollout))
 
+    @cached_property
+    def router(self) -> Router | None:
+        """SGLang's router, if one is asked for: begun, and told by the engines which of them live."""
+        from engines.sglang.args import check_router_args
+        from engines.sglang.router import Router
+
+        rollout = self.config.rollout
+        if not (rollout.use_router or rollout.router):
+            return None
+        args = check_router_args(rollout.router)
+        return self._stack.enter_context(Router(args, self._log_dir, max_restarts=rollout.engine_restarts))
+
     @property
     def connect(self) -> Callable[..., EngineClient]:
-        """Makes the client of a rollout's engines; it asks for their choice of experts if the trainer is to make the same."""
-        from engines.megatron.experts import experts_format
-        from engines.megatron.shape import ModelShape
+        """Makes a client of the engines; it goes through the router if there is one."""
         from engines.sglang.client import EngineClient
 
+        return partial(EngineClient, router=self.router.address if self.router else None)
+
+    @property
+    def connect_to_train(self) -> Callable[..., EngineClient]:
+        """The same for samples to train on: it asks for the engines' choice of experts if the trainer is to make the same."""
+        from engines.megatron.experts import experts_format
+        from engines.megatron.shape import ModelShape
+
         if not self.config.train.use_rollout_routing_replay:
-            return EngineClient
+            return self.connect
         shape = ModelShape.from_hf(self.config.convert.hf_checkpoint)
-        return partial(EngineClient, experts=experts_format(shape, "--use-rollout-routing-replay"))
+        return partial(self.connect, experts=experts_format(shape, "--use-rollout-routing-replay"))
 
     @property
     def start(self) -> CheckpointRef:
@@ -272,8 +294,23 @@ class Session:
     @contextmanager
     def engines_at(self, version: int) -> Iterator[Callable[[], list[str]]]:
         """A block in which all engines serve policy `version` and are kept doing so; gives their addresses of the moment."""
+        if self._shared is not None:
+            held, urls = self._shared
+            assert held == version, f"the engines are held at {held}"
+            yield urls
+            return
         with self.start_engines().serving(self.weight_version(version), partial(self._publish, version)) as urls:
             yield urls
+
+    @contextmanager
+    def engines_shared(self, version: int) -> Iterator[None]:
+        """A block in which stages that run side by side use the same engines."""
+        with self.engines_at(version) as urls:
+            self._shared = (version, urls)
+            try:
+                yield
+            finally:
+                self._shared = None
 
     def publish(self, version: int) -> None:
         """Let every engine serve policy `version`."""
@@ -319,7 +356,12 @@ class Session:
     @property
     def _transport(self) -> Literal["tensor", "disk"]:
         """Memory is shared on one machine without GPUs, and between processes on the same GPU; else the disk carries the weights."""
-        in_memory = self._colocated or not self.cluster.num_gpus
+        from engines.sglang.external import is_on_this_machine
+
+        if external := self.config.rollout.rollout_external_engine_addrs:
+            in_memory = not self.cluster.num_gpus and all(map(is_on_this_machine, external))
+        else:
+            in_memory = self._colocated or not self.cluster.num_gpus
         return self.config.run.update_weight_transport or ("tensor" if in_memory else "disk")
 
     def _new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
@@ -337,8 +379,12 @@ class Session:
         )
         return TrainerGroup(cluster, spec)
 
+    @property
+    def _log_dir(self) -> str | None:
+        return self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
+
     def _new_engines(self, cluster: Cluster) -> EnginePool:
-        from engines.sglang.args import returning_experts
+        from engines.sglang.args import repeatable, returning_experts
         from engines.sglang.pool import EnginePool
         from engines.sglang.server import ServerSpec
         from engines.sglang.supervisor import HealthCheck
@@ -346,26 +392,39 @@ class Session:
         rollout, train = self.config.rollout, self.config.train
         has_gpus = cluster.num_gpus > 0
         num_gpus = rollout.rollout_num_gpus or train.num_ranks
+        args = returning_experts(rollout.sglang) if train.use_rollout_routing_replay else rollout.sglang
+        if rollout.rollout_sampling_seeds:
+            if not has_gpus and not rollout.rollout_external_engine_addrs:
+                raise ValueError(
+                    "--rollout-sampling-seeds: SGLang repeats a seed's tokens on GPUs alone, and there is none: leave it out"
+                )
+            args = repeatable(args)
         spec = ServerSpec(
             model_path=self._model_path,
             weight_version=self.weight_version(0),  # what it loads is what every policy of the run begins with
             port=rollout.sglang_port,
-            args=returning_experts(rollout.sglang) if train.use_rollout_routing_replay else rollout.sglang,
+            args=args,
             tensor_parallel=rollout.rollout_num_gpus_per_engine if has_gpus else 1,
             threads=rollout.sglang_threads or 1,
             python=rollout.sglang_python,
             pythonpath=rollout.sglang_pythonpath,
-            log_dir=self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None,
+            log_dir=self._log_dir,
             start_timeout=rollout.sglang_start_timeout,
         )
-        count = num_gpus // rollout.rollout_num_gpus_per_engine if has_gpus else rollout.num_engines
-        health = HealthCheck(
-            interval=rollout.rollout_health_check_interval,
-            timeout=rollout.rollout_health_check_timeout,
-            failures=rollout.rollout_health_check_failures,
-            max_restarts=rollout.engine_restarts,
+        return EnginePool(
+            cluster,
+            spec,
+            num_gpus // rollout.rollout_num_gpus_per_engine if has_gpus else rollout.num_engines,
+            offset=0 if self._colocated else train.num_ranks,
+            health=HealthCheck(
+                interval=rollout.rollout_health_check_interval,
+                timeout=rollout.rollout_health_check_timeout,
+                failures=rollout.rollout_health_check_failures,
+                max_restarts=rollout.engine_restarts,
+            ),
+            external=rollout.rollout_external_engine_addrs,
+            listener=self.router.lead_to if self.router else lambda urls: None,
         )
-        return EnginePool(cluster, spec, count, offset=0 if self._colocated else train.num_ranks, health=health)
 
     def _end_cluster(self) -> None:
         if self._cluster is not None:

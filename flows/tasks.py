@@ -107,8 +107,8 @@ def restore(session: Session) -> None:
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""
-    from stages.rollout.generate import Round
-    from stages.rollout.rollout import rollout_stage, state_before
+    from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+    from stages.rollout.round import Round
 
     prefix = session.keys.rollout(rollout_id)
     commit = session.store.committed(prefix)
@@ -123,11 +123,12 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 tokenizer=session.tokenizer,
                 config=session.config.rollout,
                 state=state_before(session.store, session.keys, rollout_id),
+                buffer=buffer_before(session.store, session.keys, rollout_id),
                 grader=session.grader,
                 stamp=session.stamp,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.connect,
+                connect=session.connect_to_train,
             )
     return _rollout_ref(session, prefix, commit)
 
@@ -202,8 +203,8 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on one data set: a rollout on its prompts, summed up instead of trained on."""
     from stages.eval.score import score
     from stages.rollout.data_source import PromptSource
-    from stages.rollout.generate import Round
     from stages.rollout.rollout import rollout_stage
+    from stages.rollout.round import Round
 
     evals = session.config.eval
     prefix = session.keys.eval(version, name)
@@ -227,14 +228,27 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 stamp=session.stamp,
                 stop=session.stop,
                 on_progress=report,
+                connect=session.connect,
             )
     session.record(prefix, commit)
     return EvalRef(key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"])
 
 
+@stage("eval-{version:06d}")
+def evaluate_all(session: Session, version: int) -> list[EvalRef]:
+    """Score policy `version` on several data sets side by side: one set's last long responses leave room for another's."""
+    with session.engines_shared(version):
+        scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
+        for score in scores:
+            score.wait()
+    return [score.result() for score in scores]
+
+
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
-    return [evaluate_one(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
+    names = [name for name, _ in session.config.eval.eval_prompt_data]
+    missing = [name for name in names if session.store.committed(session.keys.eval(version, name)) is None]
+    return evaluate_all(session, version) if len(missing) > 1 else [evaluate_one(session, version, name) for name in names]
 
 
 @stage("export-{version:06d}", after_save=True)
@@ -289,7 +303,6 @@ def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], 
 
 def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
     session.record(prefix, commit)
-    num_samples = sum(file.rows or 0 for file in commit.files)
     return RolloutRef(
-        key=commit_key(prefix), rollout_id=commit.index, num_samples=num_samples, policy_version=commit.policy_version
+        key=commit_key(prefix), rollout_id=commit.index, num_samples=commit.num_samples(), policy_version=commit.policy_version
     )

@@ -1,15 +1,102 @@
-"""Loading a function of the user's from `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`: a reward, an estimator, a loss."""
+"""Functions of the user's: found, checked and called with a time limit. A reward, an estimator, a loss, a filter, a hook.
+
+They are named by `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`. Graders and generators have processes and loops of
+their own and use `load_function` alone; short functions that are called in this process are a `Plugin`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# Functions of slime that configurations name and that are answered here: slime need not be installed.
+_OURS = {
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "stages.rollout.filters:check_reward_nonzero_std",
+}
+
+
+class Plugin:
+    """A function of the user's, called by position with what `words` name, one call at a time.
+
+    Args:
+        path: see above.
+        words: names of the arguments, for the check of its signature and for messages.
+        usual_name: what a bare file.py is expected to define.
+        timeout: seconds that a call may take (`--reward-timeout`).
+
+    Raises:
+        ValueError: it does not load, or cannot be called like this.
+    """
+
+    def __init__(self, path: str, words: Sequence[str], *, usual_name: str, timeout: float) -> None:
+        self.function = load_checked(path, usual_name, words)
+        self.name = name_of(self.function, path)
+        self.timeout = timeout
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What it returns; an asynchronous one is awaited. It runs in a thread that keeps nobody from exiting if it hangs.
+
+        Raises:
+            ValueError: it raises, or takes too long; one sentence that names it.
+        """
+        answer: Future[Any] = Future()
+        with self._one_at_a_time:
+            threading.Thread(target=_answer, args=(answer, self.function, arguments), name=self.name, daemon=True).start()
+            wait([answer], self.timeout)
+        if not answer.done():
+            raise ValueError(f"{self.name} takes more than {self.timeout:g} s: make it faster, or raise --reward-timeout")
+        if error := answer.exception():
+            raise ValueError(f"{self.name} raises {type(error).__name__}: {error}") from error
+        return answer.result()
+
+
+def _answer(answer: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        value = function(*arguments)
+        answer.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+    except BaseException as error:  # also SystemExit: nobody else would see it, and the caller would wait in vain
+        answer.set_exception(error)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def check_signature(function: Callable[..., Any], name: str, words: Sequence[str]) -> None:
+    """Raise ValueError unless `function` can be called by position with what `words` name, and returns instead of yielding."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{name} is a generator and would never run: return instead of yielding")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a callable from C: the first call will tell
+    try:
+        signature.bind(*words)
+    except TypeError as error:
+        raise ValueError(f"{name} has the signature {signature}, but is called with ({', '.join(words)}): {error}") from None
+
+
+def name_of(function: Callable[..., Any], path: str) -> str:
+    """`check of filters.py`: what messages call it."""
+    return f"{getattr(function, '__qualname__', type(function).__qualname__)} of {path.rpartition(':')[0] or path}"
+
+
+def load_checked(path: str, usual_name: str, words: Sequence[str]) -> Callable[..., Any]:
+    """The function that `path` names, if it can be called by position with what `words` name. Raises ValueError otherwise."""
+    function = load_function(path, usual_name=usual_name)
+    check_signature(function, name_of(function, path), words)
+    return function
 
 
 def load_function(
@@ -25,6 +112,7 @@ def load_function(
     Raises:
         ValueError: no such file, module or function, or it fails to import.
     """
+    path = _OURS.get(path.replace(":", "."), path)
     place, colon, name = path.rpartition(":")
     if not colon:
         place, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]

@@ -192,10 +192,10 @@ def _look_at_samples(store: Store, keys: RunKeys, record: dict[str, Any], commit
         if commits[prefix].kind == "rollout":
             found.num_samples += len(one.ids)
             found.num_prompts += len(one.served)
-            found.problems += course.follow(prefix, commits[prefix], one.served)
+            found.problems += course.follow(prefix, commits[prefix], one)
             ids.append(one.ids)
         else:
-            found.problems += Course(set()).follow(prefix, commits[prefix], one.served, whole=True)
+            found.problems += Course(set()).follow(prefix, commits[prefix], one, whole=True)
     found.num_epochs = course.num_epochs
     hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
     if repeated := len(hashed) - len(np.unique(hashed)):

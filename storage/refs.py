@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+TRAINED, BUFFER = "part", "buffer"  # shards of a rollout: what is trained on, and what was asked for and waits for a later round
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
 
@@ -93,6 +94,11 @@ class Commit(BaseModel):
     state: dict[str, Any] = Field(
         default_factory=dict
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
+
+
+    def num_samples(self, name: str = TRAINED) -> int:
+        """Rows of the committed shards of one kind."""
+        return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
 
 
 ORIGINS = ("base", "reference", "teacher")  # models that a run may have been given

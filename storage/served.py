@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
-from storage.refs import Commit, commit_key
+from storage.refs import BUFFER, TRAINED, Commit, commit_key
 from storage.sample import check_schema
 from storage.store import Store, StoreError
 
 _BATCH = 4096  # samples read at a time
 _COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata"]
+_NO_FILE = -1  # of a prompt that a data source of the user's has issued itself
 _MOST = 10  # problems told of one round
 
 Source = tuple[int, int, int]  # epoch, file, row
@@ -36,6 +37,8 @@ class Round:
     problems: list[str]
     ids: np.ndarray  # [samples] uint64, hashes of the sample ids
     served: dict[int, Source]  # issue number -> where the prompt came from
+    waiting: dict[int, Source] = field(default_factory=dict)  # the same of prompts that were put aside for a later round
+    dropped: dict[int, Source] = field(default_factory=dict)  # and of those that were dropped
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> Round:
@@ -43,31 +46,26 @@ def read_round(store: Store, prefix: str, commit: Commit) -> Round:
     problems: list[str] = []
     ids: list[str] = []
     served: dict[int, Source] = {}
+    waiting: dict[int, Source] = {}
     siblings: dict[int, set[str]] = defaultdict(set)
-    number = re.compile(
-        (f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else "") + r"(\d{9,})"
-    )
-    version = [commit.policy_version, commit.policy_version]
+    issue_of = _issue_reader(prefix, commit)
     try:
         with store.reading(commit) as directory:
-            for row in _rows(directory, commit):
+            for row in _rows(directory, commit, TRAINED):
                 ids.append(row["sample_id"])
-                group = number.fullmatch(row["group_id"])
-                if group is None:
+                if (issue := issue_of(row["group_id"])) is None:
                     problems.append(
                         f"{prefix}: sample {row['sample_id']} has group {row['group_id']!r}, which is no issue number"
                     )
                     continue
-                if row["rollout_id"] != commit.index or row["policy_versions"] != version:
-                    problems.append(
-                        f"{prefix}: sample {row['sample_id']} says rollout {row['rollout_id']} and policy versions "
-                        f"{row['policy_versions']}, its commit {commit.index} and {version}"
-                    )
-                issue, source = int(group[1]), json.loads(row["metadata"]).get("source") or {}
-                where = (source.get("epoch", -1), source.get("file", -1), source.get("row", -1))
+                if problem := _wrong_round(row, commit):
+                    problems.append(f"{prefix}: sample {row['sample_id']} {problem}")
                 siblings[issue].add(row["trajectory_id"])
+                where = _source(json.loads(row["metadata"]))
                 if served.setdefault(issue, where) != where:
                     problems.append(f"{prefix}: the samples of group {row['group_id']} answer different prompts")
+            for row in _rows(directory, commit, BUFFER):
+                waiting[int(row["group_id"])] = _source(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
     twice = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
@@ -75,15 +73,39 @@ def read_round(store: Store, prefix: str, commit: Commit) -> Round:
         problems.append(f"{prefix}: {len(twice)} sample ids are not unique, first {twice[0]}")
     if len(sizes := {len(members) for members in siblings.values()}) > 1:
         problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
-    committed = sum(record.rows or 0 for record in commit.files)
-    if not problems and len(ids) != committed:
-        problems.append(f"{prefix} has {len(ids)} samples, committed are {committed}")
-    return Round(problems[:_MOST], np.array([xxhash.xxh3_64_intdigest(one.encode()) for one in ids], dtype=np.uint64), served)
+    if not problems and len(ids) != commit.num_samples():
+        problems.append(f"{prefix} has {len(ids)} samples, committed are {commit.num_samples()}")
+    hashes = np.array([xxhash.xxh3_64_intdigest(one.encode()) for one in ids], dtype=np.uint64)
+    dropped = {int(group["group_id"]): _source(group) for group in commit.state.get("dropped", [])}
+    return Round(problems[:_MOST], hashes, served, waiting, dropped)
 
 
-def _rows(directory: Path, commit: Commit) -> Iterable[dict[str, Any]]:
+def _issue_reader(prefix: str, commit: Commit) -> Callable[[str], int | None]:
+    """Group id -> number of the prompt in the order of issue."""
+    before = f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else ""
+    number = re.compile(before + r"(\d{9,})")
+    return lambda group_id: int(found[1]) if (found := number.fullmatch(group_id)) else None
+
+
+def _wrong_round(row: dict[str, Any], commit: Commit) -> str:
+    """What is wrong with the round and the policies that a sample names. One that began in an earlier round may have older tokens."""
+    first, last = row["policy_versions"]
+    began = json.loads(row["metadata"]).get("start_rollout_id")
+    right = (first, last) == (commit.policy_version,) * 2 if began is None else first <= last <= commit.policy_version
+    if row["rollout_id"] == commit.index and right:
+        return ""
+    version = [commit.policy_version] * 2
+    return f"says rollout {row['rollout_id']} and policy versions {[first, last]}, its commit {commit.index} and {version}"
+
+
+def _source(metadata: dict[str, Any]) -> Source:
+    source = metadata.get("source") or {}
+    return source.get("epoch", -1), source.get("file", -2), source.get("row", -1)
+
+
+def _rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
     for record in commit.files:
-        if not record.path.endswith(".parquet"):
+        if not record.path.rpartition("/")[2].startswith(f"{name}-"):
             continue
         with pq.ParquetFile(directory / Path(record.path).relative_to(commit.attempt or "")) as shard:
             check_schema(shard.schema_arrow)
@@ -110,25 +132,31 @@ class Course:
         self._past_epochs = 0
         self.before: dict[str, Any] = {"issued": 0, "segments": []}
         self.lanes: dict[int, Lane] = {}  # by file if they are weighted, else one
+        self.waiting: set[int] = set()  # prompts that were put aside, by issue number
         self._skipped_now = 0  # prompts in the round that is followed
 
-    def follow(self, prefix: str, commit: Commit, served: dict[int, Source], *, whole: bool = False) -> list[str]:
+    def follow(self, prefix: str, commit: Commit, round: Round, *, whole: bool = False) -> list[str]:
         """What is wrong with one round's place in the order. `whole`: the round must be exactly one epoch."""
         after = commit.state.get("data_source")
         if after is None:
             return [f"{commit_key(prefix)} does not say where the run stands in its data"]
         if commit.index in self.restarts and not whole:
             self.before = {"issued": self.before["issued"], "segments": []}
-            self.lanes = {}
+            self.lanes, self.waiting = {}, set()
             self._past_epochs = self.num_epochs
         before, self.before = self.before, after
         issues = range(before["issued"], after["issued"])
-        if served.keys() != set(issues):
-            wrong = sorted(served.keys() ^ set(issues))
+        expected, self.waiting = {*issues, *self.waiting}, set(round.waiting)
+        arrived = Counter([*round.served, *round.waiting, *round.dropped])
+        if twice := [issue for issue, count in arrived.items() if count > 1]:
+            return [f"{prefix}: prompt {min(twice)} is in two places: what is trained on, waits or was dropped must be different"]
+        if wrong := arrived.keys() ^ expected:
             return [
-                f"{prefix} should answer prompts {issues.start} to {issues.stop - 1}; number {wrong[0]} is "
-                + ("missing" if wrong[0] in issues else "too many")
+                f"{prefix} should answer prompts {issues.start} to {issues.stop - 1}; number {min(wrong)} is "
+                + ("missing" if min(wrong) in expected else "too many")
             ]
+        every = {**round.served, **round.waiting, **round.dropped}
+        issued = {issue: source for issue, source in every.items() if issue in issues and source[1] != _NO_FILE}
         if after["segments"][: len(before["segments"])] != before["segments"]:
             return [f"{commit_key(prefix)} has forgotten data that earlier rounds have seen"]
         weighted = after.get("places") or []
@@ -139,7 +167,7 @@ class Course:
         for number, place in enumerate(weighted or [after]):
             segments = [one for one in after["segments"] if not weighted or one["file"] == number]
             lane = self.lanes.setdefault(number, Lane())
-            mine = {issue: source for issue, source in served.items() if not weighted or source[1] == number}
+            mine = {issue: source for issue, source in issued.items() if not weighted or source[1] == number}
             problems += self._walk(prefix, lane, place, mine, segments, may_skip=num_skipped > 0)
         if num_skipped != self._skipped_now and not problems:
             problems.append(f"{commit_key(prefix)} says that {num_skipped} prompts were skipped; {self._skipped_now} are missing")

@@ -58,6 +58,10 @@ class RolloutConfig(StageConfig):
     num_data_workers: int = option(1, change="placement", ge=1)
     """Processes that read prompt files; the rows and their order do not depend on it."""
 
+    data_source_path: str | None = option(None)
+    """Data source of yours, a class with `get_samples(num_samples)`, `add_samples(samples)` and, if it likes, `buffer_filter`: it says
+    which prompts a round asks, and takes back what was not used. Without one: the data set's order, what came back first."""
+
     # ---- how much -------------------------------------------------------------------------------------------------------
 
     rollout_batch_size: int = option(32, ge=1)
@@ -91,6 +95,59 @@ class RolloutConfig(StageConfig):
 
     rollout_skip_special_tokens: bool = option(False)
     """Leave special tokens such as the end token out of the response text (tokens are kept in any case)."""
+
+    rollout_sampling_seeds: bool = option(False)
+    """Give sample j of every prompt the sampling seed --rollout-seed + j, so that an engine with deterministic inference repeats it."""
+
+    # ---- generation of one's own ----------------------------------------------------------------------------------------
+
+    custom_generate_function_path: str | None = option(None, aliases=("rollout-generate-func-path",))
+    """Generation of yours, an agent for instance: `async f(args, sample, sampling_params, engine)`, or one of the other forms in
+    docs/generation.md; file.py, file.py:name, pkg.module:name or pkg.module.name."""
+
+    max_turns: int = option(8, ge=1)
+    """Most turns that such a function takes (it reads `args.max_turns`)."""
+
+    generate_timeout: float = option(1800.0, change="placement", gt=0)
+    """Seconds that such a function may take for one sample; after that the sample's status is failed."""
+
+    agent_endpoint_port: int = option(0, change="placement", ge=0, le=65535)
+    """Port on 127.0.0.1 where agents find an OpenAI-compatible endpoint, if a function asks for one; 0 finds a free one."""
+
+    # ---- which groups are trained on ------------------------------------------------------------------------------------
+
+    dynamic_sampling_filter_path: str | None = option(None)
+    """Function of yours that says whether a finished group is trained on, `f(args, samples) -> bool`, or the built-in
+    stages.rollout.filters.check_reward_nonzero_std; others are generated in its stead."""
+
+    over_sampling_batch_size: int | None = option(None, ge=1)
+    """Prompts that are asked at once whenever too few are under way; --rollout-batch-size if not given. When enough groups have come,
+    the rest is stopped and goes back to the data source."""
+
+    max_waves: int = option(100, change="placement", ge=1)
+    """Waves of prompts after which a round is given up, because the filter drops nearly everything."""
+
+    partial_rollout: bool = option(False)
+    """What is stopped half-way goes on in a later round, by the policy of then; otherwise it begins anew."""
+
+    mask_offpolicy_in_partial_rollout: bool = option(False)
+    """Train only on the tokens that the policy of the round has generated, not on those of earlier ones."""
+
+    buffer_filter_path: str | None = option(None)
+    """Function of yours that chooses what comes back first, `f(args, rollout_id, buffer, num_samples) -> groups`; first in, first out
+    without one."""
+
+    rollout_sample_hook_path: str | None = option(None)
+    """Function of yours that sees every sample before it is graded, `f(args, sample)`."""
+
+    rollout_sample_filter_path: str | None = option(None)
+    """Function of yours that sees the groups of a round, `f(args, groups)`, and sets `remove_sample` on what is not to be trained on."""
+
+    rollout_all_samples_process_path: str | None = option(None)
+    """Function of yours that sees all groups of a round, those dropped included, `f(args, groups, data_source)`."""
+
+    num_shown_samples: int = option(4, change="schedule", ge=0)
+    """Samples of every round that are shown with prompt, response and reward, in the terminal and in MLflow."""
 
     # ---- rewards --------------------------------------------------------------------------------------------------------
 
@@ -133,6 +190,16 @@ class RolloutConfig(StageConfig):
 
     rollout_num_gpus_per_engine: int = option(1, change="placement", ge=1)
     """GPUs per engine (its tensor-parallel size)."""
+
+    rollout_external_engine_addrs: list[str] = option(default_factory=list, change="placement")
+    """Engines that somebody else has started, as host:port; they are given the weights, and are neither started nor ended here."""
+
+    use_router: bool = option(False, change="placement")
+    """Put SGLang's router between this process and the engines (any --router-* flag does so too); without it requests go to the least
+    busy engine directly."""
+
+    router: dict[str, Any] = option(default_factory=dict, change="placement")
+    """The router's own arguments, by its names; on the command line --router-<name>."""
 
     sglang_server_concurrency: int = option(512, change="placement", ge=1)
     """Samples in flight per engine."""
@@ -187,7 +254,7 @@ class RolloutConfig(StageConfig):
             )
         return self
 
-    @field_validator("prompt_data", "rollout_stop", mode="before")
+    @field_validator("prompt_data", "rollout_stop", "rollout_external_engine_addrs", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -199,6 +266,13 @@ class RolloutConfig(StageConfig):
                 f"--rollout-num-gpus {self.rollout_num_gpus} is no multiple of --rollout-num-gpus-per-engine "
                 f"{self.rollout_num_gpus_per_engine}: change one of them"
             )
+        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
+            raise ValueError(
+                f"--over-sampling-batch-size {self.over_sampling_batch_size} is less than --rollout-batch-size "
+                f"{self.rollout_batch_size}: ask for at least as many prompts as a rollout needs"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ValueError("--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: give both, or neither")
         if self.rm_type and self.custom_rm_path:
             raise ValueError(f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: leave one out")
         if self.rollout_top_k == 0:

@@ -17,9 +17,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.generate import STATUS, GroupPlan, Round, blank_sample, sampling_params
+from stages.rollout.generate import sampling_params
+from stages.rollout.round import Group, Round, copied
 from storage.refs import Commit
-from storage.sample import Sample
+from storage.sample import Sample, Status
 from storage.shards import read_samples, write_shards
 from storage.store import Store, StoreError
 
@@ -41,28 +42,30 @@ class Journal:
         self.prefix = f"{prefix}.journal"
         self.round = round
         self.interval = config.rollout_journal_interval
-        self.num_samples = config.n_samples_per_prompt
         self.identity = _identity(config)
-        self.adopted: dict[str, list[Sample]] = {}  # group id -> its samples
+        self._finished: dict[str, Group] = {}  # group id -> its samples, from earlier attempts
         self._pending: list[Sample] = []
         self._num_entries = 0
         self._lock = threading.Lock()  # one writer at a time
 
-    def adopt(self, groups: Sequence[GroupPlan]) -> None:
-        """Find which of these groups an earlier attempt has finished."""
+    def read(self) -> None:
+        """Find which groups earlier attempts have finished."""
         if not self.interval:
             return
-        plans = {group.group_id: group for group in groups}
         while entry := self.store.committed(self._key(self._num_entries)):
             self._num_entries += 1
             for group_id, samples in self._groups_of(entry).items():
-                if group_id in plans and self._fits(plans[group_id], samples):
-                    self.adopted.setdefault(group_id, samples)
+                self._finished.setdefault(group_id, samples)
+
+    def take(self, group: Group) -> Group | None:
+        """The same group as an earlier attempt has finished it, if it has."""
+        found = self._finished.get(group[0].group_id)
+        return found if found and _continues(found, group) else None
 
     def add(self, samples: Sequence[Sample]) -> None:
         """A group is finished; it will be written with the others of its time."""
         if self.interval:
-            self._pending.extend(samples)
+            self._pending += [copied(sample) for sample in samples]  # as they are now: not graded
 
     def flush(self) -> None:
         """Make everything durable that was added. A failure is only noted: the groups are kept for the next time."""
@@ -128,22 +131,33 @@ class Journal:
                 return {}
         return groups
 
-    def _fits(self, plan: GroupPlan, samples: Sequence[Sample]) -> bool:
-        """Whether these are all answers to this prompt, as this attempt would have asked it."""
-        if len(samples) != self.num_samples:
+
+def _continues(found: Group, group: Group) -> bool:
+    """Whether these are answers to all samples of a group, as this attempt would have asked for them."""
+    origins = {sample.trajectory_id: sample for sample in group}
+    if {sample.trajectory_id for sample in found} != origins.keys():
+        return False
+    for sample in found:
+        origin = origins[sample.trajectory_id]
+        same = all(getattr(sample, name) == getattr(origin, name) for name in ("group_id", "rollout_id", "prompt", "label"))
+        if not same or not origin.metadata.items() <= sample.metadata.items():
             return False
-        for index, sample in enumerate(samples):
-            blank, length = blank_sample(plan, index, self.round), len(plan.token_ids)
-            same = all(
-                getattr(sample, name) == getattr(blank, name)
-                for name in ("sample_id", "rollout_id", "prompt", "label", "policy_versions", "metadata")
-            )
-            if not same or sample.token_ids[:length] != blank.token_ids or sample.status not in STATUS.values():
-                return False
-        return True
+        length = len(origin.token_ids)
+        if sample.sample_id == origin.sample_id and sample.token_ids[:length] != origin.token_ids:
+            return False
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+            return False
+    return True
 
 
 def _identity(config: RolloutConfig) -> str:
     """Hash of what the answers to a prompt depend on besides the policy."""
-    parts = [sampling_params(config), config.n_samples_per_prompt, config.rollout_skip_special_tokens]
+    parts = [
+        sampling_params(config),
+        config.rollout_sampling_seeds,
+        config.rollout_max_context_len,
+        config.rollout_skip_special_tokens,
+        config.custom_generate_function_path,
+        config.max_turns,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """The rollout stage: prompts in, graded samples in committed shards out. Evaluation is the same stage on other prompts.
 
-It is safe to call twice: what is committed is returned, and what is not is done again from the data-source state of the round
-before, so no prompt is lost and none is served twice. Files are written under a private prefix and become true with the commit,
-which comes last.
+It is safe to call twice: what is committed is returned, and what is not is done again from where the round before has left the data, so no
+prompt is lost and none is served twice. Files are written under a private prefix and become true with the commit, which comes last:
+`part-*` holds what is trained on, `buffer-*` the groups that were asked for and wait for a later round.
 """
 
 from __future__ import annotations
@@ -10,27 +10,44 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from engines.sglang.client import EngineClient, Engines
 from stages.rewards.grading import Grader
+from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource, SourceState
-from stages.rollout.generate import RESERVE, Generated, Progress, Round, generate, plan_groups
+from stages.rollout.data_source import PromptSource
+from stages.rollout.intake import Intake
 from stages.rollout.journal import Journal
-from stages.rollout.metrics import rollout_metrics
-from stages.rollout.prompt_lengths import LengthFilter
+from stages.rollout.make import Made, Progress, make_round
+from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
+from stages.rollout.responses import mask_earlier_policies
+from stages.rollout.round import Round
+from stages.rollout.shown import shown
+from stages.rollout.source_state import SourceState
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.faults import reach
 from storage.preemption import Preempted, StopRequest
-from storage.refs import Commit, Kind, RunKeys
+from storage.refs import BUFFER, Commit, Kind, RunKeys
 from storage.sample import Sample, Status
-from storage.shards import write_shards
+from storage.shards import read_samples, write_shards
 from storage.store import Store
 
 T = TypeVar("T")
+
+# What belongs to training and not to an evaluation, which scores every prompt of a data set once.
+NOT_EVALUATED: dict[str, Any] = {
+    "data_source_path": None,
+    "buffer_filter_path": None,
+    "dynamic_sampling_filter_path": None,
+    "over_sampling_batch_size": None,
+    "partial_rollout": False,
+    "rollout_sample_hook_path": None,
+    "rollout_sample_filter_path": None,
+    "rollout_all_samples_process_path": None,
+}
 
 
 def rollout_stage(
@@ -43,6 +60,7 @@ def rollout_stage(
     tokenizer: PromptTokenizer,
     config: RolloutConfig,
     state: dict[str, Any] | None = None,
+    buffer: Sequence[Sample] = (),
     num_prompts: int | None = None,
     grader: Grader | None = None,
     summarise: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
@@ -62,6 +80,7 @@ def rollout_stage(
         tokenizer: of the policy.
         config: sampling and rewards.
         state: data-source state after the round before (`state_before`); None at the beginning.
+        buffer: what the round before has put aside (`buffer_before`).
         num_prompts: how many prompts; `rollout_batch_size` if not given (an evaluation takes `len(source)`).
         grader: kept alive between rounds by its owner; None makes one for this call.
         summarise: the summary's numbers from the samples.
@@ -71,57 +90,85 @@ def rollout_stage(
         connect: makes the client of the engines from `engines` and a `timeout`.
 
     Raises:
-        ValueError: the data changed, or the reward is wrong.
-        RuntimeError: an engine aborted or serves another policy, too many died, or every single sample failed; worth trying again.
+        ValueError: the data changed, or the reward or another function of the user's is wrong.
+        RuntimeError: an engine aborted or serves another policy, too many died, every single sample failed, or the filter drops nearly all;
+            worth trying again.
         ConnectionError: no engine answers; worth trying again.
         TimeoutError: generation took longer than `config.rollout_timeout`.
         Preempted: asked to stop, and the time left is too short.
     """
     if commit := store.committed(prefix):
         return commit
+    if round.kind == "eval":
+        config = config.model_copy(update=NOT_EVALUATED)
     seconds: dict[str, float] = {}
     journal = Journal(store, prefix, round, config)
     with timed(seconds, "prepare"):
-        before = source.restore(state)
-        admits = LengthFilter(config, tokenizer) if round.kind == "rollout" else None  # a score is about all prompts
-        prompts, after = source.take(before, num_prompts or config.rollout_batch_size, admits)
-        groups = plan_groups(prompts, tokenizer, round.id_prefix)
-        journal.adopt(groups)
+        intake = Intake(config, source, tokenizer, round, state, buffer)
+        journal.read()
     client = connect(engines, timeout=config.rollout_timeout)
     num_gpus = max(1, len(client.urls)) * config.rollout_num_gpus_per_engine
     with grader_of(config) if grader is None else nullcontext(grader) as grading, kept(journal):
-        with timed(seconds, "generate"):
-            generated = run_to_end(
-                generate(
-                    client,
-                    groups,
-                    round,
-                    config,
-                    tokenizer,
-                    grading.submit_group,
-                    journal=journal,
-                    stop=stop,
-                    on_progress=on_progress,
-                )
-            )
-        with timed(seconds, "reward"):  # what grading takes beyond generation
-            samples = _graded(generated, stop)
-    skipped = {"rollout/num_skipped_prompts": float(after.skipped - before.skipped)} if admits and admits.limit else {}
-    adopted = {"adopted_groups": generated.adopted_groups} if generated.adopted_groups else {}
+        work = make_round(
+            client,
+            intake,
+            journal,
+            grading.submit_group,
+            config,
+            tokenizer,
+            num_groups=num_prompts or config.rollout_batch_size,
+            stop=stop,
+            on_progress=on_progress,
+        )
+        made = run_to_end(work)
+        seconds |= made.seconds
+        samples = trained_on(made.found, config)
+        intake.put_back(made.found)
     commit = commit_samples(
         store,
         prefix,
         samples,
         seconds,
-        lambda: summarise(samples) | speed_metrics(generated, seconds, num_gpus) | skipped,
+        lambda: {
+            **summarise(samples),
+            **(staleness_metrics(samples, round.policy_version) if round.kind == "rollout" else {}),
+            **collection_metrics(made.found, intake),
+            **speed_metrics(made, seconds, num_gpus),
+        },
+        buffer=[sample for group in intake.waiting for sample in group],
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,
-        state={"data_source": after.model_dump(mode="json"), **adopted},
+        state={"data_source": intake.state, "shown": shown(samples, config.num_shown_samples)} | fates(made),
         **({"run": round.run, "inputs": inputs_of(config)} | (stamp or {})),
     )
     journal.remove()
     return commit
+
+
+def trained_on(found: Collected, config: RolloutConfig) -> list[Sample]:
+    """The samples of a round, in the order of their issue. Raises RuntimeError if every single one has failed."""
+    samples = [sample for group in found.kept for sample in group]
+    failures = [sample for sample in samples if sample.status is Status.FAILED]
+    if len(failures) == len(samples):
+        reason = failures[0].metadata["error"]
+        raise RuntimeError(
+            f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward function or the data"
+        )
+    if config.mask_offpolicy_in_partial_rollout:
+        for sample in samples:
+            mask_earlier_policies(sample)
+    return samples
+
+
+def fates(made: Made) -> dict[str, Any]:
+    """For the commit: which groups an earlier attempt had generated, and what was dropped and why."""
+    dropped = [
+        {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
+        for group, reason in made.found.dropped
+    ]
+    adopted = sorted(made.production.adopted)
+    return ({"adopted_groups": adopted} if adopted else {}) | ({"dropped": dropped} if dropped else {})
 
 
 def commit_samples(
@@ -131,10 +178,14 @@ def commit_samples(
     seconds: dict[str, float],
     summary: Callable[[], dict[str, float]],
     *,
+    buffer: Sequence[Sample] = (),
     kind: Kind,
     **fields: Any,
 ) -> Commit:
-    """Write samples as shards under a private prefix, then commit them with `fields`. `summary` is asked last: writing is part of the time."""
+    """Write samples as shards under a private prefix, and what waits for a later round beside them; then commit both with `fields`.
+
+    `summary` is asked last: writing is part of the time.
+    """
 
     def at(point: str) -> None:
         if kind == "rollout":
@@ -145,6 +196,8 @@ def commit_samples(
         at("rollout-before-upload")
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
+            if buffer:
+                write_shards(out.path, buffer, BUFFER)
         at("rollout-after-upload")
     commit = store.commit(
         prefix, Commit(kind=kind, attempt=attempt, files=out.files, seconds=seconds, summary=summary(), **fields)
@@ -175,6 +228,15 @@ def state_before(store: Store, keys: RunKeys, rollout_id: int) -> dict[str, Any]
     return state
 
 
+def buffer_before(store: Store, keys: RunKeys, rollout_id: int) -> list[Sample]:
+    """The samples that wait when round `rollout_id` begins: what the round before has put aside. None where a fork begins its data anew."""
+    previous = store.committed(keys.rollout(rollout_id - 1)) if rollout_id else None
+    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    if previous is None or not previous.num_samples(BUFFER) or (parent.get("restart_data") and parent["at"] == rollout_id):
+        return []
+    return read_samples(store, previous, BUFFER)
+
+
 def grader_of(config: RolloutConfig) -> Grader:
     """The grader that a config describes. Raises ValueError for an unknown reward."""
     return Grader(
@@ -196,36 +258,31 @@ def inputs_of(config: RolloutConfig) -> dict[str, str]:
     return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}
 
 
-def _graded(generated: Generated, stop: StopRequest | None) -> list[Sample]:
-    waiting = set(generated.outcomes)
-    while waiting := wait(waiting, timeout=None if stop is None else 0.2).not_done:
-        if stop is not None and stop.seconds_left <= RESERVE:
-            raise Preempted(f"asked to stop with {len(waiting)} of {len(generated.samples)} samples still to grade")
-    for sample, outcome in zip(generated.samples, generated.outcomes):
-        outcome.result().apply(sample)
-    failures = [sample for sample in generated.samples if sample.status is Status.FAILED]
-    if len(failures) == len(generated.samples):
-        reason = failures[0].metadata["error"]
-        raise RuntimeError(
-            f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward function or the data"
-        )
-    return generated.samples
-
-
-def speed_metrics(generated: Generated, seconds: dict[str, float], num_gpus: int) -> dict[str, float]:
+def speed_metrics(made: Made, seconds: dict[str, float], num_gpus: int) -> dict[str, float]:
     """How fast it went, without what an earlier attempt had generated. Where there are no GPUs an engine counts as one."""
-    fresh = generated.fresh
-    num_response = sum(sum(sample.loss_mask) for sample in fresh)
+    fresh, num_response = made.production.generated, made.production.num_response_tokens
     num_prompt = sum(len(sample.token_ids) for sample in fresh) - num_response
     longest = max((sum(sample.loss_mask) for sample in fresh), default=0)
     return {
-        "rollout/num_adopted_groups": float(len(generated.adopted_groups)),
-        "rollout/prefix_cache_hit_rate": generated.num_cached_tokens / max(num_prompt, 1),
-        "rollout/avg_cached_tokens_per_sample": generated.num_cached_tokens / max(len(fresh), 1),
+        "rollout/num_adopted_groups": float(len(made.production.adopted)),
+        "rollout/prefix_cache_hit_rate": made.num_cached_tokens / max(num_prompt, 1),
+        "rollout/avg_cached_tokens_per_sample": made.num_cached_tokens / max(len(fresh), 1),
         "perf/rollout_time": sum(seconds.values()),
         "perf/tokens_per_gpu_per_sec": num_response / seconds["generate"] / num_gpus,
         "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
     }
+
+
+def collection_metrics(found: Collected, intake: Intake) -> dict[str, float]:
+    """What dynamic sampling and length limits have cost."""
+    counts = {
+        "rollout/num_waves": found.num_waves,
+        "rollout/num_dropped_groups": len(found.dropped),
+        "rollout/num_buffered_groups": len(intake.waiting),
+    }
+    out = {name: float(count) for name, count in counts.items()} if found.num_waves > 1 or found.dropped or found.aside else {}
+    skipped = {"rollout/num_skipped_prompts": float(intake.num_skipped)} if intake.limited else {}
+    return out | drop_metrics(found.reasons) | skipped
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -12,6 +12,14 @@ from storage.config import StageConfig, option
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # estimators that are defined with whitened advantages
 
 
+PLUGINS = {
+    "custom_advantage_function_path": ("advantages", ("experience", "options")),
+    "custom_loss_function_path": ("loss", ("logprobs", "entropy", "streams", "samples", "options")),
+    "custom_tis_function_path": ("correction", ("old", "rollout", "samples", "options")),
+    "custom_pg_loss_reducer_function_path": ("weights", ("trajectory_index", "sample_index", "num_trajectories")),
+}
+
+
 class AlgorithmConfig(StageConfig):
     """Everything that decides which number is minimised."""
 
@@ -179,10 +187,11 @@ class AlgorithmConfig(StageConfig):
         )
 
     @property
-    def plugin_paths(self) -> dict[str, str]:
-        """Functions of the user's: flag -> path."""
-        names = (name for name in AlgorithmConfig.model_fields if name.startswith("custom_"))
-        return {"--" + name.replace("_", "-"): path for name in names if (path := getattr(self, name))}
+    def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """Functions of the user's: path, what a bare file.py is expected to define, what it is called with."""
+        for name, (usual_name, words) in PLUGINS.items():
+            if path := getattr(self, name):
+                yield path, usual_name, words
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> AlgorithmConfig:

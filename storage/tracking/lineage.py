@@ -1,6 +1,7 @@
 """What a run looks like in MLflow.
 
-    <run>                              every metric over the rounds, the config as parameters, commit records, the reward curve
+    <run>                              every metric over the rounds, the config as parameters, commit records, the reward curve,
+                                       a table of some samples of every round
       convert                          -> model `base`
       train-000000-000019              data sets: the rollout shards it consumed; model in -> model out `checkpoint-000020`
       eval-000020-<task>               scores, linked to the model and to the data set
@@ -33,6 +34,7 @@ _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}  # MLfl
 _PLAIN = re.compile(r"[^\w\-./: ]")  # what MLflow refuses in names, "@" among it
 _MAX_BATCH = {"metrics": 1000, "params": 100, "datasets": 100}  # of one MLflow request
 _MAX_PARAM = 6000  # characters of a parameter's value
+_MAX_TABLES = 50  # that a run's page lists as tables; their list is a tag, of which MLflow takes 8,000 characters
 _SHARD_COLUMNS = ("prompt", "response", "label", "reward")
 
 
@@ -72,6 +74,7 @@ class Lineage:
         """Take note of a line without telling MLflow; later lines refer to it."""
         if line["type"] == "commit":
             commit = Commit.model_validate(line["commit"])
+            commit.state["shown"] = bool(commit.state.get("shown"))  # of all rounds their texts would be hundreds of megabytes
             self._history[commit.kind][commit.index] = (line["key"], commit)
             if commit.kind == "eval":
                 self._evals[line["key"]] = commit
@@ -162,6 +165,7 @@ class Lineage:
         if commit.kind in ("rollout", "step"):
             name = key.removeprefix(f"runs/{self.run}/")
             self.client.log_text(self._main_run(start), text, f"commits/{name}")
+            self._show(self._main_run(start), commit)
             points = _points(commit.summary, commit.index, at)
             return points + _points(
                 {f"seconds/{commit.kind}_{stage}": s for stage, s in commit.seconds.items()}, commit.index, at
@@ -176,6 +180,20 @@ class Lineage:
         self.client.log_text(child, text, "commit.json")
         self.client.set_terminated(child, "FINISHED", int(at * 1000))
         return _points(commit.summary, commit.index, at)
+
+    def _show(self, run_id: str, commit: Commit) -> None:
+        """Some samples of a commit as a table, in the form of MLflow's `log_table`, which would append to what is there already."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        rows = commit.state.get("shown")
+        if not rows:
+            return
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self.client.log_text(run_id, json.dumps(table, ensure_ascii=False), f"samples/{commit.index:06d}.json")
+        rounds = self._history["rollout"].items() if commit.kind == "rollout" else ()
+        indices = sorted({commit.index, *(index for index, (_, other) in rounds if other.state.get("shown"))})
+        listed = [{"path": f"samples/{index:06d}.json", "type": "table"} for index in indices[-_MAX_TABLES:]]
+        self.client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(listed))
 
     def _part(self, key: str, commit: Commit) -> str:
         """Name of the child run; equal for equal commits."""
@@ -212,6 +230,7 @@ class Lineage:
         self.client.log_inputs(child, datasets=[DatasetInput(data, [InputTag("mlflow.data.context", "eval")])])
         model = self._find_model(commit.policy_version)
         self.client.log_batch(child, metrics=_points(commit.summary, commit.index, commit.created_at, child, data, model))
+        self._show(child, commit)
 
     def _export(self, child: str, key: str, commit: Commit) -> None:
         self._input(child, commit.policy_version)

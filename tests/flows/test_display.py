@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from flows.display import Display, round_line, summary
+from flows.display import Display, round_line, sample_lines, summary
 from storage.refs import Commit
 from storage.tracking.lineage import eval_rewards
 
@@ -112,3 +112,30 @@ def test_the_reward_of_an_evaluation_is_found_among_its_other_numbers() -> None:
     commit = Commit(kind="eval", index=2, summary=summary)
     assert eval_rewards(commit) == {"aime-24": 0.5}
     assert "  evaluated after 2 rounds: aime-24 0.500 (pass@4 1.000)\n" in shown(commits=[commit])
+
+
+def with_samples(commit: Commit, *rows: tuple[float | None, str, str]) -> Commit:
+    shown = [{"reward": reward, "prompt": prompt, "response": response} for reward, prompt, response in rows]
+    return commit.model_copy(update={"state": {"shown": shown}})
+
+
+def test_the_best_and_the_worst_sample_of_a_round_are_shown_below_its_line() -> None:
+    rows = [(1.0, "[bold]2+3[/bold]=", "5\n\n[red]!"), (0.5, "between", "x"), (0.0, "4+4=", "9"), (None, "failed", "")]
+    text = shown(commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
+    lines = [line.strip() for line in text.splitlines()]
+    at = lines.index("best 1.000  [bold]2+3[/bold]=")
+    assert lines[at - 1].startswith("round 1/3")
+    assert lines[at + 1 : at + 4] == ["->  5 [red]!", "worst 0.000  4+4=", "->  9"]
+    assert "[bold]2+3[/bold]=" in shown(terminal=True, commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
+    assert "best" not in shown(commits=[rollout(0, 0.5), step(0)])  # --num-shown-samples 0
+
+
+def test_whatever_a_model_writes_stays_on_its_line() -> None:
+    nasty = "\x1b[2J\x1b]0;title\x07\r\n\u202e" + "算" * 3000 + "the end\x00\ud800"
+    lines = sample_lines(with_samples(rollout(0, 0.5), (1.0, nasty, "word " * 9000)), 80)
+    assert len(lines) == 2  # there is no other one
+    for line in lines:
+        assert line.cell_len <= 80
+        assert line.plain.isprintable()
+    assert "the end" in lines[0].plain
+    assert lines[1].plain.endswith("word word word")

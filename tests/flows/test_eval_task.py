@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from scripted_engine import ScriptedClient, write_jsonl
 from flows import cli, tasks
 from flows.flags import parse
 from flows.runs import open_run
-from stages.rollout import rollout
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.store import Store
 
@@ -62,9 +60,8 @@ def test_every_data_set_in_its_own_way(
     def progress(title: str) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(rollout, "rollout_stage", partial(rollout.rollout_stage, connect=connect))
     session = SimpleNamespace(
-        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer, engines_at=engines_at,
+        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer, engines_at=engines_at, connect=connect,
         display=SimpleNamespace(progress=progress), stamp={}, stop=None, record=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}

@@ -1,7 +1,7 @@
 """A driver for test_supervised_engines.py: `python engine_driver.py hold|go_on ADDRESS MODEL DIRECTORY`, on a standing Ray.
 
-`hold` starts two engines and waits to be killed. `go_on` takes them over, makes a round while one of them is killed, and lets a second
-pool take over in turn. Both write what they saw to DIRECTORY/<what>.json.
+`hold` starts two engines and waits to be killed. `go_on` takes them over, makes two rounds, the second one through SGLang's router, in each
+of which one of them is killed, and lets a second pool take over in turn. Both write what they saw to DIRECTORY/<what>.json.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,22 @@ from safetensors.torch import load_file
 from scripted_engine import write_jsonl
 
 from engines.cluster import Cluster
+from engines.sglang.args import check_router_args
+from engines.sglang.client import EngineClient
 from engines.sglang.pool import EnginePool
+from engines.sglang.router import Router
 from engines.sglang.server import ServerSpec
 from engines.weights.publisher import make_publisher
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
-from stages.rollout.generate import Round
-from stages.rollout.rollout import rollout_stage
+from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
+from storage.refs import RunKeys
 from storage.store import Store
 
-NUM_PROMPTS, NUM_SAMPLES = 40, 4
+NUM_PROMPTS, NUM_SAMPLES, WAVE = 40, 4, 60
+KEYS = RunKeys("run")
 
 
 def main(what: str, address: str, model: str, directory: str) -> None:
@@ -38,7 +44,7 @@ def main(what: str, address: str, model: str, directory: str) -> None:
     start = time.monotonic()
     seen: dict[str, Any] = {"urls": pool.urls, "pids": pool.pids(), "adopted": pool.adopted, "seconds": time.monotonic() - start}
     if what == "go_on":
-        seen |= round_with_a_kill(pool, Path(model), Path(directory)) | second_pool(cluster, pool)
+        seen |= rounds_with_a_kill(pool, Path(model), Path(directory)) | second_pool(cluster, pool)
     report = Path(directory) / f"{what}.json"
     report.with_suffix(".part").write_text(json.dumps(seen))
     report.with_suffix(".part").rename(report)
@@ -47,58 +53,69 @@ def main(what: str, address: str, model: str, directory: str) -> None:
     cluster.stop()
 
 
-def round_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[str, Any]:
-    """One round; when a quarter of it is there, the first engine is killed."""
-    rows = [{"input": f"{i}+8=", "label": str(i + 8)} for i in range(NUM_PROMPTS)]
+def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[str, Any]:
+    """Two rounds by two policies, over-sampled; when a quarter of one is there, its first engine is killed."""
+    rows = [{"input": f"{i}+8=", "label": str(i + 8)} for i in range(WAVE)]
     config = RolloutConfig(
         prompt_data=write_jsonl(directory / "rows.jsonl", rows),
         label_key="label",
         apply_chat_template=True,
         rollout_batch_size=NUM_PROMPTS,
+        over_sampling_batch_size=WAVE,
+        partial_rollout=True,
         n_samples_per_prompt=NUM_SAMPLES,
         rollout_max_response_len=128,
-        rollout_sampling={"ignore_eos": True},
-        sglang_server_concurrency=16,
+        sglang_server_concurrency=64,
         rm_type="exact_number",
     )
-    published: list[list[str]] = []
-    killed: list[int] = []
+    store, source = Store(str(directory / "store")), PromptSource.open(config)
 
-    def publish(urls: list[str]) -> None:
-        published.append(urls)
-        make_publisher(urls).publish(iter(load_file(model / "model.safetensors").items()), "run/0")
+    def round(r: int, connect: Any = EngineClient) -> dict[str, Any]:
+        published: list[list[str]] = []
+        killed: list[int] = []
 
-    def kill_one(done: int, total: int) -> None:
-        if not killed and done >= total // 4:
-            killed.append(pool.pids()[0])
-            os.kill(killed[0], signal.SIGKILL)
+        def publish(urls: list[str]) -> None:
+            published.append(urls)
+            make_publisher(urls).publish(iter(load_file(model / "model.safetensors").items()), f"run/{r}")
 
-    with pool.serving("run/0", publish) as live:
-        before = live()
-        commit = rollout_stage(
-            Store(str(directory / "store")),
-            "rollouts/000000",
-            Round("run", rollout_id=0, policy_version=0),
-            engines=live,
-            source=PromptSource.open(config),
-            tokenizer=PromptTokenizer(model, apply_chat_template=True),
-            config=config,
-            on_progress=kill_one,
-        )
-        start = time.monotonic()
-        while len(live()) < 2 and time.monotonic() - start < 120:
-            time.sleep(0.1)
-        after = live()
-    return {
-        "before": before,
-        "after": after,
-        "killed": killed,
-        "published": published,
-        "versions": pool.weight_versions(),
-        "log": pool.log_tails(5),
-        "round_seconds": commit.seconds,
-        "seconds_until_back": time.monotonic() - start,
-    }
+        def kill_one(done: int, total: int) -> None:
+            if not killed and done >= total // 4:
+                killed.append(pool.pids()[0])
+                os.kill(killed[0], signal.SIGKILL)
+
+        with pool.serving(f"run/{r}", publish) as live:
+            before = live()
+            commit = rollout_stage(
+                store,
+                KEYS.rollout(r),
+                Round("run", rollout_id=r, policy_version=r),
+                engines=live,
+                source=source,
+                tokenizer=PromptTokenizer(model, apply_chat_template=True),
+                config=config,
+                state=state_before(store, KEYS, r),
+                buffer=buffer_before(store, KEYS, r),
+                on_progress=kill_one,
+                connect=connect,
+            )
+            start = time.monotonic()
+            while len(live()) < 2 and time.monotonic() - start < 120:
+                time.sleep(0.1)
+            return {
+                "before": before,
+                "after": live(),
+                "killed": killed,
+                "published": published,
+                "versions": pool.weight_versions(),
+                "seconds": commit.seconds["generate"],
+                "seconds_until_back": time.monotonic() - start,
+            }
+
+    direct = round(0)
+    with Router(check_router_args({}), str(directory)) as router:
+        pool.listener = router.lead_to
+        routed = round(1, partial(EngineClient, router=router.address))
+    return {"direct": direct, "routed": routed, "log": pool.log_tails(5)}
 
 
 def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 from engines.sglang.client import EngineClient, Generation
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
-from stages.rollout.generate import Round
-from stages.rollout.rollout import rollout_stage, state_before
+from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.preemption import StopRequest
 from storage.refs import Commit, RunKeys
@@ -31,23 +31,70 @@ class ScriptedClient(EngineClient):
         self.in_flight = self.most_in_flight = 0
         self.requests: list[tuple[list[int], dict[str, Any], int]] = []
 
-    async def generate(self, input_ids: list[int], sampling: dict[str, Any], n: int = 1) -> list[Generation]:
-        self.requests.append((input_ids, sampling, n))
+    async def generate_each(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+    ) -> list[Generation]:
+        n = len(prompts)
+        self.requests.append((list(prompts[0]), samplings[0], n))
         self.in_flight += n
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(self.pause * random.random())
         self.in_flight -= n
-        return [
-            Generation(
-                token_ids=[6 + (len(input_ids) + index) % 10, 1],
-                logprobs=[-0.5, -0.25],
-                finish_reason=self.finish_reason,
-                weight_version=self.weight_version,
-                first_weight_version=self.weight_version,
-                cached_tokens=2,
-            )
-            for index in range(n)
-        ]
+        return [self.answer(input_ids, index) for index, input_ids in enumerate(prompts)]
+
+    def answer(self, input_ids: list[int], index: int) -> Generation:
+        return Generation(
+            token_ids=[6 + (len(input_ids) + index) % 10, 1],
+            logprobs=[-0.5, -0.25],
+            finish_reason=self.finish_reason,
+            weight_version=self.weight_version,
+            first_weight_version=self.weight_version,
+            cached_tokens=2,
+        )
+
+
+class SlowClient(ScriptedClient):
+    """Writes one token after another, and stops in the middle when it is told to abort. How long a response gets, and how long its
+    tokens take, is drawn; some prompts are refused, and some requests end the round."""
+
+    chance = random.Random(0)
+    pause = 0.001  # seconds a token, on average
+    longest = 8
+    refused = broken = 0.0  # shares of requests
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.aborted = asyncio.Event()
+
+    async def generate_each(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+    ) -> list[Generation]:
+        self.requests.append((list(prompts[0]), samplings[0], len(prompts)))
+        fate = self.chance.random()
+        self.in_flight += 1
+        try:
+            answers = await asyncio.gather(*(self._write(sampling["max_new_tokens"]) for sampling in samplings))
+        finally:
+            self.in_flight -= 1
+        if fate < self.refused:
+            raise ValueError("the input is too long")
+        if fate > 1 - self.broken:
+            raise ConnectionError("no engine answered")
+        return answers
+
+    async def abort(self) -> None:
+        self.aborted.set()
+        while self.in_flight:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def _write(self, most: int) -> Generation:
+        wanted, token_ids, pause = self.chance.randint(1, self.longest), [], self.chance.random() * 2 * self.pause
+        while len(token_ids) < min(wanted, most) and not self.aborted.is_set():
+            await asyncio.sleep(pause)
+            token_ids.append(6 + len(token_ids) % 10)
+        ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
+        version = self.weight_version if token_ids else ""
+        return Generation(token_ids, [-0.5] * len(token_ids), ended, version, version, cached_tokens=0)  # type: ignore[arg-type]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -100,5 +147,6 @@ class Bench:
             tokenizer=self.tokenizer,
             config=self.config,
             state=state_before(self.store, KEYS, r),
+            buffer=buffer_before(self.store, KEYS, r),
             connect=partial(self.connect, version=r, **changes),
         )

@@ -32,11 +32,11 @@ class Breaking(ScriptedClient):
     failure: BaseException = Killed()
     wait = 0.3
 
-    async def generate(self, input_ids: list[int], sampling: dict[str, Any], n: int = 1) -> list[Generation]:
+    async def generate_each(self, *arguments: Any, **named: Any) -> list[Generation]:
         if len(self.requests) >= self.num_answers:
             await asyncio.sleep(self.wait)
             raise self.failure
-        return await super().generate(input_ids, sampling, n)
+        return await super().generate_each(*arguments, **named)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_asked_to_stop_without_time_it_journals_and_gives_up(bench: Bench) -> No
     stop = StopRequest()
     threading.Timer(0.2, stop.ask, args=(0.0,)).start()
     start = time.monotonic()
-    with pytest.raises(Preempted, match="with 10 of 16 samples generated"):
+    with pytest.raises(Preempted, match="with 10 of 16 samples done"):
         bench.round(0, client=Breaking, wait=60.0, stop=stop)
     assert time.monotonic() - start < 3
     bench.round(0)
@@ -173,7 +173,7 @@ def test_asked_to_stop_while_grading_it_keeps_what_was_generated(tmp_path: Path,
     bench = Bench(tmp_path, tokenizer, rollout_batch_size=8, rm_type=None, custom_rm_path=str(tmp_path / "slow.py"))
     stop = StopRequest()
     threading.Timer(0.5, stop.ask, args=(0.0,)).start()
-    with pytest.raises(Preempted, match="still to grade"):
+    with pytest.raises(Preempted, match="with 0 of 16 samples done"):
         bench.round(0, stop=stop)
     bench.config = bench.config.model_copy(update={"custom_rm_path": None, "rm_type": "exact_number"})
     bench.round(0)

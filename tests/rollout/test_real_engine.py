@@ -13,8 +13,9 @@ from scripted_engine import write_jsonl
 from engines.sglang.client import EngineClient
 from stages.rollout.config import RolloutConfig
 from stages.rollout.data_source import PromptSource
-from stages.rollout.generate import Round, sampling_params
+from stages.rollout.generate import sampling_params
 from stages.rollout.rollout import rollout_stage
+from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import Commit
 from storage.sample import Sample, Status

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from scripted_engine import KEYS, Bench
 
-from stages.rollout.generate import Round
 from stages.rollout.rollout import rollout_stage
+from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.sample import Status
 from storage.shards import read_samples

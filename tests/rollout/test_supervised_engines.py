@@ -1,4 +1,5 @@
-"""Real engines on a standing Ray: they outlive a killed driver, the next one takes them over, and a death in mid-round costs nothing."""
+"""Real engines on a standing Ray: they outlive a killed driver, the next one takes them over, and a death in mid-round costs nothing,
+neither with SGLang's router in front of them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_driver import NUM_PROMPTS, NUM_SAMPLES
+from engine_driver import KEYS, NUM_PROMPTS, NUM_SAMPLES, WAVE
 
 from engines.cluster import free_port
+from storage.refs import BUFFER
+from storage.sample import Status
 from storage.shards import read_samples
 from storage.store import Store
 
@@ -74,6 +77,25 @@ def report(process: subprocess.Popen[bytes], path: Path, log: Path) -> dict[str,
     return json.loads(path.read_text())
 
 
+def check_rounds(store: Store) -> None:
+    """Every prompt is in one place, and what was stopped in the first round was continued by the policy of the second."""
+    first, second = (store.committed(KEYS.rollout(r)) for r in range(2))
+    assert first is not None and second is not None
+    trained, halves, continued = read_samples(store, first), read_samples(store, first, BUFFER), read_samples(store, second)
+    issued = [f"{g:09d}-{i:02d}" for g in range(WAVE) for i in range(NUM_SAMPLES)]
+    assert sorted(s.sample_id for s in trained + halves) == issued and len(trained) == NUM_PROMPTS * NUM_SAMPLES
+    assert all(s.policy_versions == (0, 0) and sum(s.loss_mask) <= 128 for s in trained)
+    assert len({s.sample_id for s in continued}) == NUM_PROMPTS * NUM_SAMPLES
+    before = {s.sample_id: s for s in halves if s.status is Status.ABORTED and s.response}
+    both = [s for s in continued if s.sample_id in before]
+    assert both, "nothing was stopped half-way"
+    for sample in both:
+        half = before[sample.sample_id]
+        assert sample.token_ids[: len(half.token_ids)] == half.token_ids and sample.policy_versions == (0, 1)
+        assert sample.metadata["policy_spans"] == [[0, sum(half.loss_mask)], [1, sum(sample.loss_mask) - sum(half.loss_mask)]]
+        assert all(p < 0 for p, m in zip(sample.rollout_logprobs, sample.loss_mask) if m)
+
+
 def test_engines_outlive_a_killed_driver_and_a_round_outlives_a_killed_engine(
     standing_ray: str, environment: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -90,20 +112,16 @@ def test_engines_outlive_a_killed_driver_and_a_round_outlives_a_killed_engine(
     assert held["adopted"] == [False, False] and found["adopted"] == [True, True]
     assert (found["urls"], found["pids"]) == (held["urls"], held["pids"])
 
-    store = Store(str(tmp_path / "store"))
-    commit = store.committed("rollouts/000000")
-    assert commit is not None
-    samples = read_samples(store, commit)
-    assert [s.sample_id for s in samples] == [f"{g:09d}-{i:02d}" for g in range(NUM_PROMPTS) for i in range(NUM_SAMPLES)]
-    assert all(s.policy_versions == (0, 0) and sum(s.loss_mask) == 128 for s in samples)
-
-    assert found["killed"] == [held["pids"][0]]
-    assert found["published"][0] == found["before"] == held["urls"]
-    assert found["published"][1:] == [[url for url in found["after"] if url not in held["urls"]]]
-    assert len(found["after"]) == 2 and found["versions"] == ["run/0", "run/0"] and all(found["log"])
-    print(
-        f"taken over in {found['seconds']:.1f} s, started in {held['seconds']:.1f} s; back {found['seconds_until_back']:.1f} s after the round"
-    )
+    check_rounds(Store(str(tmp_path / "store")))
+    direct, routed = found["direct"], found["routed"]
+    assert direct["killed"] == [held["pids"][0]] and direct["before"] == held["urls"] and sorted(routed["before"]) == sorted(direct["after"])
+    for r, seen in enumerate((direct, routed)):
+        assert seen["published"][0] == seen["before"]
+        assert seen["published"][1:] == [[url for url in seen["after"] if url not in seen["before"]]]
+        assert len(seen["after"]) == 2 and seen["versions"] == [f"run/{r}"] * 2
+        print(f"round {r} took {seen['seconds']:.1f} s; two engines again {seen['seconds_until_back']:.1f} s later")
+    assert all(found["log"])
+    print(f"taken over in {found['seconds']:.1f} s, started in {held['seconds']:.1f} s")
 
     assert found["second_adopted"] == [[True, True], True]
     assert "another driver has taken over" in found["refusal"]

@@ -123,6 +123,40 @@ def test_what_people_see(database: Path, tmp_path: Path) -> None:
     }
 
 
+def with_samples(offered: list[tuple[str, Commit]]) -> list[tuple[str, Commit]]:
+    """The same, rounds and evaluations with a few samples to look at."""
+    return [
+        (
+            key,
+            commit.model_copy(
+                update={"state": {"shown": [{"reward": 1.0, "prompt": f"{commit.kind} {commit.index}", "turns": 2}]}}
+            ),
+        )
+        if commit.kind in ("rollout", "eval")
+        else (key, commit)
+        for key, commit in offered
+    ]
+
+
+def test_samples_are_tables_that_mlflow_can_show(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")  # `load_table` searches there, whatever its client's is
+    track(tmp_path / "out", database, with_samples(commits())[:4])
+    track(tmp_path / "out", database, with_samples(commits()))
+    track(tmp_path / "another machine", database, with_samples(commits()))  # told twice, each table is there once
+    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    experiment = client.get_experiment_by_name("penstock").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    paths = [f"samples/{r:06d}.json" for r in range(4)]
+    assert [artifact.path for artifact in client.list_artifacts(runs["demo"].info.run_id, "samples")] == paths
+    listed = [{"path": path, "type": "table"} for path in paths]
+    assert json.loads(runs["demo"].data.tags["mlflow.loggedArtifacts"]) == listed  # what MLflow's page renders as a table
+    for r, path in enumerate(paths):
+        table = client.load_table(experiment, path, run_ids=[runs["demo"].info.run_id])
+        assert table.to_dict("records") == [{"reward": 1.0, "prompt": f"rollout {r}", "turns": 2}]
+    scored = client.load_table(experiment, "samples/000004.json", run_ids=[runs["eval-000004-heldout"].info.run_id])
+    assert scored["prompt"].tolist() == ["eval 4"]
+
+
 def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: Path) -> None:
     import mlflow.data
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from stages.train.algorithm_config import PLUGINS
 from stages.train.config import TrainConfig
+
+
+def test_every_function_of_the_users_is_looked_at_before_anything_starts() -> None:
+    assert set(PLUGINS) == {name for name in TrainConfig.model_fields if name.startswith("custom_")}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Numbers and samples of a round, against what can be counted by hand."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
+from stages.rollout.shown import LONGEST, clipped, shown
+from storage.sample import Sample, Status
+
+
+def sample(number: int, mask: list[int], reward: float | None = 1.0, prompt_length: int = 2, **fields: Any) -> Sample:
+    mask = [0] * prompt_length + mask
+    return Sample(
+        sample_id=f"s{number}",
+        group_id=f"g{number // 2}",
+        trajectory_id=f"s{number}",
+        rollout_id=0,
+        token_ids=list(range(len(mask))),
+        loss_mask=mask,
+        rollout_logprobs=[-0.5 * trained for trained in mask],
+        reward=reward,
+        **({"status": Status.COMPLETED} | fields),
+    )
+
+
+def test_single_turns_have_no_numbers_of_turns() -> None:
+    found = rollout_metrics([sample(0, [1, 1]), sample(1, [1], status=Status.TRUNCATED)])
+    assert not [name for name in found if name.startswith("multi_turn/")]
+    assert (found["rollout/response_len/mean"], found["rollout/truncated_ratio"], found["rollout/removed_ratio"]) == (
+        1.5,
+        0.5,
+        0.0,
+    )
+
+
+def test_turns_and_the_tokens_of_tools_are_counted() -> None:
+    samples = [
+        sample(0, [1, 1, 0, 0, 0, 1], metadata={"num_turns": 2}),
+        sample(1, [1, 0, 1, 0, 1, 0], metadata={"num_turns": 3}),
+        sample(2, [1], metadata={"num_turns": 1}),
+    ]
+    found = rollout_metrics(samples)
+    assert {name: value for name, value in found.items() if name.startswith("multi_turn/")} == {
+        "multi_turn/num_turns/mean": 2.0,
+        "multi_turn/num_turns/max": 3.0,
+        "multi_turn/tool_tokens/mean": 2.0,
+        "multi_turn/raw_response_length/response_length_mean": 13 / 3,
+        "multi_turn/raw_response_length/response_length_max": 6.0,
+    }
+    assert (found["rollout/response_len/mean"], found["rollout/response_len/max"]) == (7 / 3, 3.0)  # what is trained, as in slime
+
+
+def test_removed_samples_are_counted_and_failed_ones_are_not_among_them() -> None:
+    samples = [sample(0, [1]), sample(1, [0, 0]), sample(2, [], status=Status.FAILED, reward=None), sample(3, [1])]
+    assert rollout_metrics(samples)["rollout/removed_ratio"] == 0.25
+
+
+def test_staleness_is_the_age_of_the_first_token() -> None:
+    samples = [sample(i, [1], policy_versions=versions) for i, versions in enumerate([(7, 7), (5, 7), (4, 5)])]
+    assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 5 / 3, "rollout/staleness/max": 3.0}
+    assert staleness_metrics([sample(0, [1])], 7) == {}  # a demonstration
+
+
+def test_dropped_groups_are_counted_by_reason() -> None:
+    assert drop_metrics(Counter(zero_std_0=3, too_long=1)) == {
+        "rollout/dynamic_filter/drop_zero_std_0": 3.0,
+        "rollout/dynamic_filter/drop_too_long": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "rewards"), [(0, []), (1, [9]), (2, [9, 0]), (3, [9, 5, 0]), (4, [9, 6, 3, 0]), (99, range(9, -1, -1))]
+)
+def test_what_is_shown_is_spread_from_the_best_to_the_worst(count: int, rewards: list[int]) -> None:
+    samples = [sample(i, [1], reward=float(reward)) for i, reward in enumerate([3, 9, 0, 6, 4, 1, 8, 2, 7, 5])]
+    assert [row["reward"] for row in shown(samples, count)] == list(rewards)
+    assert shown(samples, count) == shown(samples[::-1], count)
+
+
+def test_failed_samples_are_shown_where_there_are_no_others() -> None:
+    failed = sample(0, [], reward=None, status=Status.FAILED, metadata={"error": "timeout: more than 1 s in f"})
+    rows = shown([failed, sample(1, [1])], 4)
+    assert [(row["sample"], row["status"]) for row in rows] == [("s1", "completed"), ("s0", "failed")]
+    assert rows[1]["error"] == "timeout: more than 1 s in f"
+    assert list(rows[0]) == list(rows[1])  # they are columns of one table
+    assert shown([], 4) == []
+
+
+def test_a_long_text_loses_its_middle() -> None:
+    text = "".join(chr(97 + i % 26) for i in range(50_000))
+    short = clipped(text)
+    assert len(short) <= LONGEST and "48,000 characters" in short
+    assert text.startswith(short[:900]) and text.endswith(short[-900:])
+    assert clipped("x" * LONGEST) == "x" * LONGEST
