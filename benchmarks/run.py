@@ -108,8 +108,8 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
     from engines.cluster import Cluster
     from engines.sglang.pool import EnginePool
     from engines.sglang.server import ServerSpec
-    from stages.rollout.data_source import PromptSource
     from stages.rollout.generate import sampling_params
+    from stages.rollout.prompts.source import PromptSource
     from stages.rollout.rollout import grader_of, rollout_stage
     from stages.rollout.round import Round, blank_groups
     from stages.rollout.tokenizer import PromptTokenizer

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 
 ROW_BYTES = 1000
 ROUNDS, PROMPTS = 100, 64

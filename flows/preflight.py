@@ -65,7 +65,7 @@ def _checked(flow: str, config_json: str) -> None:
 def _check_data(flow: str, config: PostTrainConfig) -> None:
     from stages.rewards.grading import check_reward_of
     from stages.rollout.check import check_functions
-    from stages.rollout.data_source import check_prompt_data
+    from stages.rollout.prompts.source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer
 
     demonstrations = flow == "sft"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engines.sglang.pool import EnginePool
     from engines.sglang.router import Router
     from stages.rewards.grading import Grader
-    from stages.rollout.data_source import PromptSource
+    from stages.rollout.prompts.source import PromptSource
     from stages.rollout.tokenizer import PromptTokenizer
     from stages.train.group import TrainerGroup
 
@@ -182,7 +182,7 @@ class Session:
     @cached_property
     def prompts(self) -> PromptSource:
         """The rows of --prompt-data."""
-        from stages.rollout.data_source import PromptSource
+        from stages.rollout.prompts.source import PromptSource
 
         return PromptSource.open(self.config.rollout)
 

@@ -202,7 +202,7 @@ def save(session: Session, version: int) -> CheckpointRef:
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on one data set: a rollout on its prompts, summed up instead of trained on."""
     from stages.eval.score import score
-    from stages.rollout.data_source import PromptSource
+    from stages.rollout.prompts.source import PromptSource
     from stages.rollout.rollout import rollout_stage
     from stages.rollout.round import Round
 

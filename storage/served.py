@@ -1,7 +1,7 @@
 """Which prompts a run has served, and whether each was served exactly once: read from the shards, held against the data source's states.
 
 Of samples only ids, versions and metadata are read, shard by shard; what is held of them is a hash per sample and a few numbers per
-prompt. Where a prompt should come from is stages/rollout/data_source.py's: here is only what must hold of any such order.
+prompt. Where a prompt should come from is stages/rollout/prompts/source.py's: here is only what must hold of any such order.
 """
 
 from __future__ import annotations

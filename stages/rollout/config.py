@@ -14,7 +14,7 @@ class RolloutConfig(StageConfig):
 
     # ---- data -----------------------------------------------------------------------------------------------------------
 
-    # "schedule": paths may move and files may be appended; the rows that a run knows are held by content (data_source.py).
+    # "schedule": paths may move and files may be appended; the rows that a run knows are held by content (prompts/source.py).
     prompt_data: list[str] = option(default_factory=list, change="schedule")
     """Files with prompts: JSONL or Parquet, local or any fsspec URI; a pattern (`shards/*.jsonl`) is all files that match, one after
     another, and `@[a:b]` behind it takes rows a to b. A resumed run may append rows and files."""

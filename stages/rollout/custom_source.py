@@ -2,7 +2,7 @@
 
 A class is asked by `get_samples(num_samples)` for groups, each a list of samples of one prompt that wait for their response, and may be
 given some of them back by `add_samples(samples)`. It may derive from the two classes here; what it does not define is taken from them.
-Files, epochs and exact positions stay data_source.py's. Where a source stands is its `state_dict` (JSON), and the groups in its buffer
+Files, epochs and exact positions stay prompts/source.py's. Where a source stands is its `state_dict` (JSON), and the groups in its buffer
 are `buffered_samples`: whoever runs the source makes both durable and gives both back before every attempt, so that a round that is done
 again gets the same samples again.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 from stages.plugins import load_function
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Admits, Messages, Prompt, PromptSource
+from stages.rollout.prompts.source import Admits, Messages, Prompt, PromptSource
+from stages.rollout.prompts.state import SourceState
 from stages.rollout.round import Group, Round, blank_groups
-from stages.rollout.source_state import SourceState
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.sample import Sample
 

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Messages, Prompt, PromptSource
 from stages.rollout.metrics import length_metrics
+from stages.rollout.prompts.source import Messages, Prompt, PromptSource
 from stages.rollout.rollout import commit_samples, inputs_of, timed
 from stages.rollout.tokenizer import PromptTokenizer, Tools
 from storage.refs import Commit

@@ -28,9 +28,9 @@ from stages.rollout.user_sample import UserSample
 from storage.sample import Sample, Status
 
 if TYPE_CHECKING:
-    from stages.rollout.agent_session import AgentSession
-    from stages.rollout.conversation import Conversation
-    from stages.rollout.openai_endpoint import OpenAIEndpoint
+    from stages.rollout.agents.conversation import Conversation
+    from stages.rollout.agents.endpoint import OpenAIEndpoint
+    from stages.rollout.agents.session import AgentSession
 
 
 class EngineHandle:
@@ -118,15 +118,15 @@ class EngineHandle:
 
     def conversation(self, sample: UserSample, **options: Any) -> Conversation:
         """The sample as a chat: messages in, messages out (conversation.py)."""
-        from stages.rollout.conversation import Conversation
+        from stages.rollout.agents.conversation import Conversation
 
         return Conversation(self, sample, **options)
 
     def openai(self, sample: UserSample) -> AgentSession:
-        """An address for one execution of an agent that speaks OpenAI's protocol, and what its calls become (agent_session.py)."""
+        """An address for one execution of an agent that speaks OpenAI's protocol, and what its calls become (agents/session.py)."""
         with self._lock:
             if self._endpoint is None:
-                from stages.rollout.openai_endpoint import OpenAIEndpoint
+                from stages.rollout.agents.endpoint import OpenAIEndpoint
 
                 self._endpoint = OpenAIEndpoint(self, self.config.agent_endpoint_port)
         return self._endpoint.session(sample)

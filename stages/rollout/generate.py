@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.sglang.client import EngineClient
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompt_lengths import response_limit
+from stages.rollout.prompts.lengths import response_limit
 from stages.rollout.responses import add_response
 from stages.rollout.round import Group, Round
 from stages.rollout.tokenizer import PromptTokenizer

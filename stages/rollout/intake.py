@@ -13,8 +13,8 @@ from typing import Any
 from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
 from stages.rollout.custom_source import Dataset, grouped, load_buffer_filter, next_groups, open_data_source
-from stages.rollout.data_source import PromptSource
-from stages.rollout.prompt_lengths import LengthFilter
+from stages.rollout.prompts.lengths import LengthFilter
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.round import Group, Round, copied, taken_up
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.sample import Sample

@@ -18,15 +18,15 @@ from engines.sglang.client import EngineClient, Engines
 from stages.rewards.grading import Grader
 from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
 from stages.rollout.intake import Intake
 from stages.rollout.journal import Journal
 from stages.rollout.make import Made, Progress, make_round
 from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
+from stages.rollout.prompts.source import PromptSource
+from stages.rollout.prompts.state import SourceState
 from stages.rollout.responses import mask_earlier_policies
 from stages.rollout.round import Round
 from stages.rollout.shown import shown
-from stages.rollout.source_state import SourceState
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.faults import reach
 from storage.preemption import Preempted, StopRequest

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stages.rollout.data_source import Prompt
+from stages.rollout.prompts.source import Prompt
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import Kind
 from storage.sample import Sample, Status

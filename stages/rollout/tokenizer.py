@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from stages.rollout.data_source import Messages
+from stages.rollout.prompts.source import Messages
 
 Tools = list[dict[str, Any]] | None
 

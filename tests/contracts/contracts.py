@@ -23,9 +23,9 @@ from stages.rewards.outcome import Outcome
 from stages.rollout.config import RolloutConfig
 from stages.rollout.custom_generation import CustomGeneration
 from stages.rollout.custom_source import Dataset, RolloutDataSource, load_buffer_filter, next_groups, open_data_source
-from stages.rollout.data_source import PromptSource
 from stages.rollout.filters import load_filter
 from stages.rollout.hooks import Hooks
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.round import Group, Round, copied
 from stages.rollout.tokenizer import PromptTokenizer
 from stages.train.algorithms.advantages import estimate

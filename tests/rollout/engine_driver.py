@@ -27,7 +27,7 @@ from engines.sglang.router import Router
 from engines.sglang.server import ServerSpec
 from engines.weights.publisher import make_publisher
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import buffer_before, rollout_stage, state_before
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.sglang.client import EngineClient, Generation
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import buffer_before, rollout_stage, state_before
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer

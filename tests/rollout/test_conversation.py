@@ -9,9 +9,9 @@ import pytest
 from chat_templates import DEEPSEEK, GLM4, LLAMA3, QWEN3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
 
-from stages.rollout.chat_format import ChatFormat
-from stages.rollout.conversation import Conversation
-from stages.rollout.tool_calls import ToolCall, parse_tool_calls
+from stages.rollout.agents.chat_format import ChatFormat
+from stages.rollout.agents.conversation import Conversation
+from stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from stages.rollout.user_sample import taken
 from storage.sample import Status
 

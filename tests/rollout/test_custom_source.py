@@ -17,8 +17,8 @@ from stages.rollout.custom_source import (
     next_groups,
     open_data_source,
 )
-from stages.rollout.data_source import PromptSource
-from stages.rollout.prompt_lengths import LengthFilter
+from stages.rollout.prompts.lengths import LengthFilter
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import write_jsonl
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Prompt, PromptSource, check_prompt_data
+from stages.rollout.prompts.source import Prompt, PromptSource, check_prompt_data
 
 
 def source_of(*sizes: int, shuffle: bool = True, seed: int = 42) -> PromptSource:

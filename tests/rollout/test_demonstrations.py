@@ -6,8 +6,8 @@ import pytest
 from scripted_engine import write_jsonl
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Messages, Prompt, PromptSource
 from stages.rollout.demonstrations import demonstration_stage, demonstrations
+from stages.rollout.prompts.source import Messages, Prompt, PromptSource
 from stages.rollout.rollout import state_before
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import RunKeys

@@ -14,7 +14,7 @@ import pytest
 from flows.config import read_toml
 from stages.plugins import load_function
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import rollout_stage
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer

@@ -11,7 +11,7 @@ from test_real_engine import hugging_face_logprobs, publish
 
 from flows.config import read_toml
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import rollout_stage
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer

@@ -14,8 +14,8 @@ import pytest
 from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
 
-from stages.rollout.agent_session import AgentSession
-from stages.rollout.openai_endpoint import OpenAIEndpoint
+from stages.rollout.agents.endpoint import OpenAIEndpoint
+from stages.rollout.agents.session import AgentSession
 from stages.rollout.user_sample import UserSample, taken
 from storage.sample import Status
 

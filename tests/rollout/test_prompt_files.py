@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout import prompt_files
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource, check_prompt_data
-from stages.rollout.prompt_files import parse_slice, read_entry
-from stages.rollout.spool import STRIDE, SpooledRows
+from stages.rollout.prompts import files as prompt_files
+from stages.rollout.prompts.files import parse_slice, read_entry
+from stages.rollout.prompts.source import PromptSource, check_prompt_data
+from stages.rollout.prompts.spool import STRIDE, SpooledRows
 
 
 def rows_of(entry: Path | str, **options: Any) -> list[bytes]:
@@ -242,7 +242,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 MEASURE = """
 import json, sys
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 def memory(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 config = RolloutConfig(prompt_data=sys.argv[1], rollout_shuffle=True, streaming_data=True, data_cache=sys.argv[2])
 before = memory()

@@ -10,8 +10,8 @@ import pytest
 from scripted_engine import write_jsonl
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Messages, PromptSource, check_prompt_data
-from stages.rollout.prompt_lengths import LengthFilter, prompt_limit, response_limit
+from stages.rollout.prompts.lengths import LengthFilter, prompt_limit, response_limit
+from stages.rollout.prompts.source import Messages, PromptSource, check_prompt_data
 from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
 
 TOOL = {

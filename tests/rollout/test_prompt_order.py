@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from stages.rollout.prompt_order import WHOLE, permutation, scattered, shares, turns
+from stages.rollout.prompts.order import WHOLE, permutation, scattered, shares, turns
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])

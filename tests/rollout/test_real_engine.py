@@ -12,8 +12,8 @@ from scripted_engine import write_jsonl
 
 from engines.sglang.client import EngineClient
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import PromptSource
 from stages.rollout.generate import sampling_params
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import rollout_stage
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer

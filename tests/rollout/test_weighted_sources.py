@@ -10,8 +10,8 @@ import pytest
 from scripted_engine import write_jsonl
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Prompt, PromptSource
-from stages.rollout.source_state import SourceState
+from stages.rollout.prompts.source import Prompt, PromptSource
+from stages.rollout.prompts.state import SourceState
 
 
 def source_of(*sizes: int, weights: Sequence[float] = (), shuffle: bool = True) -> PromptSource:
@@ -127,7 +127,7 @@ def test_states_of_before_are_understood_and_plain_ones_say_nothing_new_of_segme
 
 
 def test_a_large_segment_keeps_the_order_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.rollout import data_source
+    from stages.rollout.prompts import source as data_source
 
     old = source_of(20)
     expected, _ = old.take(old.restore(None), 60)

@@ -6,7 +6,7 @@ from pathlib import Path
 from flows.config import PostTrainConfig
 from flows.flags import parse
 from flows.runs import open_run
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from stages.rollout.rollout import state_before
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.sample import Sample, Status

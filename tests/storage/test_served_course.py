@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from storage.refs import Commit
 from storage.served import Course, Round
 

@@ -8,7 +8,7 @@ Data only grows. What a run has seen is a list of segments (file, first row, num
 appended later form new segments with permutations of their own, visited at the end of the epoch; old permutations never change.
 
 The files of --prompt-data are visited one after another, or, with weights, each in epochs of its own. How rows are read and where they
-lie is prompt_files.py's, the orders themselves are prompt_order.py's.
+lie is files.py's, the orders themselves are order.py's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stages.rollout import prompt_order
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompt_files import read_entry
-from stages.rollout.source_state import Place, Segment, SourceState
-from stages.rollout.spool import SpooledRows
+from stages.rollout.prompts.files import read_entry
+from stages.rollout.prompts.order import permutation, scattered, shares, turns
+from stages.rollout.prompts.spool import SpooledRows
+from stages.rollout.prompts.state import Place, Segment, SourceState
 
 Messages = list[dict[str, Any]]
 
@@ -75,7 +75,7 @@ class PromptSource:
         self.files = files
         self.shuffle = shuffle
         self.seed = seed
-        self.shares = prompt_order.shares(weights) if weights else []
+        self.shares = shares(weights) if weights else []
         self.names = names
         self._digests: dict[tuple[int, int, int], str] = {}
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # segment -> epoch, permutation: only the latest epoch's
@@ -170,7 +170,7 @@ class PromptSource:
 
     def _draw_mixed(self, state: SourceState, count: int, admits: Admits | None) -> tuple[list[Prompt], tuple[Place, ...], int]:
         """The same for weighted sources: who is asked does not depend on what is skipped, so the shares are those of the prompts served."""
-        asked, credits = prompt_order.turns([place.credit for place in state.places], self.shares, count)
+        asked, credits = turns([place.credit for place in state.places], self.shares, count)
         drawn: list[Iterator[Prompt]] = []
         places = []
         num_skipped = 0
@@ -197,10 +197,10 @@ class PromptSource:
         if not self.shuffle:
             return cursor
         if segment.order == "computed":
-            return prompt_order.scattered(cursor, self.seed, epoch, index, segment.rows)
+            return scattered(cursor, self.seed, epoch, index, segment.rows)
         cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.uint32)))
         if cached_epoch != epoch or len(order) != segment.rows:
-            order = prompt_order.permutation(self.seed, epoch, index, segment.rows)
+            order = permutation(self.seed, epoch, index, segment.rows)
             self._orders[index] = (epoch, order)
         return int(order[cursor])
 

@@ -3,7 +3,7 @@
 A call brings a whole list of messages. If it goes on where a recorded conversation ended, that sample grows. If it goes on
 from an earlier reply (another attempt, a second agent that works at the same time), a new sample begins with what both share,
 which is trained on in the first one only. If it shares no reply with any (a helper with a task of its own, a history that was
-summarised), a new sample begins there. HTTP is `openai_endpoint.py`'s.
+summarised), a new sample begins there. HTTP is `endpoint.py`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from stages.rollout.chat_format import Message, text_of
-from stages.rollout.conversation import Conversation, Turn
+from stages.rollout.agents.chat_format import Message, text_of
+from stages.rollout.agents.conversation import Conversation, Turn
 from stages.rollout.user_sample import UserSample
 from storage.sample import Status
 

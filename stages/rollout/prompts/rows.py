@@ -2,7 +2,7 @@
 
 A row becomes one line of canonical JSON, `[prompt, label, metadata]`, and `[..., tools]` behind it where the row has tools: compact for
 millions of rows, and what the data source hashes to prove that a resumed run still sees the same data. Other columns do not matter.
-Files are opened by prompt_files.py; here is nothing but functions from records to rows, so that any process can do it.
+Files are opened by files.py; here is nothing but functions from records to rows, so that any process can do it.
 """
 
 from __future__ import annotations

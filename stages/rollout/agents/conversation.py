@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.rollout.chat_format import ChatFormat, Message, chat_format
-from stages.rollout.tool_calls import parse_tool_calls
+from stages.rollout.agents.chat_format import ChatFormat, Message, chat_format
+from stages.rollout.agents.tool_calls import parse_tool_calls
 from stages.rollout.user_sample import UserSample
 from storage.sample import Status
 

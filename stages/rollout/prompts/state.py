@@ -16,7 +16,7 @@ class Segment(Frozen):
     start: int
     rows: int
     digest: str  # xxh3-64 of the rows
-    order: Literal["stored", "computed"] = "stored"  # how it is shuffled: prompt_order.permutation or .scattered
+    order: Literal["stored", "computed"] = "stored"  # how it is shuffled: order.permutation or .scattered
 
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Place(Frozen):
 
     epoch: int = 0
     cursor: int = 0  # prompts of this epoch already visited
-    credit: int = 0  # what is owed to it, in prompt_order.WHOLE-ths of a prompt
+    credit: int = 0  # what is owed to it, in order.WHOLE-ths of a prompt
 
 
 class SourceState(Frozen):

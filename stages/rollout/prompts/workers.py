@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from stages.rollout.prompt_rows import Block, Columns, Rows, canonical
+from stages.rollout.prompts.rows import Block, Columns, Rows, canonical
 
 
 def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
@@ -58,7 +58,7 @@ def _by_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> 
 def _start(stack: ExitStack, columns: Columns) -> Connection:
     connection, child = Pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "stages.rollout.row_workers", str(child.fileno())],
+        [sys.executable, "-m", "stages.rollout.prompts.workers", str(child.fileno())],
         pass_fds=[child.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path), "OMP_NUM_THREADS": "1"},

@@ -1,5 +1,5 @@
 """An OpenAI-compatible server in front of the engines, for agents that know nothing of training: chat completions with tools,
-whole or streamed, and the list of models. What the calls become is `agent_session.py`'s.
+whole or streamed, and the list of models. What the calls become is `session.py`'s.
 
 It listens on 127.0.0.1 in a thread and an event loop of its own, so that an agent which blocks its loop does not block its own
 answers. How tokens are drawn is the run's to say and not the agent's: the trainer computes the probability of every token at
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from stages.rollout.agent_session import AgentSession, Answer, NoRoom, Stopped
+from stages.rollout.agents.session import AgentSession, Answer, NoRoom, Stopped
 from stages.rollout.user_sample import UserSample
 from storage.sample import Status
 

@@ -1,7 +1,7 @@
 """Where prompts come from: JSONL and Parquet, local or on any fsspec URI, globs and slices. What is wrong is said with file and line.
 
 One entry of --prompt-data is one sequence of rows: a file, or all files that match a pattern, one after another; `@[a:b]` behind it
-takes rows a to b of that sequence. How a row must look is prompt_rows.py's; order and epochs are data_source.py's.
+takes rows a to b of that sequence. How a row must look is rows.py's; order and epochs are source.py's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompt_rows import Block, Columns, JsonLines, ParquetRows, Rows, missing_column
-from stages.rollout.row_workers import canonical_blocks
-from stages.rollout.spool import spooled
+from stages.rollout.prompts.rows import Block, Columns, JsonLines, ParquetRows, Rows, missing_column
+from stages.rollout.prompts.spool import spooled
+from stages.rollout.prompts.workers import canonical_blocks
 
 JSONL = (".jsonl", ".json", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

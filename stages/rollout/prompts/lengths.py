@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.data_source import Prompt
+from stages.rollout.prompts.source import Prompt
 from stages.rollout.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)

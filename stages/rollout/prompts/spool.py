@@ -22,9 +22,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from stages.rollout.prompt_rows import Columns, Rows
+from stages.rollout.prompts.rows import Columns, Rows
 
-FORMAT = 1  # of the files; a change of prompt_rows.py raises it too
+FORMAT = 1  # of the files; a change of rows.py raises it too
 STRIDE = 16  # rows of which one has its place noted
 _CHUNK = 1 << 20
 
