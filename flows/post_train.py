@@ -21,7 +21,7 @@ def post_train(config: PostTrainConfig) -> None:
     """
     with Session("post_train", config) as session:
         if session.generates_with(session.num_trained()):
-            session.start_engines()
+            session.processes.start_engines()
         tasks.convert(session)
         tasks.restore(session)
         due = tasks.schedule(session)

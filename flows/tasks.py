@@ -91,17 +91,17 @@ def convert(session: Session) -> CheckpointRef:
     with: a reference of its own, a teacher."""
     config = session.config.convert.model_copy(update={"convert_save": None})  # a run begins from its own store
     for name, path in session.config.train.models_beside.items():
-        session.pin(name, path, taken_in(session.cluster, session.store, config, path))
-    return session.begin_at(converted(session.cluster, session.store, config, verify=True))
+        session.pin(name, path, taken_in(session.processes.cluster, session.store, config, path))
+    return session.begin_at(converted(session.processes.cluster, session.store, config, verify=True))
 
 
 @stage("restore")
 def restore(session: Session) -> None:
     """Build the trainer with the policy the run has come to, while the engines load. Nothing to do if all rounds are trained."""
-    session.bridge()
+    session.processes.bridge()
     version = session.num_trained()
     if version < session.config.run.num_rollout:
-        session.trainer_at(version)
+        session.processes.trainer_at(version)
 
 
 @stage("rollout-{rollout_id:06d}")
@@ -113,7 +113,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
     prefix = session.keys.rollout(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
-        with session.display.progress("samples") as report, session.engines_at(rollout_id) as engines:
+        with session.display.progress("samples") as report, session.processes.engines_at(rollout_id) as engines:
             commit = rollout_stage(
                 session.store,
                 prefix,
@@ -128,7 +128,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 stamp=session.stamp,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.connect_to_train,
+                connect=session.processes.connect_to_train,
             )
     return _rollout_ref(session, prefix, commit)
 
@@ -162,7 +162,13 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     r = rollout.rollout_id
     prefix = session.keys.step(r)
     commit = session.store.committed(prefix) or train_round(
-        session.store, session.keys, session.trainer, r, base=session.start, on_progress=session.display.note, **session.stamp
+        session.store,
+        session.keys,
+        session.processes.trainer,
+        r,
+        base=session.processes.base,
+        on_progress=session.display.note,
+        **session.stamp,
     )
     return step_ref(session.keys, session.record(prefix, commit))
 
@@ -171,7 +177,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 def publish(session: Session, version: int) -> None:
     """Let every engine serve policy `version`, if a rollout is still to be made with it."""
     if session.generates_with(version):
-        session.publish(version)
+        session.processes.publish(version)
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -186,7 +192,9 @@ def save(session: Session, version: int) -> CheckpointRef:
 
     prefix = session.keys.checkpoint(version)
     if session.store.committed(prefix) is None:
-        save_checkpoint(session.store, session.keys, session.trainer, version, base=session.start, **session.stamp)
+        save_checkpoint(
+            session.store, session.keys, session.processes.trainer, version, base=session.processes.base, **session.stamp
+        )
     commit = session.record(prefix, session.committed(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
@@ -212,7 +220,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     if commit is None:
         config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
         source = PromptSource.open(config)
-        with session.display.progress(f"eval {name}") as report, session.engines_at(version) as engines:
+        with session.display.progress(f"eval {name}") as report, session.processes.engines_at(version) as engines:
             commit = rollout_stage(
                 session.store,
                 prefix,
@@ -228,7 +236,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 stamp=session.stamp,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.connect,
+                connect=session.processes.connect,
             )
     session.record(prefix, commit)
     return EvalRef(key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"])
@@ -237,7 +245,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
 @stage("eval-{version:06d}")
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on several data sets side by side: one set's last long responses leave room for another's."""
-    with session.engines_shared(version):
+    with session.processes.engines_shared(version):
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
             score.wait()
@@ -260,7 +268,7 @@ def export(session: Session, version: int) -> CheckpointRef:
     commit = session.store.committed(prefix)
     if commit is None:
         checkpoint = session.keys.checkpoint(version)
-        commit = session.cluster.run(
+        commit = session.processes.cluster.run(
             export_hf,
             session.store,
             session.committed(checkpoint),

@@ -61,7 +61,7 @@ def test_every_data_set_in_its_own_way(
         yield
 
     session = SimpleNamespace(
-        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer, engines_at=engines_at, connect=connect,
+        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer, processes=SimpleNamespace(engines_at=engines_at, connect=connect),
         display=SimpleNamespace(progress=progress), stamp={}, stop=None, record=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}
