@@ -138,7 +138,7 @@ class Session:
         if isinstance(error, Preempted):
             self.display.note(f"{stage} is given up, as asked; the next start does it again")
         else:
-            first_line = str(error).partition("\n")[0]
+            first_line = str(error).partition("\n")[0][:300]
             self.display.note(f"{stage} failed ({type(error).__name__}: {first_line}); what it needs is restored from the store")
 
     def _published(self, version: int, seconds: float) -> None:

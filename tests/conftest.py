@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-prefect-")  # the runs of tests are nobody's history
 os.environ.pop("PREFECT_API_URL", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process compiles our files and Megatron's again, 2 s of a start
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: the machine is shared with Ray and SGLang
 
@@ -40,6 +43,36 @@ def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from flows.demo_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PREFECT_HOME to copy, its database made: a server that begins with an empty folder takes 6 s of processor time for that. Read only."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
+    home, command = folder / "prefect-home", [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+    with (folder / "prefect-home.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.exists():
+            making = folder / "prefect-home.making"
+            subprocess.run(command, env={**os.environ, "PREFECT_HOME": str(making)}, capture_output=True, check=True)
+            making.rename(home)
+    return home
+
+
+@pytest.fixture(scope="session")
+def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of runs that are not about Prefect: a server for all of them, where each would take 5 s for one of its own."""
+    from flows.prefect_api import prefect_server
+    from flows.service import choose_port
+
+    home = shutil.copytree(prefect_home, tmp_path_factory.mktemp("prefect") / "home")
+    server = prefect_server(choose_port("prefect", 0, 0))
+    server.environment["PREFECT_HOME"], server.log = str(home), home / "server.log"
+    server.start()
+    server.wait_ready()
+    yield {**os.environ, "PREFECT_HOME": str(home), "PREFECT_API_URL": server.environment["PREFECT_API_URL"]}
+    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib.machinery
+import importlib.util
+import marshal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -30,15 +35,27 @@ if torch.cuda.is_available():
     )
 
 STAND_IN = "_penstock_cuda"  # the name that replaces `torch.cuda` in the rewritten source
+RULES = Path(__file__).read_bytes()
 TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source, with its own bytecode cache entry beside the ordinary one."""
+    """Compiles the rewritten source, with its own bytecode beside the ordinary one: rewriting and compiling took 2 s a process.
+
+    The bytecode's name holds a hash of the source and of these rules, so that it is never that of others.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)  # never the .pyc: that is the unchanged source
+        source = self.get_data(path)
+        key = hashlib.sha256(source + RULES + bytes([sys.flags.optimize])).hexdigest()[:16]
+        compiled = importlib.util.cache_from_source(path, optimization=f"penstock{key}")
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none there, or a torn one
+            return marshal.loads(self.get_data(compiled))
+        code = self.source_to_code(source, path)
+        if not sys.dont_write_bytecode:
+            self.set_data(compiled, marshal.dumps(code))  # in one piece; not at all where the folder is read-only
+        return code
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.fix_missing_locations(_Rewrite().visit(parsed(data, path)))

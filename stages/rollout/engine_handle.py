@@ -86,7 +86,7 @@ class EngineHandle:
         num_before = len(sample.token_ids)
         try:
             generation = await self._ask(list(sample.token_ids), params, sample.trajectory_id)
-            add_response(sample, generation, "", self.round)
+            add_response(sample, generation, self.round)
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self.fault = error
             raise

@@ -60,20 +60,29 @@ class EngineGenerator:
 
     async def __call__(self, samples: Group) -> Group:
         """Raises ValueError if the engine refuses the prompt; RuntimeError if it serves another policy."""
-        waiting = [sample for sample in samples if sample.status is Status.PENDING]
-        num_prompt = waiting[0].prompt_length
+        num_prompt = samples[0].prompt_length
+        waiting: list[tuple[Sample, dict[str, Any]]] = []
+        for sample in samples:
+            if sample.status is Status.PENDING:
+                params = sampling_of(self.config, sample)
+                if params["max_new_tokens"] > 0:
+                    waiting.append((sample, params))
+                else:  # it was stopped where there was more room
+                    sample.status = Status.TRUNCATED
+        if not waiting:
+            return samples
         generations = await self.client.generate_each(
-            [sample.token_ids for sample in waiting], [sampling_of(self.config, sample) for sample in waiting]
+            [sample.token_ids for sample, _ in waiting], [params for _, params in waiting]
         )
         assert len(generations) == len(waiting), f"{len(generations)} responses for {len(waiting)} samples"
-        for sample, generation in zip(waiting, generations):
-            add_response(sample, generation, "", self.round)
+        for (sample, _), generation in zip(waiting, generations):
+            add_response(sample, generation, self.round)
             self.num_cached_tokens += generation.cached_tokens
         # Decoded whole: the bytes of one character may lie on both sides of where a sample was stopped.
         texts = self.tokenizer.decode(
-            [sample.token_ids[num_prompt:] for sample in waiting], skip_special_tokens=self.config.rollout_skip_special_tokens
+            [sample.token_ids[num_prompt:] for sample, _ in waiting], skip_special_tokens=self.config.rollout_skip_special_tokens
         )
-        for sample, text in zip(waiting, texts):
+        for (sample, _), text in zip(waiting, texts):
             sample.response = text
         return samples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from harness import World
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, prefect_home: Path) -> Iterator[World]:
     with World(tmp_path) as world:
+        shutil.copytree(prefect_home, world.environment["PREFECT_HOME"])
         yield world

@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.metadata
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +55,22 @@ def test_only_cuda_literals_are_rewritten() -> None:
     from engines.megatron.cpu_door import _Rewrite
 
     assert ast.unparse(_Rewrite().visit(ast.parse(SOURCE))) == ast.unparse(ast.parse(REWRITTEN))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU door does not load here")
+def test_compiled_code_is_kept_and_never_that_of_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engines.megatron.cpu_door import CpuLoader
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    source = tmp_path / "place.py"
+    source.write_text('place = "cuda"')
+    loader = CpuLoader("place", str(source))
+    first = loader.get_code("place")
+    [kept] = (tmp_path / "__pycache__").iterdir()
+    monkeypatch.setattr(CpuLoader, "source_to_code", lambda *_: pytest.fail("compiled again"))
+    assert loader.get_code("place") == first and "cpu" in first.co_consts
+    monkeypatch.undo()
+    kept.write_bytes(b"torn")
+    assert loader.get_code("place") == first
+    source.write_text('place = "cuda", 1')
+    assert loader.get_code("place") != first

@@ -8,7 +8,7 @@ from flows.flags import parse
 from flows.runs import open_run
 from stages.eval.score import score
 from stages.rewards.grading import Grader
-from stages.rollout.data_source import PromptSource
+from stages.rollout.prompts.source import PromptSource
 from storage.refs import CheckpointRef, Commit, RunKeys
 from storage.sample import Sample, Status
 from storage.shards import write_shards

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,22 @@ from storage.store import Store
 pytestmark = pytest.mark.integration
 
 
-def penstock(*words: str, cwd: Path) -> str:
-    """What the command prints; it must succeed."""
-    result = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, timeout=300, check=False, cwd=cwd
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout
+@pytest.fixture
+def penstock(prefect_api: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Calls the command, which must succeed; what it prints."""
+
+    def call(*words: str) -> str:
+        command = [sys.executable, "-m", "flows.cli", *words]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=prefect_api)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        return result.stdout
+
+    return call
 
 
-def test_convert_eval_and_runs(tiny_model: Path, tmp_path: Path) -> None:
+def test_convert_eval_and_runs(penstock: Callable[..., str], tiny_model: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
-    said = penstock("convert", "--hf-checkpoint", str(tiny_model), "--store", store.uri, cwd=tmp_path)
+    said = penstock("convert", "--hf-checkpoint", str(tiny_model), "--store", store.uri)
     assert "is converted" in said and len([name for name in store.list("models") if name.endswith("commit.json")]) == 1
 
     data = make_tiny_data(tmp_path / "data")
@@ -46,16 +51,15 @@ def test_convert_eval_and_runs(tiny_model: Path, tmp_path: Path) -> None:
         ),
         *("--eval-prompt-data", "again", str(few), "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"),
         *("--rm-type", "exact_number", "--n-samples-per-eval-prompt", "4", "--eval-max-response-len", "8"),
-        cwd=tmp_path,
     )
     for name in ("few", "again"):
         commit = store.committed(RunKeys("look").eval(0, name))
         assert commit is not None and commit.files[0].rows == 32
         assert {f"eval/{name}", f"eval/{name}-pass@1", f"eval/{name}-pass@4"} <= set(commit.summary)
     assert json.loads(store.read("runs/look/run.json") or b"{}")["flow"] == "evaluate"
-    assert "look" in penstock("runs", "--store", store.uri, cwd=tmp_path)
+    assert "look" in penstock("runs", "--store", store.uri)
 
 
-def test_doctor_finds_everything_here(tmp_path: Path) -> None:
-    said = penstock("doctor", cwd=tmp_path)
+def test_doctor_finds_everything_here(penstock: Callable[..., str]) -> None:
+    said = penstock("doctor")
     assert "serves with sglang" in said and "trains on" in said and "everything a run needs is here" in said

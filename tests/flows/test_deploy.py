@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def until(what: Callable[[], Any], timeout: float, log: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
+def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
     """`make up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
     home = tmp_path_factory.mktemp("up")
+    shutil.copytree(prefect_home, home / "prefect")
     command = [
         sys.executable,
         "-m",

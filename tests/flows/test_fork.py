@@ -201,25 +201,28 @@ def test_at_zero_only_the_beginning_is_shared(store: Store, capsys: pytest.Captu
 
 
 @pytest.mark.integration
-def test_a_fork_with_another_learning_rate_trains_on_where_its_parent_left(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_fork_with_another_learning_rate_trains_on_where_its_parent_left(
+    prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
     """No checkpoint at the fork: the shared round is trained in the parent's way first, the next one in the fork's."""
     make_tiny_data(tmp_path / "data")
     where = ["--store", str(tmp_path / "store")]
     words = f"""--run base --num-rollout 2 --hf-checkpoint {tiny_model} --prompt-data {tmp_path / "data" / "sft_skill.jsonl"} --input-key messages
         --rollout-batch-size 32 --num-steps-per-rollout 2 --loss-type sft_loss --lr 1e-3 --trainer-threads 1"""
-    penstock("sft", *words.split(), *where)
-    penstock("fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where)
-    penstock("resume", "faster", *where)
+    penstock(prefect_api, "sft", *words.split(), *where)
+    penstock(prefect_api, "fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where)
+    penstock(prefect_api, "resume", "faster", *where)
     store, base, faster = Store(where[1]), RunKeys("base"), RunKeys("faster")
     digests = {run.run: [digest(store, run.step(r)) for r in range(2)] for run in (base, faster)}
     assert digests["base"][0] == digests["faster"][0] and digests["base"][1] != digests["faster"][1]
     left = store.committed(faster.checkpoint(1))
     assert left is not None and left.state["digest"] == digests["base"][0]
-    penstock("verify", "faster", *where)
+    penstock(prefect_api, "verify", "faster", *where)
 
 
-def penstock(*words: str) -> None:
-    result = subprocess.run([sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, timeout=240, check=False)
+def penstock(environment: dict[str, str], *words: str) -> None:
+    command = [sys.executable, "-m", "flows.cli", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 

@@ -4,6 +4,7 @@ A server that dies under a worker's run is in test_deploy.py; engines, trainers 
 """
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from flows.prefect_api import prefect_server
 from flows.service import Service, choose_port
 from flows.services import mlflow_server
+from storage.faults import VARIABLE
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
 from storage.store import Store
 from storage.tracking import Tracker
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.integration
 
 # A run that waits one second, not two minutes, for a server that is not coming back.
 IMPATIENT = "import sys; from flows import cli, prefect_api; prefect_api.PATIENCE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+POINT = "convert-writing"  # in the stage: a flow run that is only being set up cannot do without its server
 
 
 def until(what: Callable[[], Any], timeout: float, log: Path) -> Any:
@@ -37,50 +40,56 @@ def until(what: Callable[[], Any], timeout: float, log: Path) -> Any:
     return found
 
 
-def history(home: Path) -> list[tuple[str, int, str, str]]:
-    """Flow, attempts, task and state of every task run that Prefect knows, with the state of its flow run."""
-    query = "select f.state_name, f.run_count, t.name, t.state_name from flow_run f left join task_run t on t.flow_run_id = f.id"
-    try:
-        with sqlite3.connect(f"file:{home / 'prefect.db'}?mode=ro", uri=True, timeout=20) as database:
-            return database.execute(query).fetchall()
-    except sqlite3.OperationalError:  # not there yet
-        return []
+@pytest.fixture
+def home(prefect_home: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prefect_home, tmp_path / "prefect")
 
 
-def has_begun(home: Path) -> bool:
-    """Whether the first stage runs; a flow run that is only being set up cannot do without its server."""
-    return any(name is not None for _, _, name, _ in history(home))
+def history(home: Path) -> list[tuple[str, int]]:
+    """State and attempts of every flow run that Prefect knows. Not of tasks: those it hears of by events, late or never."""
+    with sqlite3.connect(f"file:{home / 'prefect.db'}?mode=ro", uri=True, timeout=20) as database:
+        return database.execute("select state_name, run_count from flow_run").fetchall()
 
 
 def convert(model: Path, folder: Path, program: list[str], **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
-    log = folder / "log"
+    """A conversion that stops in its only stage (see `stopped`)."""
+    log, faults = folder / "log", folder / "faults"
+    faults.mkdir()
+    (faults / POINT).touch()
     command = [sys.executable, *program, "convert", "--hf-checkpoint", str(model), "--store", str(folder / "store")]
-    environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state"), **environment}
+    own = {"PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state"), VARIABLE: str(faults)}
     with log.open("wb") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=Path(__file__).parents[2]
-        ), log
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **own, **environment}, cwd=Path(__file__).parents[2]
+        )
+    return process, log
 
 
-def test_the_runs_own_server_is_killed_and_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+def stopped(folder: Path) -> Path:
+    """Exists while the conversion stands in its stage; to remove it lets the conversion go on."""
+    return folder / "faults" / f"{POINT}.reached"
+
+
+def test_the_runs_own_server_is_killed_and_comes_back(home: Path, tiny_model: Path, tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     process, log = convert(tiny_model, tmp_path, ["-m", "flows.cli"])
     try:
-        until(lambda: has_begun(tmp_path / "prefect"), 120, log)
+        until(stopped(tmp_path).exists, 120, log)
         [server] = [child for child in psutil.Process(process.pid).children() if "server" in child.cmdline()]
         server.kill()
+        stopped(tmp_path).unlink()
         assert process.wait(timeout=180) == 0, log.read_text()
     finally:
         process.kill()
     assert "is converted" in log.read_text()
-    assert [(state, attempts) for state, attempts, _, _ in history(tmp_path / "prefect")] == [("Completed", 1)]
+    assert history(home) == [("Completed", 1)]
     assert not Path(f"/proc/{server.pid}").exists()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("PREFECT_HOME", str(home))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     service = prefect_server(choose_port("prefect", 0, 0))
     service.start()
@@ -92,9 +101,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]
 def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_model: Path, tmp_path: Path) -> None:
     process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], PREFECT_API_URL=server.environment["PREFECT_API_URL"])
     try:
-        until(lambda: has_begun(tmp_path / "prefect"), 120, log)
+        until(stopped(tmp_path).exists, 120, log)
         assert server.process is not None
         server.process.kill()
+        server.process.wait()
+        stopped(tmp_path).unlink()
         until(lambda: "is converted" in log.read_text(), 120, log)
         start = time.monotonic()
         assert process.wait(timeout=120) == 0, log.read_text()

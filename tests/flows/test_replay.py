@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,15 +78,17 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
     return store
 
 
-def penstock_replay(store: Store, *words: str) -> subprocess.CompletedProcess[str]:
+def penstock_replay(store: Store, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.cli", "replay", KEYS.run, "--store", store.root, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ.copy())
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.mark.integration
-def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(store: Store, tmp_path: Path) -> None:
+def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(
+    store: Store, prefect_api: dict[str, str], tmp_path: Path
+) -> None:
     before = files(store)
-    clean = penstock_replay(store, "--json", str(tmp_path / "replayed.json"))
+    clean = penstock_replay(store, prefect_api, "--json", str(tmp_path / "replayed.json"))
     assert clean.returncode == 0, clean.stdout + clean.stderr
     assert "3 of 3 rounds are equal bit for bit" in clean.stdout
     replayed = json.loads((tmp_path / "replayed.json").read_text())
@@ -100,7 +101,7 @@ def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(store: Store, t
     name = min(tampered["state"]["digest"])
     tampered["state"]["digest"][name] = "0" * 16
     record.write_text(json.dumps(tampered))
-    found = penstock_replay(store, "--from", "2")
+    found = penstock_replay(store, prefect_api, "--from", "2")
     assert found.returncode == 1, found.stdout + found.stderr
     assert "replaying trained: rounds 2 to 2, from checkpoint 2" in found.stdout
     assert f"round    2  DIFFERS: 1 of {len(tampered['state']['digest'])} tensors differ, first {name}" in found.stdout

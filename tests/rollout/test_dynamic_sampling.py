@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import KEYS, Bench, SlowClient
 
+from engines.sglang.generation import Generation
 from stages.rollout.responses import mask_earlier_policies
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.audit import audit
@@ -104,6 +105,40 @@ def test_the_response_limit_holds_for_both_parts_together(tmp_path: Path, tokeni
     samples = [s for r in range(4) for s in trained(bench, bench.round(r, client=SlowClient, longest=100))]
     assert max(sum(sample.loss_mask) for sample in samples) == 12
     assert any("policy_spans" in sample.metadata and sample.status is Status.TRUNCATED for sample in samples)
+
+
+def test_what_is_stopped_draws_its_last_token_again_for_it_may_have_been_the_end(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    class Stopped(SlowClient):
+        async def generate_each(self, prompts: Any, samplings: Any, **named: Any) -> list[Generation]:
+            answers = await super().generate_each(prompts, samplings, **named)
+            assert all(sampling["max_new_tokens"] > 0 for sampling in samplings)
+            for answer in answers:
+                if answer.finish_reason == "abort" and answer.token_ids:
+                    answer.token_ids[-1] = self.end  # SGLang says "abort" here
+            return answers
+
+        end = tokenizer.end_token_id
+
+    bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
+    samples = []
+    for r in range(4):
+        commit = bench.round(r, client=Stopped, longest=40)
+        samples += trained(bench, commit) + buffered(bench, commit)
+    assert any(sample.status is Status.ABORTED for sample in samples)
+    assert not any(tokenizer.end_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
+
+
+def test_a_half_that_has_no_room_any_more_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
+    first = bench.round(0, client=SlowClient, longest=40)
+    longest = max(sum(sample.loss_mask) for sample in buffered(bench, first) if sample.status is Status.ABORTED)
+    bench.config = bench.config.model_copy(update={"rollout_max_response_len": max(1, longest - 1)})
+    samples = trained(bench, bench.round(1, client=SlowClient, longest=40))
+    full = [sample for sample in samples if sum(sample.loss_mask) == longest and "start_rollout_id" in sample.metadata]
+    assert all(sample.status in (Status.TRUNCATED, Status.COMPLETED) for sample in samples) and len(samples) == 8
+    assert all(sample.status is Status.TRUNCATED for sample in full if sample.policy_versions == (0, 0))
 
 
 def test_tokens_of_earlier_policies_can_be_masked(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
