@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from engines.sglang.client import EngineClient
 from stages.plugins import check_signature, load_function, name_of
@@ -109,7 +110,7 @@ class CustomGeneration:
         self.function = find_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
         self._code = UserCode(self.name, is_async=self.function.is_async)
-        self._args = SimpleNamespace(**config.model_dump(), engine=self.handle)
+        self._args = SimpleNamespace(**config.model_dump(), engine=self.handle, **_router_of(client))
 
     async def __aenter__(self) -> CustomGeneration:
         self.handle.loop = asyncio.get_running_loop()
@@ -248,6 +249,12 @@ class CustomGeneration:
         for version in getattr(part, "weight_versions", ()):
             if version != self.round.weight_version:
                 raise RuntimeError(f"{self.name} was answered by weights {version!r}, expected {self.round.weight_version!r}")
+
+
+def _router_of(client: EngineClient) -> dict[str, Any]:
+    """slime's names for where a function sends requests of its own: the router, or an engine."""
+    address = urlsplit((client.router and client.router()) or next(iter(client.urls), ""))
+    return {"sglang_router_ip": address.hostname, "sglang_router_port": address.port}
 
 
 def _aborted(sample: Sample) -> Sample:

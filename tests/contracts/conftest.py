@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("penstock")
     group.addoption("--plugin", help="the function, or class, to ask: file.py, file.py:name, pkg.module:name or pkg.module.name")
     group.addoption("--kind", choices=sorted(CONTRACTS), help="what it is")
+    group.addoption("--reward-key", default="score", help="which entry of a reward is the reward, if it is a dictionary (score)")
     group.addoption("--rows", help="JSONL with prompt, response, label and metadata, if it needs certain ones (a reward may)")
 
 
@@ -42,4 +43,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     given = request.config.getoption("--rows", None)
     rows = [json.loads(line) for line in Path(given).read_text(encoding="utf-8").splitlines()] if given else ROWS
-    return Bench.make(tmp_path_factory.mktemp("contracts"), rows)
+    return Bench.make(tmp_path_factory.mktemp("contracts"), rows, request.config.getoption("--reward-key"))

@@ -53,13 +53,14 @@ class Bench:
     tokenizer: PromptTokenizer
     prompts: str  # a file of prompts
     rows: list[dict[str, Any]]
+    reward_key: str = "score"  # of rewards that are dictionaries
 
     @classmethod
-    def make(cls, directory: Path, rows: list[dict[str, Any]]) -> Bench:
+    def make(cls, directory: Path, rows: list[dict[str, Any]], reward_key: str) -> Bench:
         make_tokenizer().save_pretrained(directory / "tokenizer")
         prompts = directory / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(8)))
-        return cls(PromptTokenizer(directory / "tokenizer", apply_chat_template=False), str(prompts), rows)
+        return cls(PromptTokenizer(directory / "tokenizer", apply_chat_template=False), str(prompts), rows, reward_key)
 
     def config(self, **changed: Any) -> RolloutConfig:
         base = {"prompt_data": [self.prompts], "label_key": "label", "rollout_batch_size": 3, "n_samples_per_prompt": 2}
@@ -124,7 +125,8 @@ def group_reward(path: str, bench: Bench) -> None:
 def _graded(path: str, bench: Bench, group_rm: bool) -> None:
     config = bench.config(custom_rm_path=path, group_rm=group_rm)
     check_reward(None, path, group_rm=group_rm)
-    with Grader(None, path, timeout=SECONDS, group_rm=group_rm, num_workers=1, arguments=config.model_dump()) as grader:
+    options: dict[str, Any] = {"reward_key": bench.reward_key, "group_rm": group_rm, "arguments": config.model_dump()}
+    with Grader(None, path, timeout=SECONDS, num_workers=1, **options) as grader:
         futures = [future for group in bench.groups()[:-1] for future in grader.submit_group(group)]
         outcomes: list[Outcome] = [future.result() for future in futures]
     for outcome in outcomes:

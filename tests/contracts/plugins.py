@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 HERE = "tests.contracts.plugins"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 # ---- good -------------------------------------------------------------------------------------------------------------------
@@ -86,6 +89,8 @@ GOOD = [
     *((kind, f"{HERE}:{kind}") for kind in ("reward", "group_reward", "generate", "advantages", "loss", "correction", "weights")),
     ("reward", f"{HERE}:Model"),
     ("generate", f"{HERE}:generate_list"),
+    *(("generate", str(EXAMPLES / name / "generate.py")) for name in ("multi_turn_tool", "search", "openai_agent")),
+    ("reward", str(EXAMPLES / "custom_reward" / "reward.py")),
     ("filter", "stages.rollout.filters:check_reward_nonzero_std"),
     ("filter", f"{HERE}:short_enough"),
     ("sample_hook", f"{HERE}:note_length"),

@@ -27,7 +27,7 @@ class ScriptedTurns(EngineClient):
     """Says the next of its texts to whoever asks, token by token, and an end token unless the text has a stop text."""
 
     def __init__(self, tokenizer: PromptTokenizer, texts: Sequence[str], version: str = "run/4") -> None:
-        super().__init__(["http://engine"])
+        super().__init__(["http://127.0.0.1:30000"])
         self.tokenizer, self.texts, self.version = tokenizer, texts, version
         self.requests: list[tuple[list[int], dict[str, Any], str | None]] = []
         self.turns: dict[str | None, int] = {}
@@ -183,6 +183,17 @@ def test_slimes_own_words(bench: Bench) -> None:
     sample = bench.one(code)
     assert (sample.status, sample.reward, sample.loss_mask[-2:]) == (Status.TRUNCATED, 0.25, [1, 0])
     assert sample.response == bench.text([11, 6])
+
+
+def test_slimes_functions_find_an_engine(bench: Bench) -> None:
+    code = """
+    def generate(args, sample, sampling_params, engine):
+        sample.metadata["where"] = f"{args.sglang_router_ip}:{args.sglang_router_port}"
+        asyncio.run(engine.generate(sample))
+        return sample
+    """
+    [sample] = bench.run(code, n=1)
+    assert sample.metadata["where"] == "127.0.0.1:30000"
 
 
 def test_fan_out(bench: Bench) -> None:
