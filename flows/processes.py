@@ -284,7 +284,7 @@ class Processes:
                 interval=rollout.rollout_health_check_interval,
                 timeout=rollout.rollout_health_check_timeout,
                 failures=rollout.rollout_health_check_failures,
-                max_restarts=rollout.engine_restarts,
+                max_restarts=rollout.engine_restarts if rollout.use_fault_tolerance else 0,
             ),
             external=rollout.rollout_external_engine_addrs,
             listener=self.router.lead_to if self.router else lambda urls: None,

@@ -207,6 +207,9 @@ class RolloutConfig(StageConfig):
     rollout_timeout: float = option(3600.0, change="placement", gt=0)
     """Seconds after which a whole rollout is given up and tried again."""
 
+    use_fault_tolerance: bool = option(True, change="placement")
+    """Replace engines that die or hang, and send what they were doing to others; without it the first death ends the stage."""
+
     engine_restarts: int = option(3, change="placement", ge=0)
     """Engines that may be replaced within one stage; one more ends the stage with the dead engine's last words."""
 
