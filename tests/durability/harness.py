@@ -352,14 +352,15 @@ class Pipeline:
         return len(replayed)
 
 
-def tiny_flags(world: World) -> list[str]:
+def tiny_flags(world: World, rounds: int = ROUNDS) -> list[str]:
     """Flags of a run of a few rounds of a second each, with everything in it that can be killed."""
     text = f"""
         --hf-checkpoint {world.model} --prompt-data {world.train_data} --input-key prompt --label-key label
-        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {ROUNDS} --save-interval 1 --keep-checkpoints 2
+        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {rounds} --save-interval 1 --keep-checkpoints 2
         --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24 --rollout-sampling ignore_eos=true
+        --over-sampling-batch-size 12 --partial-rollout
         --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01 --max-tokens-per-gpu 1024
-        --eval-prompt-data tiny {world.eval_data} --eval-interval 2 --trainer-threads 1 --rollout-journal-interval 0.2
+        --eval-prompt-data tiny {world.eval_data} --eval-interval 3 --trainer-threads 1 --rollout-journal-interval 0.2
     """
     return text.split()
 

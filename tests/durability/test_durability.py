@@ -17,20 +17,22 @@ from storage.shards import read_samples
 
 pytestmark = pytest.mark.integration
 
+LONG_ROUNDS = 3  # of 17 s each, which a signal finds in the middle
+
 
 def test_what_the_driver_owns_dies_with_it_and_comes_back(world: World) -> None:
-    pipeline = Pipeline(world, "owned", str(world.root / "store"), tiny_flags(world))
+    pipeline = Pipeline(world, "owned", str(world.root / "store"), tiny_flags(world, rounds=4))
     kills = kill_at(pipeline, [("rollout-before-upload", "prefect"), ("train-mid-step", "tree"), ("publish-after", "ray")])
     assert all(kill["num_killed"] for kill in kills)
     assert pipeline.num_starts == 2, "only the whole tree needs another start"
-    assert verdict(pipeline)["replayed_rounds"] == ROUNDS
+    assert verdict(pipeline)["replayed_rounds"] == 4
 
 
 def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: World) -> None:
     """SIGTERM in mid-rollout: finished groups are journalled, the exit code says "stopped", and the next start generates only the rest.
     Before that, the checkpoint of the round before is still being written while this round is generated."""
     world.start_prefect()
-    flags = [*tiny_flags(world), "--rollout-max-response-len", "200", "--sglang-max-running-requests", "4", "--grace-period", "2"]
+    flags = [*tiny_flags(world, LONG_ROUNDS), "--rollout-max-response-len", "200", "--sglang-max-running-requests", "4", "--grace-period", "2"]
     pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
     stopped_in = half_done(pipeline)
     first = pipeline.keys.rollout(stopped_in)
@@ -44,7 +46,7 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     assert pipeline.store.committed(first) is None, "the rollout was over before the signal; make it longer"
     pipeline.run_until(lambda: False)
     commit = pipeline.store.committed(first)
-    assert commit is not None and 0 < len(commit.state["adopted_groups"]) <= 8
+    assert commit is not None and 0 < len(commit.state["adopted_groups"]) <= 12
     samples = read_samples(pipeline.store, commit)
     assert len({sample.sample_id for sample in samples}) == 8 * 4
     pipeline.check()
@@ -57,7 +59,7 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
 def half_done(pipeline: Pipeline) -> int:
     """Run to the middle of a rollout, some groups journalled, while the checkpoint before it is being written. On a crowded machine the
     first such rollout may be over before anything is journalled: then the next one. Returns which it is."""
-    for rollout_id in range(1, ROUNDS):
+    for rollout_id in range(1, LONG_ROUNDS):
         rollout = pipeline.keys.rollout(rollout_id)
 
         def journalled(rollout: str = rollout) -> bool:
@@ -71,7 +73,7 @@ def half_done(pipeline: Pipeline) -> int:
         if journalled() and pipeline.store.committed(rollout) is None:
             return rollout_id
         pipeline.let_go("checkpoint-saving")
-    raise AssertionError(f"nothing was journalled in {ROUNDS - 1} rollouts:\n{pipeline.tail()}")
+    raise AssertionError(f"nothing was journalled in {LONG_ROUNDS - 1} rollouts:\n{pipeline.tail()}")
 
 
 def test_killed_at_random_again_and_again_it_loses_nothing(world: World) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import ROUNDS, Pipeline, World, tiny_flags
+from harness import Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
+
+ROUNDS = 4
 
 
 @pytest.mark.integration
@@ -13,7 +15,7 @@ def test_every_boundary_on_a_faulty_object_store_with_actors_that_outlive_the_dr
     world.start_prefect()
     world.start_mlflow()
     options = world.start_s3(faults=0.05)
-    pipeline = Pipeline(world, "faulty", "s3://bucket/store", tiny_flags(world), options, world.start_ray())
+    pipeline = Pipeline(world, "faulty", "s3://bucket/store", tiny_flags(world, ROUNDS), options, world.start_ray())
     schedule = [
         ("convert-writing", "trainer"),
         ("eval-generating", "engine"),
