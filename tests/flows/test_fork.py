@@ -9,7 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import BATCH, ROWS, config_of, make_run, write_data
 
-from flows import fork
+from flows import cli, fork
 from flows.demo_model import make_tiny_data
 from flows.flags import parse
 from flows.runs import open_run, recorded
@@ -210,14 +210,14 @@ def test_a_fork_with_another_learning_rate_trains_on_where_its_parent_left(
     words = f"""--run base --num-rollout 2 --hf-checkpoint {tiny_model} --prompt-data {tmp_path / "data" / "sft_skill.jsonl"} --input-key messages
         --rollout-batch-size 32 --num-steps-per-rollout 2 --loss-type sft_loss --lr 1e-3 --trainer-threads 1"""
     penstock(prefect_api, "sft", *words.split(), *where)
-    penstock(prefect_api, "fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where)
+    assert cli.main(["fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where]) == 0
     penstock(prefect_api, "resume", "faster", *where)
     store, base, faster = Store(where[1]), RunKeys("base"), RunKeys("faster")
     digests = {run.run: [digest(store, run.step(r)) for r in range(2)] for run in (base, faster)}
     assert digests["base"][0] == digests["faster"][0] and digests["base"][1] != digests["faster"][1]
     left = store.committed(faster.checkpoint(1))
     assert left is not None and left.state["digest"] == digests["base"][0]
-    penstock(prefect_api, "verify", "faster", *where)
+    assert cli.main(["verify", "faster", *where]) == 0
 
 
 def penstock(environment: dict[str, str], *words: str) -> None:
