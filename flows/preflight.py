@@ -84,8 +84,8 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     evaluated = [
         config.rollout.model_copy(update=config.eval.overrides(path, name)) for name, path in config.eval.eval_prompt_data
     ]
-    if flow == "post_train":
-        check_functions(config.rollout)
+    if flow in GENERATING:
+        check_functions(config.rollout, evaluation=flow == "evaluate")
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:

@@ -11,10 +11,12 @@ from stages.rollout.filters import load_filter
 from stages.rollout.hooks import check_hooks
 
 
-def check_functions(config: RolloutConfig) -> None:
-    """Raises ValueError for the first that does not; it names the function."""
+def check_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
+    """Raises ValueError for the first that does not; it names the function. An evaluation generates, and has none of the others."""
     if config.custom_generate_function_path:
         check_generate_function(config.custom_generate_function_path)
+    if evaluation:
+        return
     if config.dynamic_sampling_filter_path:
         load_filter(config.dynamic_sampling_filter_path, SimpleNamespace(**config.model_dump()))
     if config.data_source_path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from engines.megatron.experts import experts_format
@@ -38,7 +39,7 @@ class EngineChoices:
         column = table["routed_experts"]
         if len(table) and column.null_count == len(table):
             raise ValueError(f"{option}, but the samples of this rollout have no routed experts: generate it with that option")
-        return cls(known, column, np.array([len(tokens) for tokens in table["token_ids"]], dtype=np.int64))
+        return cls(known, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
 
     def record(self, rows: Sequence[int]) -> RoutingRecord:
         """What is known of the pack of these samples, laid behind each other. No rows: a pack of one pad token, of which nothing is.

@@ -274,7 +274,7 @@ class Lineage:
 
     def _shards(self, key: str, commit: Commit) -> Dataset:
         """The committed shards of a rollout as an MLflow data set."""
-        profile = {"num_rows": sum(file.rows or 0 for file in commit.files), "num_files": len(commit.files)}
+        profile = {"num_rows": commit.num_samples(), "num_files": len(commit.files)}
         digest = hashlib.sha256("".join(file.xxh3 for file in commit.files).encode()).hexdigest()[:8]
         types = {"reward": "double"}
         columns = [{"type": types.get(name, "string"), "name": name, "required": True} for name in _SHARD_COLUMNS]

@@ -106,3 +106,26 @@ def test_models_beside_the_policy_and_functions_of_the_users(good, tmp_path: Pat
     assert "mine.py does not exist" in said
     assert "has no experts" in refusal(good | {"--use-routing-replay": ""}, capsys)
     assert "--normalize-advantages" in refusal(good | {"--advantage-estimator": "reinforce_plus_plus"}, capsys)
+
+
+def test_functions_that_generate_and_choose(good, tmp_path: Path, capsys) -> None:
+    (tmp_path / "mine.py").write_text("def one(only): ...\ndef many(a, b, c, d, e, f): ...\nclass Empty: ...\n")
+    mine = f"{tmp_path}/mine.py"
+    for flag, name, said in (
+        ("--custom-generate-function-path", "one", "one of "),
+        ("--rollout-generate-func-path", "gone", "has no function 'gone'"),
+        ("--dynamic-sampling-filter-path", "one", "but is called with (args, samples)"),
+        ("--data-source-path", "Empty", "has no get_samples"),
+        ("--buffer-filter-path", "many", "takes other arguments"),
+        ("--rollout-sample-hook-path", "one", "but is called with (args, sample)"),
+        ("--rollout-sample-filter-path", "one", "but is called with (args, groups)"),
+    ):
+        assert said in refusal(good | {flag: f"{mine}:{name}"}, capsys), flag
+
+
+def test_sampling_and_what_stands_before_the_engines(good, capsys) -> None:
+    assert "--over-sampling-batch-size 4 is less than" in refusal(good | {"--over-sampling-batch-size": "4"}, capsys)
+    assert "has no effect without --partial-rollout" in refusal(good | {"--mask-offpolicy-in-partial-rollout": ""}, capsys)
+    assert "top_p" in refusal(good | {"--rollout-sampling": "top_pp=0.9"}, capsys)
+    assert "--router-policy" in refusal(good | {"--router-polcy": "random"}, capsys)
+    assert "host:port" in refusal(good | {"--rollout-external-engine-addrs": "nowhere"}, capsys)
