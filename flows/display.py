@@ -213,12 +213,19 @@ def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_se
 
 
 def sample_lines(rollout: Commit, width: int) -> list[Text]:
-    """The best and the worst sample that the round shows, prompt and response on a line of `width` cells each; nothing if it shows none."""
+    """The best and the worst sample that the round shows, of `width` cells a line: prompt and response, on two lines if one is too short;
+    nothing if it shows none."""
     rows = [row for row in rollout.state.get("shown") or [] if row["reward"] is not None]
     lines = []
     for title, row in [("best", rows[0]), ("worst", rows[-1])][: len(rows)] if rows else []:
-        for label, text in ((f"{title} {row['reward']:.3f}", row["prompt"]), ("->", row["response"])):
-            lines.append(Text.assemble((f"  {label:>12}  ", "dim"), one_line(text, width - 16)))
+        prompt, response = one_line(row["prompt"], width - 16), one_line(row["response"], width - 16)
+        fits = cell_len(prompt) + cell_len(response) + 4 <= width - 16
+        label = f"{title} {row['reward']:.3f}"
+        lines.append(Text.assemble((f"  {label:>12}  ", "dim"), prompt))
+        if fits:
+            lines[-1].append(" -> ", "dim").append(response)
+        else:
+            lines.append(Text.assemble((f"  {'->':>12}  ", "dim"), response))
     return lines
 
 

@@ -123,9 +123,14 @@ def test_the_best_and_the_worst_sample_of_a_round_are_shown_below_its_line() -> 
     rows = [(1.0, "[bold]2+3[/bold]=", "5\n\n[red]!"), (0.5, "between", "x"), (0.0, "4+4=", "9"), (None, "failed", "")]
     text = shown(commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
     lines = [line.strip() for line in text.splitlines()]
-    at = lines.index("best 1.000  [bold]2+3[/bold]=")
+    at = lines.index("best 1.000  [bold]2+3[/bold]= -> 5 [red]!")
     assert lines[at - 1].startswith("round 1/3")
-    assert lines[at + 1 : at + 4] == ["->  5 [red]!", "worst 0.000  4+4=", "->  9"]
+    assert lines[at + 1] == "worst 0.000  4+4= -> 9"
+    long = with_samples(rollout(0, 0.5), (1.0, "a question " * 4, "an answer " * 4))
+    assert [line.plain.strip() for line in sample_lines(long, 80)] == [
+        "best 1.000  " + "a question " * 3 + "a question",
+        "->  " + "an answer " * 3 + "an answer",
+    ]
     assert "[bold]2+3[/bold]=" in shown(terminal=True, commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
     assert "best" not in shown(commits=[rollout(0, 0.5), step(0)])  # --num-shown-samples 0
 
