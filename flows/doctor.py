@@ -61,7 +61,7 @@ def check_packages() -> list[Finding]:
     """Versions of what Penstock stands on. None = any."""
     wanted = {
         "torch": None, "megatron-core": "0.16.1", "transformers": None, "ray": None, "prefect": "3.", "mlflow": "3.", "pyarrow": None,
-        "fsspec": None, "s3fs": None,
+        "fsspec": None, "s3fs": None, "sglang-router": "0.3.",
     }  # fmt: skip
     findings = []
     for name, prefix in wanted.items():

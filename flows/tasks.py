@@ -256,7 +256,9 @@ def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
     missing = [name for name in names if session.store.committed(session.keys.eval(version, name)) is None]
-    return evaluate_all(session, version) if len(missing) > 1 else [evaluate_one(session, version, name) for name in names]
+    if len(missing) > 1 and not session.config.rollout.agent_endpoint_port:  # a port of its own choice can have one endpoint only
+        return evaluate_all(session, version)
+    return [evaluate_one(session, version, name) for name in names]
 
 
 @stage("export-{version:06d}", after_save=True)
