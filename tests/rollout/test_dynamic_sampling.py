@@ -133,12 +133,19 @@ def test_what_is_stopped_draws_its_last_token_again_for_it_may_have_been_the_end
 def test_a_half_that_has_no_room_any_more_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     first = bench.round(0, client=SlowClient, longest=40)
-    longest = max(sum(sample.loss_mask) for sample in buffered(bench, first) if sample.status is Status.ABORTED)
-    bench.config = bench.config.model_copy(update={"rollout_max_response_len": max(1, longest - 1)})
-    samples = trained(bench, bench.round(1, client=SlowClient, longest=40))
-    full = [sample for sample in samples if sum(sample.loss_mask) == longest and "start_rollout_id" in sample.metadata]
-    assert all(sample.status in (Status.TRUNCATED, Status.COMPLETED) for sample in samples) and len(samples) == 8
-    assert all(sample.status is Status.TRUNCATED for sample in full if sample.policy_versions == (0, 0))
+    halves = {
+        sample.sample_id: sample for sample in buffered(bench, first) if sample.status is Status.ABORTED and sample.response
+    }
+    longest = max(sum(half.loss_mask) for half in halves.values())
+    bench.config = bench.config.model_copy(update={"rollout_max_response_len": longest})
+    second = bench.round(1, client=SlowClient, longest=40)
+    full = [sample for sample in trained(bench, second) + buffered(bench, second) if sample.sample_id in halves]
+    full = [sample for sample in full if sum(halves[sample.sample_id].loss_mask) == longest]
+    assert full and all(sample.policy_versions == (0, 0) for sample in full), "nothing can be added to it"
+    assert all(sample.status in (Status.TRUNCATED, Status.PENDING, Status.ABORTED) for sample in full)
+    assert all(
+        sample.status is Status.TRUNCATED for sample in full if sample.rollout_id == 1 and sample in trained(bench, second)
+    )
 
 
 def test_tokens_of_earlier_policies_can_be_masked(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
