@@ -120,6 +120,11 @@ class CustomGeneration:
         await asyncio.to_thread(self.handle.close)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests."""
+        return self.handle.num_prompt_tokens
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the engines had computed before."""
         return self.handle.num_cached_tokens

@@ -50,7 +50,8 @@ class EngineHandle:
         self.round = round
         self.loop: asyncio.AbstractEventLoop | None = None  # that the client belongs to; None: the caller's
         self.fault: Exception | None = None  # what no sample is to blame for, and what ends the round
-        self.num_cached_tokens = 0  # of the prompts, found in the engines' caches
+        self.num_prompt_tokens = 0  # of all requests
+        self.num_cached_tokens = 0  # of these, what the engines had computed before
         self._endpoint: OpenAIEndpoint | None = None
         self._lock = threading.Lock()
 
@@ -90,6 +91,7 @@ class EngineHandle:
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self.fault = error
             raise
+        self.num_prompt_tokens += num_before
         self.num_cached_tokens += generation.cached_tokens
         if generation.finish_reason == "abort" and isinstance(sample, UserSample):
             sample.aborted = True

@@ -56,7 +56,8 @@ class EngineGenerator:
         self.config = config
         self.tokenizer = tokenizer
         self.round = round
-        self.num_cached_tokens = 0  # prompt tokens that the engines had computed before
+        self.num_prompt_tokens = 0  # of all requests
+        self.num_cached_tokens = 0  # of these, what the engines had computed before
 
     async def __call__(self, samples: Group) -> Group:
         """Raises ValueError if the engine refuses the prompt; RuntimeError if it serves another policy."""
@@ -75,6 +76,7 @@ class EngineGenerator:
             [sample.token_ids for sample, _ in waiting], [params for _, params in waiting]
         )
         assert len(generations) == len(waiting), f"{len(generations)} responses for {len(waiting)} samples"
+        self.num_prompt_tokens += sum(len(sample.token_ids) for sample, _ in waiting)
         for (sample, _), generation in zip(waiting, generations):
             add_response(sample, generation, self.round)
             self.num_cached_tokens += generation.cached_tokens

@@ -33,7 +33,8 @@ class Made:
 
     found: Collected
     production: Production
-    num_cached_tokens: int
+    num_prompt_tokens: int  # of all requests
+    num_cached_tokens: int  # of these, what the engines had computed before
     seconds: dict[str, float]  # until the last token, and what grading took beyond that
 
 
@@ -93,7 +94,7 @@ async def make_round(
     every = [*found.kept, *found.aside, *(group for group, _ in found.dropped)]
     await asyncio.to_thread(hooks.all_samples, every, intake.source)
     seconds = {"generate": production.last_token - start, "reward": time.perf_counter() - production.last_token}
-    return Made(found, production, generator.num_cached_tokens, seconds)
+    return Made(found, production, generator.num_prompt_tokens, generator.num_cached_tokens, seconds)
 
 
 @asynccontextmanager

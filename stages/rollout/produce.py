@@ -28,8 +28,13 @@ class Generator(Protocol):
     """Fills in the samples of a group."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests so far: with several turns the same token counts several times."""
+        ...
+
+    @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the engines had computed before, so far."""
+        """Of these, what the engines had computed before."""
         ...
 
     async def __call__(self, samples: Group) -> Group:

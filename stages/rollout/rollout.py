@@ -261,11 +261,10 @@ def inputs_of(config: RolloutConfig) -> dict[str, str]:
 def speed_metrics(made: Made, seconds: dict[str, float], num_gpus: int) -> dict[str, float]:
     """How fast it went, without what an earlier attempt had generated. Where there are no GPUs an engine counts as one."""
     fresh, num_response = made.production.generated, made.production.num_response_tokens
-    num_prompt = sum(len(sample.token_ids) for sample in fresh) - num_response
     longest = max((sum(sample.loss_mask) for sample in fresh), default=0)
     return {
         "rollout/num_adopted_groups": float(len(made.production.adopted)),
-        "rollout/prefix_cache_hit_rate": made.num_cached_tokens / max(num_prompt, 1),
+        "rollout/prefix_cache_hit_rate": made.num_cached_tokens / max(made.num_prompt_tokens, 1),
         "rollout/avg_cached_tokens_per_sample": made.num_cached_tokens / max(len(fresh), 1),
         "perf/rollout_time": sum(seconds.values()),
         "perf/tokens_per_gpu_per_sec": num_response / seconds["generate"] / num_gpus,

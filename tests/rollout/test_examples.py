@@ -69,6 +69,7 @@ def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample
     )
     samples = read_samples(store, commit)
     assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt
+    assert 0 <= commit.summary["rollout/prefix_cache_hit_rate"] < 1
     for sample in samples:
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED), sample.metadata
         num_prompt = len(tokenizer.encode([sample.prompt])[0])
@@ -138,6 +139,7 @@ def test_tools(
     print(f"{name}: {len(with_tool)} of {len(samples)} samples used the tool, {summary}")
     assert len(with_tool) >= len(samples) // 8
     assert max(sample.metadata["num_turns"] for sample in samples) >= 2
+    assert summary["rollout/prefix_cache_hit_rate"] > 0.1, "turns of a conversation are computed again"
 
 
 @pytest.mark.integration
