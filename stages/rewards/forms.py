@@ -12,12 +12,12 @@ What a value must be is outcome.py's business.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from stages.plugins import load_function
+from stages.plugins import check_signature, load_function, name_of
 from stages.rewards.outcome import Settings
 from storage.sample import Sample
 
@@ -72,19 +72,17 @@ def find_form(path: str, *, group_rm: bool = False, rm_model_path: str | None = 
     """
     target = load_function(path, usual=lambda found: hasattr(found, METHOD))
     is_class = inspect.isclass(target)
-    name = f"{getattr(target, '__qualname__', type(target).__qualname__)} of {path.rpartition(':')[0] or path}"
+    name = name_of(target, path)
     if is_class:
         if not hasattr(target, METHOD):
             raise ValueError(f"{name} is a class without {METHOD}(prompts, responses): give it one, or name a function")
-        _check(getattr(target, METHOD), f"{name}: {METHOD}", ("self", "prompts", "responses"))
+        check_signature(getattr(target, METHOD), f"{name}: {METHOD}", ("self", "prompts", "responses"))
         parameter = _path_parameter(target)
         if parameter and parameter.default is parameter.empty and rm_model_path is None:
             raise ValueError(f"{name} wants {parameter.name!r} for its constructor: give --rm-model-path")
-        _check(target, f"{name}: its constructor", ("model_path",) if parameter and rm_model_path is not None else ())
+        check_signature(target, f"{name}: its constructor", ("model_path",) if parameter and rm_model_path is not None else ())
     else:
-        if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
-            raise ValueError(f"{name} is a generator: return the reward instead of yielding it")
-        _check(target, name, ("args", "samples" if group_rm else "sample"))
+        check_signature(target, name, ("args", "samples" if group_rm else "sample"))
     return Form(name, target, takes_group=is_class or group_rm, is_class=is_class)
 
 
@@ -93,17 +91,6 @@ def _path_parameter(target: Callable[..., Any]) -> inspect.Parameter | None:
     signature = _signature(target)
     first = next(iter(signature.parameters.values()), None) if signature else None
     return first if first and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) else None
-
-
-def _check(target: Callable[..., Any], name: str, words: Sequence[str]) -> None:
-    signature = _signature(target)
-    if signature is None:
-        return
-    try:
-        signature.bind(*words)
-    except TypeError as error:
-        wanted = ", ".join(words)
-        raise ValueError(f"{name} has the signature {signature}, but is called with ({wanted}): {error}") from None
 
 
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:

@@ -172,7 +172,7 @@ def test_a_class_is_constructed_once_per_process(tmp_path: Path) -> None:
         ("def f(sample): ...", r"f of .* has the signature \(sample\), but is called with \(args, sample\)"),
         ("def f(args, *, sample): ...", r"is called with \(args, sample\)"),
         ("def f(args, sample, extra): ...", "missing a required argument: 'extra'"),
-        ("def f(args, sample):\n    yield 1", "f of .* is a generator: return the reward"),
+        ("def f(args, sample):\n    yield 1", "f of .* is a generator and would never run: return"),
         ("async def f(args, sample):\n    yield 1", "is a generator"),
         ("class F: ...", r"F of .* is a class without compute_reward\(prompts, responses\)"),
         ("class F:\n    def compute_reward(self, prompts): ...", r"compute_reward has the signature \(self, prompts\)"),
