@@ -107,7 +107,8 @@ def restore(session: Session) -> None:
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of one round with policy version `rollout_id`."""
-    from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+    from stages.rollout.beginning import beginning_of
+    from stages.rollout.rollout import rollout_stage
     from stages.rollout.round import Round
 
     prefix = session.keys.rollout(rollout_id)
@@ -122,8 +123,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 source=session.prompts,
                 tokenizer=session.tokenizer,
                 config=session.config.rollout,
-                state=state_before(session.store, session.keys, rollout_id),
-                buffer=buffer_before(session.store, session.keys, rollout_id),
+                beginning=beginning_of(session.store, session.keys, rollout_id),
                 grader=session.grader,
                 stamp=session.stamp,
                 stop=session.stop,
@@ -136,8 +136,8 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
 @stage("demonstrations-{rollout_id:06d}")
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Take the demonstrations of one round from the data set."""
+    from stages.rollout.beginning import beginning_of
     from stages.rollout.demonstrations import demonstration_stage
-    from stages.rollout.rollout import state_before
 
     prefix = session.keys.rollout(rollout_id)
     commit = session.store.committed(prefix) or demonstration_stage(
@@ -148,7 +148,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
         source=session.prompts,
         tokenizer=session.tokenizer,
         config=session.config.rollout,
-        state=state_before(session.store, session.keys, rollout_id),
+        state=beginning_of(session.store, session.keys, rollout_id).state,
         stamp=session.stamp,
     )
     return _rollout_ref(session, prefix, commit)

@@ -7,9 +7,9 @@ a reason, or waiting still.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from stages.rollout.beginning import Beginning
 from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
 from stages.rollout.custom_source import Dataset, grouped, load_buffer_filter, next_groups, open_data_source
@@ -17,7 +17,6 @@ from stages.rollout.prompts.lengths import LengthFilter
 from stages.rollout.prompts.source import PromptSource
 from stages.rollout.round import Group, Round, copied, taken_up
 from stages.rollout.tokenizer import PromptTokenizer
-from storage.sample import Sample
 
 FORGOTTEN = "not kept by the data source"
 
@@ -30,8 +29,7 @@ class Intake:
         prompts: the rows.
         tokenizer: of the policy.
         round: whose samples are made.
-        state: of the data source after the round before; None at the beginning.
-        buffer: samples that the round before has put aside.
+        beginning: what the round before has left.
 
     Raises:
         ValueError: the data changed, or the class of the user's is wrong.
@@ -43,8 +41,7 @@ class Intake:
         prompts: PromptSource,
         tokenizer: PromptTokenizer,
         round: Round,
-        state: dict[str, Any] | None,
-        buffer: Sequence[Sample],
+        beginning: Beginning,
     ) -> None:
         admits = LengthFilter(config, tokenizer) if round.kind == "rollout" else None  # a score is about all prompts
         self.round = round
@@ -52,11 +49,11 @@ class Intake:
         self.dataset.round = round
         chosen = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
         self.source = open_data_source(config, self.dataset, chosen)
-        self.source.load_state_dict(state or {})
-        self.source.restore_buffer([copied(sample) for sample in buffer])
+        self.source.load_state_dict(beginning.state or {})
+        self.source.restore_buffer([copied(sample) for sample in beginning.buffer])
         self.limited = admits is not None and admits.limit is not None
         self._skipped_before = self.dataset.state.skipped
-        self._known = {group[0].group_id: group for group in grouped(buffer)}  # all that this attempt answers for
+        self._known = {group[0].group_id: group for group in grouped(beginning.buffer)}  # all that this attempt answers for
 
     def next_groups(self, count: int) -> list[Group]:
         """The next `count` groups, made ones of this round."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from engines.sglang.client import EngineClient, Engines
 from stages.rewards.grading import Grader
+from stages.rollout.beginning import Beginning
 from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
 from stages.rollout.intake import Intake
@@ -23,19 +24,19 @@ from stages.rollout.journal import Journal
 from stages.rollout.make import Made, Progress, make_round
 from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
 from stages.rollout.prompts.source import PromptSource
-from stages.rollout.prompts.state import SourceState
 from stages.rollout.responses import mask_earlier_policies
 from stages.rollout.round import Round
 from stages.rollout.shown import shown
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.faults import reach
 from storage.preemption import Preempted, StopRequest
-from storage.refs import BUFFER, Commit, Kind, RunKeys
+from storage.refs import BUFFER, Commit, Kind
 from storage.sample import Sample, Status
-from storage.shards import read_samples, write_shards
+from storage.shards import write_shards
 from storage.store import Store
 
 T = TypeVar("T")
+FIRST = Beginning()
 
 # What belongs to training and not to an evaluation, which scores every prompt of a data set once.
 NOT_EVALUATED: dict[str, Any] = {
@@ -59,8 +60,7 @@ def rollout_stage(
     source: PromptSource,
     tokenizer: PromptTokenizer,
     config: RolloutConfig,
-    state: dict[str, Any] | None = None,
-    buffer: Sequence[Sample] = (),
+    beginning: Beginning = FIRST,
     num_prompts: int | None = None,
     grader: Grader | None = None,
     summarise: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
@@ -79,8 +79,7 @@ def rollout_stage(
         source: the prompts.
         tokenizer: of the policy.
         config: sampling and rewards.
-        state: data-source state after the round before (`state_before`); None at the beginning.
-        buffer: what the round before has put aside (`buffer_before`).
+        beginning: what the round before has left (`beginning_of`).
         num_prompts: how many prompts; `rollout_batch_size` if not given (an evaluation takes `len(source)`).
         grader: kept alive between rounds by its owner; None makes one for this call.
         summarise: the summary's numbers from the samples.
@@ -104,7 +103,7 @@ def rollout_stage(
     seconds: dict[str, float] = {}
     journal = Journal(store, prefix, round, config)
     with timed(seconds, "prepare"):
-        intake = Intake(config, source, tokenizer, round, state, buffer)
+        intake = Intake(config, source, tokenizer, round, beginning)
         journal.read()
     client = connect(engines, timeout=config.rollout_timeout)
     num_gpus = max(1, len(client.urls)) * config.rollout_num_gpus_per_engine
@@ -204,37 +203,6 @@ def commit_samples(
     )
     at("rollout-after-commit")
     return commit
-
-
-def state_before(store: Store, keys: RunKeys, rollout_id: int) -> dict[str, Any] | None:
-    """The data-source state with which round `rollout_id` begins: what the commit of the round before says.
-
-    A fork with other data begins them anew where it leaves its parent; only the numbers of the prompts go on, for ids are made of them.
-
-    Raises:
-        ValueError: that round is not committed.
-    """
-    if rollout_id == 0:
-        return None
-    previous = store.committed(keys.rollout(rollout_id - 1))
-    if previous is None:
-        raise ValueError(
-            f"round {rollout_id} begins where round {rollout_id - 1} left the data, which is not committed: do that round first"
-        )
-    state = previous.state["data_source"]
-    parent = (store.read_json(keys.record) or {}).get("parent") or {}
-    if parent.get("restart_data") and parent["at"] == rollout_id:
-        return SourceState(issued=state["issued"], segments=()).model_dump(mode="json")
-    return state
-
-
-def buffer_before(store: Store, keys: RunKeys, rollout_id: int) -> list[Sample]:
-    """The samples that wait when round `rollout_id` begins: what the round before has put aside. None where a fork begins its data anew."""
-    previous = store.committed(keys.rollout(rollout_id - 1)) if rollout_id else None
-    parent = (store.read_json(keys.record) or {}).get("parent") or {}
-    if previous is None or not previous.num_samples(BUFFER) or (parent.get("restart_data") and parent["at"] == rollout_id):
-        return []
-    return read_samples(store, previous, BUFFER)
 
 
 def grader_of(config: RolloutConfig) -> Grader:

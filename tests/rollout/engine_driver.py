@@ -26,9 +26,10 @@ from engines.sglang.pool import EnginePool
 from engines.sglang.router import Router
 from engines.sglang.server import ServerSpec
 from engines.weights.publisher import make_publisher
+from stages.rollout.beginning import beginning_of
 from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+from stages.rollout.rollout import rollout_stage
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import RunKeys
@@ -93,8 +94,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
                 source=source,
                 tokenizer=PromptTokenizer(model, apply_chat_template=True),
                 config=config,
-                state=state_before(store, KEYS, r),
-                buffer=buffer_before(store, KEYS, r),
+                beginning=beginning_of(store, KEYS, r),
                 on_progress=kill_one,
                 connect=connect,
             )

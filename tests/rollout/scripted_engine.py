@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.sglang.client import EngineClient, Generation
+from stages.rollout.beginning import beginning_of
 from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import buffer_before, rollout_stage, state_before
+from stages.rollout.rollout import rollout_stage
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.preemption import StopRequest
@@ -146,7 +147,6 @@ class Bench:
             source=self.source(),
             tokenizer=self.tokenizer,
             config=self.config,
-            state=state_before(self.store, KEYS, r),
-            buffer=buffer_before(self.store, KEYS, r),
+            beginning=beginning_of(self.store, KEYS, r),
             connect=partial(self.connect, version=r, **changes),
         )

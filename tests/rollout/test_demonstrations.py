@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from scripted_engine import write_jsonl
 
+from stages.rollout.beginning import beginning_of
 from stages.rollout.config import RolloutConfig
 from stages.rollout.demonstrations import demonstration_stage, demonstrations
 from stages.rollout.prompts.source import Messages, Prompt, PromptSource
-from stages.rollout.rollout import state_before
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.refs import RunKeys
 from storage.shards import read_samples
@@ -82,7 +82,7 @@ def test_stage_commits_rows_in_order(tmp_path: Path, tokenizer: PromptTokenizer)
             source=source,
             tokenizer=tokenizer,
             config=config,
-            state=state_before(store, keys, r),
+            state=beginning_of(store, keys, r).state,
         )
         assert commit.policy_version == -1 and commit.summary["rollout/num_samples"] == 6
         seen += read_samples(store, commit)

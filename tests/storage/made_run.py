@@ -6,8 +6,8 @@ from pathlib import Path
 from flows.config import PostTrainConfig
 from flows.flags import parse
 from flows.runs import open_run
+from stages.rollout.beginning import beginning_of
 from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import state_before
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.sample import Sample, Status
 from storage.shards import write_shards
@@ -51,7 +51,7 @@ def make_run(
 
 
 def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
-    state = state_before(store, keys, rollout_id)
+    state = beginning_of(store, keys, rollout_id).state
     parent = (store.read_json(keys.record) or {}).get("parent") or {}
     source = PromptSource.open(config.rollout)
     if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:
