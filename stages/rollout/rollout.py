@@ -19,10 +19,11 @@ from stages.rewards.grading import Grader
 from stages.rollout.beginning import Beginning
 from stages.rollout.collect import Collected
 from stages.rollout.config import RolloutConfig
+from stages.rollout.costs import costs
 from stages.rollout.intake import Intake
 from stages.rollout.journal import Journal
 from stages.rollout.make import Made, Progress, make_round
-from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
+from stages.rollout.metrics import rollout_metrics
 from stages.rollout.prompts.source import PromptSource
 from stages.rollout.responses import mask_earlier_policies
 from stages.rollout.round import Round
@@ -128,12 +129,7 @@ def rollout_stage(
         prefix,
         samples,
         seconds,
-        lambda: {
-            **summarise(samples),
-            **(staleness_metrics(samples, round.policy_version) if round.kind == "rollout" else {}),
-            **collection_metrics(made.found, intake),
-            **speed_metrics(made, seconds, num_gpus),
-        },
+        lambda: summarise(samples) | costs(made, intake, samples, seconds, num_gpus),
         buffer=[sample for group in intake.waiting for sample in group],
         kind=round.kind,
         index=round.rollout_id,
@@ -224,32 +220,6 @@ def grader_of(config: RolloutConfig) -> Grader:
 def inputs_of(config: RolloutConfig) -> dict[str, str]:
     """What a round consumes, for the record."""
     return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}
-
-
-def speed_metrics(made: Made, seconds: dict[str, float], num_gpus: int) -> dict[str, float]:
-    """How fast it went, without what an earlier attempt had generated. Where there are no GPUs an engine counts as one."""
-    fresh, num_response = made.production.generated, made.production.num_response_tokens
-    longest = max((sum(sample.loss_mask) for sample in fresh), default=0)
-    return {
-        "rollout/num_adopted_groups": float(len(made.production.adopted)),
-        "rollout/prefix_cache_hit_rate": made.num_cached_tokens / max(made.num_prompt_tokens, 1),
-        "rollout/avg_cached_tokens_per_sample": made.num_cached_tokens / max(len(fresh), 1),
-        "perf/rollout_time": sum(seconds.values()),
-        "perf/tokens_per_gpu_per_sec": num_response / seconds["generate"] / num_gpus,
-        "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
-    }
-
-
-def collection_metrics(found: Collected, intake: Intake) -> dict[str, float]:
-    """What dynamic sampling and length limits have cost."""
-    counts = {
-        "rollout/num_waves": found.num_waves,
-        "rollout/num_dropped_groups": len(found.dropped),
-        "rollout/num_buffered_groups": len(intake.waiting),
-    }
-    out = {name: float(count) for name, count in counts.items()} if found.num_waves > 1 or found.dropped or found.aside else {}
-    skipped = {"rollout/num_skipped_prompts": float(intake.num_skipped)} if intake.limited else {}
-    return out | drop_metrics(found.reasons) | skipped
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
