@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +87,14 @@ def make_tiny_model(
     return Path(directory)
 
 
-def make_tokenizer(max_length: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
-    """One token per character, six special tokens; the chat template makes `<|user|>37+8=<|end|><|assistant|>` of a problem."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def make_tokenizer(max_length: int = MAX_LENGTH, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character, six special tokens; the chat template makes `<|user|>37+8=<|end|><|assistant|>` of a problem.
+
+    Args:
+        max_length: of a text, in tokens.
+        words: at most ten, for which the tiny model's vocabulary has room: a token each, ordinary text.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
@@ -105,6 +111,7 @@ def make_tokenizer(max_length: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens([AddedToken(word, normalized=False) for word in words])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

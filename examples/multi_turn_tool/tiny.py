@@ -7,8 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from tokenizers import AddedToken
-
 from flows.demo_model import make_tiny_model, make_tokenizer
 
 TAGS = ["<calculator>", "</calculator>", "<result>", "</result>"]
@@ -17,11 +15,8 @@ PROBLEMS = ["12*8", "7*9+5", "3*(4+5)", "99-45", "61+27", "5*5-7"]
 
 def main(directory: str) -> None:
     """Write model/ and prompts.jsonl."""
-    model = make_tiny_model(Path(directory) / "model")  # its vocabulary of 64 has room for ten more tokens
-    tokenizer = make_tokenizer()
     words = [*TAGS, *(f"<calculator>{problem}</calculator>" for problem in PROBLEMS)]
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    tokenizer.save_pretrained(model)
+    make_tokenizer(words=words).save_pretrained(make_tiny_model(Path(directory) / "model"))
     rows = [{"prompt": f"{problem}=", "label": str(eval(problem))} for problem in PROBLEMS]
     (Path(directory) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -8,8 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-from tokenizers import AddedToken
-
 from flows.demo_model import make_tiny_model, make_tokenizer
 
 PROBLEMS = ["1+1", "2+3", "4+4", "5-2", "7+8", "9-9", "3*4", "6*6", "8*9", "5+12"]
@@ -22,11 +20,9 @@ TEMPLATE = (  # results come as the system's words: there is no token for tools
 
 def main(directory: str) -> None:
     """Write model/ and prompts.jsonl."""
-    model = make_tiny_model(Path(directory) / "model")  # its vocabulary of 64 has room for ten more tokens
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(CALL % problem, normalized=False) for problem in PROBLEMS])
+    tokenizer = make_tokenizer(words=[CALL % problem for problem in PROBLEMS])
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(model)
+    tokenizer.save_pretrained(make_tiny_model(Path(directory) / "model"))
     rows = [{"prompt": problem, "label": str(eval(problem)), "metadata": {"question": problem}} for problem in PROBLEMS]
     (Path(directory) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -7,8 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from tokenizers import AddedToken
-
 from flows.demo_model import make_tiny_model, make_tokenizer
 
 TAGS = ["<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
@@ -17,11 +15,8 @@ QUESTIONS = {"france": "paris", "italy": "rome", "japan": "tokyo", "kenya": "nai
 
 def main(directory: str) -> None:
     """Write model/ and prompts.jsonl."""
-    model = make_tiny_model(Path(directory) / "model")  # its vocabulary of 64 has room for ten more tokens
-    tokenizer = make_tokenizer()
     words = [*TAGS, *(f"<search>capital of {country}</search>" for country in QUESTIONS)]
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    tokenizer.save_pretrained(model)
+    make_tokenizer(words=words).save_pretrained(make_tiny_model(Path(directory) / "model"))
     rows = [{"prompt": f"the capital of {country}?", "label": city} for country, city in QUESTIONS.items()]
     (Path(directory) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -72,7 +72,7 @@ async def make_round(
             journal,
             submit,
             hook=before_grading if config.rollout_sample_hook_path else None,
-            num_at_once=max(1, config.sglang_server_concurrency * max(1, len(client.urls)) // n),
+            slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * max(1, len(client.urls)) // n)),
         )
         found = await within_limits(
             collect(

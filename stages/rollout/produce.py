@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stages.rewards.outcome import Outcome, failed
@@ -46,41 +47,22 @@ class Generator(Protocol):
         ...
 
 
+@dataclass
 class Production:
-    """Makes the groups of one round; call it for each.
+    """Makes the groups of one round; call it for each. Made in the event loop that it is called in."""
 
-    Args:
-        config: what is done with samples that were stopped.
-        round: whose groups.
-        generator: fills them in.
-        journal: gives what an earlier attempt has finished, and gets what is finished now.
-        submit: begins to grade.
-        hook: sees every generated sample before that.
-        num_at_once: groups.
-    """
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        round: Round,
-        generator: Generator,
-        journal: Journal,
-        submit: Submit,
-        hook: Hook | None,
-        num_at_once: int,
-    ) -> None:
-        self.config = config
-        self.round = round
-        self.generator = generator
-        self.journal = journal
-        self.submit = submit
-        self.hook = hook
-        self.stopping = False
-        self.generated: list[Sample] = []  # this time
-        self.num_response_tokens = 0  # of those, this time
-        self.adopted: list[str] = []  # ids of groups from the journal
-        self.last_token = time.perf_counter()  # when the last group was generated
-        self._slots = asyncio.Semaphore(num_at_once)
+    config: RolloutConfig  # says what is done with samples that were stopped
+    round: Round
+    generator: Generator
+    journal: Journal  # gives what an earlier attempt has finished, and gets what is finished now
+    submit: Submit  # begins to grade
+    hook: Hook | None  # sees every generated sample before that
+    slots: asyncio.Semaphore  # groups that are generated at once
+    stopping: bool = False
+    generated: list[Sample] = field(default_factory=list)  # this time
+    num_response_tokens: int = 0  # of those, this time
+    adopted: list[str] = field(default_factory=list)  # ids of groups from the journal
+    last_token: float = field(default_factory=time.perf_counter)  # when the last group was generated
 
     async def __call__(self, group: Group) -> Group:
         """The group with everything that can be said of it, or, if it was stopped, as it is to come back."""
@@ -111,7 +93,7 @@ class Production:
 
     async def _generate(self, group: Group) -> Group:
         num_before = _trained(group)
-        async with self._slots:
+        async with self.slots:
             try:
                 group = await self.generator(group)
             except ValueError as error:  # of this prompt alone (it is too long, say), which is no reason to end the round
