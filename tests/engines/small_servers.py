@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +28,26 @@ def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
             **meta,
         },
     }
+
+
+def serve_json(say: Callable[[str], dict[str, Any]], port: int = 0) -> ThreadingHTTPServer:
+    """A server in threads of its own that answers every GET with what `say` gives for its path; 0 finds a free port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(say(self.path)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    return http
 
 
 def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[Any]]) -> Any:

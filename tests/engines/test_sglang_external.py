@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_servers import serve_json
 
 from engines.sglang import external, supervisor
 from engines.sglang.external import ExternalEngine, is_on_this_machine, url_of
@@ -36,22 +35,8 @@ class SomebodysEngine:
 
     def start(self) -> None:
         self.version = "default"
-        somebodys = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = json.dumps({**somebodys.facts, "weight_version": somebodys.version}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.http = serve_json(lambda path: {**self.facts, "weight_version": self.version}, self.port)
         self.port = self.http.server_port
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def go_away(self) -> None:
         self.http.shutdown()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from small_servers import serve_json
 
 from engines.sglang import control, supervisor
 from engines.sglang.engine import GivenUp
@@ -25,25 +24,13 @@ class SmallServer:
     def __init__(self) -> None:
         self.version = "run/0"
         self.hangs = False
-        small = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path == "/health_generate" and small.hangs:
-                    time.sleep(0.4)
-                body = json.dumps({"weight_version": small.version}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.http = serve_json(self._say)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def _say(self, path: str) -> dict[str, Any]:
+        if path == "/health_generate" and self.hangs:
+            time.sleep(0.4)
+        return {"weight_version": self.version}
 
     def die(self) -> None:
         self.http.shutdown()
