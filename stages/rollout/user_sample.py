@@ -22,6 +22,11 @@ LARGEST_LOGPROB = 1e-3  # of a certain token, after rounding; probabilities give
 LARGEST_TOKEN = 2**31 - 1  # what a shard's int32 holds
 
 
+def _spelling_of(name: str) -> Any:
+    """An attribute that is another one under another name."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value), doc=f"`{name}`")
+
+
 class UserSample(Sample):
     """A `Sample` for a user's function; made by `of`. It has no slots, so that any attribute may be set on it.
 
@@ -111,32 +116,10 @@ class UserSample(Sample):
     def response_length(self, length: int) -> None:
         self._response_length = length
 
-    @property
-    def tokens(self) -> list[int]:
-        """`token_ids`, as slime calls them."""
-        return self.token_ids
-
-    @tokens.setter
-    def tokens(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = token_ids  # type: ignore[assignment]  # `taken` makes a list of it
-
-    @property
-    def loss_masks(self) -> list[int]:
-        """`loss_mask`, in another spelling."""
-        return self.loss_mask
-
-    @loss_masks.setter
-    def loss_masks(self, mask: Sequence[int]) -> None:
-        self.loss_mask = mask  # type: ignore[assignment]
-
-    @property
-    def rollout_log_probs(self) -> list[float]:
-        """`rollout_logprobs`, as slime calls them."""
-        return self.rollout_logprobs
-
-    @rollout_log_probs.setter
-    def rollout_log_probs(self, logprobs: Sequence[float]) -> None:
-        self.rollout_logprobs = logprobs  # type: ignore[assignment]
+    # In slime's spelling; `taken` makes lists of what they are set to.
+    tokens = _spelling_of("token_ids")
+    loss_masks = _spelling_of("loss_mask")
+    rollout_log_probs = _spelling_of("rollout_logprobs")
 
 
 def taken(sample: Sample, prompt_length: int | None = None) -> Sample:
