@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flows import environment
+from storage.errors import PenstockError
 
 USAGE = """usage: penstock COMMAND [options]
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.prepare(verbose=verbose)
     try:
         return COMMANDS[command]([word for word in rest if word != "--verbose"])
-    except ValueError as error:
+    except (PenstockError, ValueError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("\npenstock: stopped; the same command goes on after the last committed stage", file=sys.stderr)

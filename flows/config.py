@@ -22,6 +22,7 @@ from stages.eval.config import EvalConfig
 from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
 from storage.config import Change, StageConfig, extra_of, option
+from storage.errors import InputError, OptionError
 
 
 class RunConfig(StageConfig):
@@ -120,11 +121,16 @@ def options() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def validated(values: dict[str, Any]) -> PostTrainConfig:
-    """The config of nested values. Raises ValueError with one sentence for the first thing wrong."""
+    """Return the config of nested values.
+
+    Raises:
+        InputError: the first thing wrong, in one sentence; the class that a validator raised, `OptionError` for pydantic's own checks.
+    """
     try:
         return PostTrainConfig.model_validate(values)
     except ValidationError as error:
-        raise ValueError(_sentence(error)) from error
+        cause = error.errors()[0].get("ctx", {}).get("error")
+        raise (type(cause) if isinstance(cause, InputError) else OptionError)(_sentence(error)) from error
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def check_machine() -> list[Finding]:
 
 def check_store() -> list[Finding]:
     """The default store."""
-    from storage.store import Store, StoreError
+    from storage.errors import StoreError
+    from storage.store import Store
 
     place = Path("penstock-store")
     was_there = place.exists()

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from flows.config import PostTrainConfig
-from storage.store import StoreError
+from storage.errors import StoreError
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # module flows/<name>.py holds the flow of that name
 STOPPED = 143  # the exit code of a run that ended because it was asked to (SIGTERM); the same command goes on

@@ -16,7 +16,8 @@ from types import FrameType
 
 from flows.prefect_api import PREFECT_PORT, prefect_server, run_environment
 from flows.service import HOST, Service, choose_port, log_directory
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 from storage.tracking import tracking_uri
 
 POOL = "penstock"

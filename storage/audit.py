@@ -17,7 +17,8 @@ from storage.leftovers import NUM_READS, leftovers
 from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
-from storage.store import Store, StoreError, committed_prefixes
+from storage.errors import StoreError
+from storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # looked at at a time
 _KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}

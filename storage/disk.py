@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import xxhash
 
+from storage.errors import StoreError
 from storage.refs import FileRecord
 
 T = TypeVar("T")
@@ -29,10 +30,6 @@ NO_HARD_LINKS = (
     errno.ENOSYS,
     errno.EMLINK,
 )  # of link(2) on FAT, some FUSE and CIFS mounts
-
-
-class StoreError(RuntimeError):
-    """The store cannot do what Penstock needs; the message says what to do."""
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------------

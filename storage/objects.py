@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-from storage.disk import CHUNK, StoreError, damaged, hash_file, in_parallel, wrong_size
+from storage.disk import CHUNK, damaged, hash_file, in_parallel, wrong_size
+from storage.errors import StoreError
 from storage.refs import FileRecord
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ import xxhash
 
 from storage.refs import BUFFER, TRAINED, Commit, commit_key
 from storage.sample import check_schema
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 _BATCH = 4096  # samples read at a time
 _COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata"]

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from storage import disk, objects
-from storage.disk import StoreError, hash_file
+from storage.disk import hash_file
+from storage.errors import StoreError
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
 
-__all__ = ["Found", "Store", "StoreError", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
+__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 
 from storage import disk
 from storage.refs import CheckpointRef, Commit, commit_key
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 RECORD = ".penstock.json"  # in a directory that we have filled: the commit record
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's word for which checkpoint of a directory counts

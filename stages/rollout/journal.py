@@ -22,7 +22,8 @@ from stages.rollout.round import Group, Round, copied
 from storage.refs import Commit
 from storage.sample import Sample, Status
 from storage.shards import read_samples, write_shards
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 logger = logging.getLogger(__name__)
 

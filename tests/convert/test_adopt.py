@@ -7,7 +7,8 @@ import pytest
 from engines.megatron.shape import ModelShape
 from stages.convert.adopt import adopt, config_directory, is_converted
 from stages.convert.to_torch_dist import convert_hf
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from stages.convert.to_hf import export_to, finish_export, prepare_export, write
 from stages.convert.to_torch_dist import Conversion, convert_hf, finish, prepare, write_shares
 from storage.faults import VARIABLE
 from storage.refs import CheckpointRef
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 SIZES = dict(hidden=32, layers=3, heads=4, groups=2, head_dim=16, ffn=48, vocab=61, tied=False, dtype="bfloat16")
 SMALL = 6000  # bytes a share: nine of them, the embedding alone in one

@@ -14,7 +14,8 @@ from storage.audit import audit
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import Commit, RunKeys, commit_key
 from storage.retention import expire_checkpoints, expired, expired_key, expired_versions, finish_expiries, fork_key
-from storage.store import Store, StoreError
+from storage.errors import StoreError
+from storage.store import Store
 
 
 class Killed(BaseException):

@@ -13,7 +13,8 @@ import fsspec
 import pytest
 
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
-from storage.store import Store, StoreError, hash_file
+from storage.errors import StoreError
+from storage.store import Store, hash_file
 
 KEYS = RunKeys("r")
 

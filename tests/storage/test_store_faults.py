@@ -16,7 +16,8 @@ from faulty import FaultyProxy
 
 from storage import disk, objects
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
-from storage.store import Store, StoreError, committed_prefixes
+from storage.errors import StoreError
+from storage.store import Store, committed_prefixes
 
 KEYS = RunKeys("r")
 Faulty = Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]
