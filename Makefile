@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 export VENV PYTHON
 
-.PHONY: help setup demo test test-unit lint up bench clean
+.PHONY: help setup demo test test-unit test-all lint up bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,12 +15,14 @@ setup:  ## make .venv with everything, on CPU and on CUDA machines
 demo: setup  ## make a tiny model and watch it learn: convert, SFT, eval, GRPO, eval, export
 	@$(BIN)/penstock demo
 
-test: setup  ## every test (unit first, then those with real engines)
-	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "integration and not gpu" -n 2 --dist loadfile
+test: test-unit  ## the tests of every change: unit first, then one run and one kill per mode with real engines
+	$(BIN)/python -m pytest -m "integration and not gpu and not full" -n 2 --dist loadfile
 
 test-unit: setup  ## only the tests that need no engine
-	$(BIN)/python -m pytest -m "not integration and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
+
+test-all: test  ## `make test`, then the long ones: full matrices, pairs of faults, S3, examples
+	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist loadfile
 
 lint: setup  ## ruff, formatter, types
 	$(BIN)/ruff check .
