@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from storage.disk import in_parallel
+from storage.errors import StoreError
 from storage.leftovers import NUM_READS, leftovers
 from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
-from storage.errors import StoreError
 from storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # looked at at a time

@@ -16,9 +16,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from storage.disk import in_parallel
+from storage.errors import StoreError
 from storage.refs import Commit, RunKeys, commit_key
 from storage.retention import Expired, fork_key
-from storage.errors import StoreError
 from storage.store import Store
 
 NUM_READS = 16  # small ones at a time; on an object store each waits for the network

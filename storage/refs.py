@@ -95,7 +95,6 @@ class Commit(BaseModel):
         default_factory=dict
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
 
-
     def num_samples(self, name: str = TRAINED) -> int:
         """Rows of the committed shards of one kind."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
+from storage.errors import StoreError
 from storage.refs import BUFFER, TRAINED, Commit, commit_key
 from storage.sample import check_schema
-from storage.errors import StoreError
 from storage.store import Store
 
 _BATCH = 4096  # samples read at a time

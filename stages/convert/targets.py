@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from storage import disk
-from storage.refs import CheckpointRef, Commit, commit_key
 from storage.errors import StoreError
+from storage.refs import CheckpointRef, Commit, commit_key
 from storage.store import Store
 
 RECORD = ".penstock.json"  # in a directory that we have filled: the commit record

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from stages.rollout.config import RolloutConfig
 from stages.rollout.generate import sampling_params
 from stages.rollout.round import Group, Round, copied
+from storage.errors import StoreError
 from storage.refs import Commit
 from storage.sample import Sample, Status
 from storage.shards import read_samples, write_shards
-from storage.errors import StoreError
 from storage.store import Store
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from stages.convert.hf_files import HFWeights
 from stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, check_room
 from stages.convert.to_hf import export_to, finish_export, prepare_export, write_export
 from stages.convert.to_torch_dist import Conversion, convert_hf, finish, prepare, write_shares
+from storage.errors import StoreError
 from storage.faults import VARIABLE
 from storage.refs import CheckpointRef
-from storage.errors import StoreError
 from storage.store import Store
 
 SIZES = dict(hidden=32, layers=3, heads=4, groups=2, head_dim=16, ffn=48, vocab=61, tied=False, dtype="bfloat16")

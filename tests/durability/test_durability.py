@@ -32,7 +32,15 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     """SIGTERM in mid-rollout: finished groups are journalled, the exit code says "stopped", and the next start generates only the rest.
     Before that, the checkpoint of the round before is still being written while this round is generated."""
     world.start_prefect()
-    flags = [*tiny_flags(world, LONG_ROUNDS), "--rollout-max-response-len", "200", "--sglang-max-running-requests", "4", "--grace-period", "2"]
+    flags = [
+        *tiny_flags(world, LONG_ROUNDS),
+        "--rollout-max-response-len",
+        "200",
+        "--sglang-max-running-requests",
+        "4",
+        "--grace-period",
+        "2",
+    ]
     pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
     stopped_in = half_done(pipeline)
     first = pipeline.keys.rollout(stopped_in)

@@ -114,7 +114,11 @@ def test_engines_outlive_a_killed_driver_and_a_round_outlives_a_killed_engine(
 
     check_rounds(Store(str(tmp_path / "store")))
     direct, routed = found["direct"], found["routed"]
-    assert direct["killed"] == [held["pids"][0]] and direct["before"] == held["urls"] and sorted(routed["before"]) == sorted(direct["after"])
+    assert (
+        direct["killed"] == [held["pids"][0]]
+        and direct["before"] == held["urls"]
+        and sorted(routed["before"]) == sorted(direct["after"])
+    )
     for r, seen in enumerate((direct, routed)):
         assert seen["published"][0] == seen["before"]
         assert seen["published"][1:] == [[url for url in seen["after"] if url not in seen["before"]]]

@@ -11,10 +11,10 @@ from made_run import BATCH, commit_files, config_of, make_run, save_one, score_o
 from flows import gc
 from flows.fork import fork
 from storage.audit import audit
+from storage.errors import StoreError
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import Commit, RunKeys, commit_key
 from storage.retention import expire_checkpoints, expired, expired_key, expired_versions, finish_expiries, fork_key
-from storage.errors import StoreError
 from storage.store import Store
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
 from storage.errors import StoreError
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
 from storage.store import Store, hash_file
 
 KEYS = RunKeys("r")

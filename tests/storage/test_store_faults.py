@@ -15,8 +15,8 @@ import pytest
 from faulty import FaultyProxy
 
 from storage import disk, objects
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
 from storage.errors import StoreError
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
 from storage.store import Store, committed_prefixes
 
 KEYS = RunKeys("r")
