@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
@@ -143,7 +142,8 @@ class Session:
 
     def _published(self, version: int, seconds: float) -> None:
         self.display.published(seconds)
-        self.tracker.log(f"publish-{version}-{time.time_ns()}", {"perf/update_weights_time": seconds}, step=max(0, version - 1))
+        if version > 0:  # one point a step: publishing again, after a fault or a resume, adds none
+            self.tracker.log(f"publish-{version}", {"perf/update_weights_time": seconds}, step=version - 1)
 
     # ---- a checkpoint beside the next rollout ---------------------------------------------------------------------------
 

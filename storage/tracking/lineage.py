@@ -179,7 +179,7 @@ class Lineage:
         )
         self.client.log_text(child, text, "commit.json")
         self.client.set_terminated(child, "FINISHED", int(at * 1000))
-        return _points(commit.summary, commit.index, at)
+        return _points(eval_metrics(key, commit) if commit.kind == "eval" else commit.summary, commit.index, at)
 
     def _show(self, run_id: str, commit: Commit) -> None:
         """Some samples of a commit as a table, in the form of MLflow's `log_table`, which would append to what is there already."""
@@ -229,7 +229,9 @@ class Lineage:
         data = self._eval_data(key, commit)
         self.client.log_inputs(child, datasets=[DatasetInput(data, [InputTag("mlflow.data.context", "eval")])])
         model = self._find_model(commit.policy_version)
-        self.client.log_batch(child, metrics=_points(commit.summary, commit.index, commit.created_at, child, data, model))
+        self.client.log_batch(
+            child, metrics=_points(eval_metrics(key, commit), commit.index, commit.created_at, child, data, model)
+        )
         self._show(child, commit)
 
     def _export(self, child: str, key: str, commit: Commit) -> None:
@@ -305,6 +307,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield full, text[:_MAX_PARAM]
+
+
+def eval_metrics(key: str, commit: Commit) -> dict[str, float]:
+    """Return an evaluation's metrics under `eval/`: its `perf/*` and `rollout/*` become `eval/<task>/perf/*` and `eval/<task>/rollout/*`.
+
+    The rollout of the same step has metrics of these names on the main run, and several tasks share one checkpoint.
+    """
+    return {name if name.startswith("eval/") else f"eval/{_task(key)}/{name}": value for name, value in commit.summary.items()}
 
 
 def eval_rewards(commit: Commit) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -26,6 +27,10 @@ def test_what_the_driver_owns_dies_with_it_and_comes_back(world: World) -> None:
     assert all(kill["num_killed"] for kill in kills)
     assert pipeline.num_starts == 2, "only the whole tree needs another start"
     assert verdict(pipeline)["replayed_rounds"] == 4
+    with sqlite3.connect(f"file:{pipeline.store.path('mlflow/mlflow.db')}?mode=ro", uri=True) as database:
+        points = database.execute("select key, step, count(*) from metrics group by run_uuid, key, step").fetchall()
+    assert ("perf/update_weights_time", 0, 1) in points, "published again after faults, told once"
+    assert [point for point in points if point[2] > 1] == []
 
 
 def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: World) -> None:

@@ -1,5 +1,6 @@
 """The demo as a newcomer runs it, in a shortened form: the real engines, the real flows, and a model that learns."""
 
+import sqlite3
 import subprocess
 import sys
 
@@ -52,6 +53,15 @@ def test_mlflow_has_every_point_and_the_lineage(finished: tuple[Store, str]) -> 
         next(run.info.run_id for name, run in runs.items() if name.startswith("train-") and run.inputs.dataset_inputs)
     )
     assert trained.inputs.dataset_inputs and trained.outputs.model_outputs, "shards in, checkpoint out"
+
+
+def test_each_metric_has_one_point_a_step(finished: tuple[Store, str]) -> None:
+    store, _ = finished
+    with sqlite3.connect(f"file:{store.path('mlflow/mlflow.db')}?mode=ro", uri=True) as database:
+        points = database.execute("select run_uuid, key, step, count(*) from metrics group by 1, 2, 3").fetchall()
+    names = {key for _, key, _, _ in points}
+    assert {"perf/rollout_time", "eval/heldout/perf/rollout_time", "perf/update_weights_time"} <= names
+    assert [point for point in points if point[3] > 1 and not point[1].startswith("system/")] == []
 
 
 def test_the_terminal_says_what_happened(finished: tuple[Store, str]) -> None:

@@ -138,6 +138,23 @@ def with_samples(offered: list[tuple[str, Commit]]) -> list[tuple[str, Commit]]:
     ]
 
 
+def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> None:
+    shared = {"perf/rollout_time": 1.0, "rollout/num_adopted_groups": 0.0}  # in the summaries of rollouts and of evaluations
+    offered = commits()
+    for _, commit in offered:
+        if commit.kind in ("rollout", "eval"):
+            commit.summary |= shared
+    second = offered[-1][1].model_copy(update={"summary": {"eval/other": 0.5, **shared}})
+    track(tmp_path / "out", database, [*offered, (commit_key(KEYS.eval(4, "other")), second)])
+    with sqlite3.connect(database) as connection:
+        points = connection.execute("select run_uuid, key, step, count(*) from metrics group by 1, 2, 3").fetchall()
+        linked = connection.execute(
+            "select model_id, metric_name, metric_step, count(*) from logged_model_metrics group by 1, 2, 3"
+        ).fetchall()
+    assert "eval/other/perf/rollout_time" in {key for _, key, _, _ in points}
+    assert [row for row in points + linked if row[3] > 1] == []
+
+
 def test_samples_are_tables_that_mlflow_can_show(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")  # `load_table` searches there, whatever its client's is
     track(tmp_path / "out", database, with_samples(commits())[:4])
