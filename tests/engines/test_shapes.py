@@ -233,7 +233,7 @@ def test_yarn_without_mscales_has_none(checkpoints: dict[str, Path]) -> None:
         ("qwen3", {"architectures": ["MistralForCausalLM"]}, "names the architecture 'MistralForCausalLM'; Penstock converts"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu', but"),
         ("qwen3", {"attention_bias": True}, "attention_bias true"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types with 'sliding_attention'"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window true"),
         ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window true"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
