@@ -17,11 +17,12 @@ from torch import Tensor
 
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import StoredModel, stored_model
-from stages.convert.fp8 import QUANTIZATION, SCALE, is_quantised, quantise, scale_shape
+from stages.convert.fp8 import QUANTIZATION, is_quantised, quantise, scale_shape
 from stages.convert.hf_assets import CARRIED, copy_assets
 from stages.convert.hf_files import HFWeights, TensorInfo
 from stages.convert.hf_writer import Named, Shard, shards, write_index, write_shard
 from stages.convert.shares import Tally
+from stages.convert.source_check import SCALE
 from stages.convert.torch_dist_files import TorchDistWeights
 from storage.layouts import layout_for
 from storage.layouts.ops import Layout
