@@ -68,7 +68,7 @@ class Export:
     """A planned export: which tensors, in which files. A context manager: the origin's files stay open inside.
 
     Raises:
-        ValueError: no checkpoint, or one that does not fit config.json.
+        ModelError: no checkpoint, or one that does not fit config.json.
     """
 
     def __init__(self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, stored: StoredModel | None = None) -> None:

@@ -85,9 +85,12 @@ class HFWeights:
         """Whether some of it is stored in fp8."""
         return bool(self._scales)
 
-    def fetch(self, name: str) -> Tensor:
-        """One tensor."""
-        return _filled(self.info[name], self.rows(name))
+    def fetch(self, name: str, num_rows: int | None = None) -> Tensor:
+        """Return one tensor, or its first rows."""
+        info = self.info[name]
+        if num_rows is None or not info.shape:
+            return _filled(info, self.rows(name))
+        return _filled(TensorInfo(info.dtype, (num_rows, *info.shape[1:])), self.rows(name, 0, num_rows))
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """The bytes of the rows `start` to `stop` (default: all), piece by piece."""
