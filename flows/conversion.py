@@ -39,6 +39,7 @@ def converted(
                 source,
                 tell[0],
                 verify=verify,
+                check_logits=config.check_logits,
                 mtp=mtp,
                 save=save,
                 timeout=config.convert_timeout,
@@ -47,7 +48,9 @@ def converted(
         if isinstance(work, CheckpointRef):
             return work
         _side_by_side(cluster, to_torch_dist.write_shares, work, tell, config.convert_timeout)
-        return cluster.run(to_torch_dist.finish, work, verify=verify, timeout=config.convert_timeout)
+        return cluster.run(
+            to_torch_dist.finish, work, verify=verify, check_logits=config.check_logits, timeout=config.convert_timeout
+        )
 
 
 def taken_in(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:

@@ -21,6 +21,7 @@ from flows.preflight import preflight
 from flows.runs import open_store, recorded
 from flows.words import size
 from stages.convert.targets import ASSETS_DIRECTORY, TRACKER, above, committed_in
+from storage.errors import OptionError
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -33,7 +34,8 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype 
 
   --hf-checkpoint   Hugging Face directory; fp8 weights in blocks become bf16 on the way in
   --save            directory or URI for the result (Megatron's `release` in it). Without it: models/ in the store, where runs look (--store)
-  --verify          also read the result back bit for bit, and compare logits with Hugging Face's if memory allows
+  --verify          also read the result back bit for bit, and report what was compared
+  --check-logits    false: do not compare logits with transformers' (a few tokens, the whole of a small model, a few layers of a large one)
   --mtp keep        carry the tensors of multi-token prediction layers through to every export; they are left out otherwise
   --convert-ranks   processes that share the work (default 1)
 
@@ -63,19 +65,19 @@ def completed(config: PostTrainConfig) -> PostTrainConfig:
     """A config in which `hf_checkpoint` says whose config.json counts, also where `convert_load` knows it itself.
 
     Raises:
-        ValueError: nobody says it, or options that do not go together.
+        OptionError: nobody says it, or options that do not go together.
     """
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:
         options.convert_save = str(Path(options.convert_save).resolve())  # processes elsewhere have other working directories
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
-            raise ValueError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
+            raise OptionError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
         return config
     if options.convert_verify:
-        raise ValueError("--verify goes with --hf-checkpoint: a checkpoint that was trained has no original to be compared with")
+        raise OptionError("--verify goes with --hf-checkpoint: a checkpoint that was trained has no original to be compared with")
     if options.convert_save is None:
-        raise ValueError("--load needs --save: say where the Hugging Face directory is to be")
+        raise OptionError("--load needs --save: say where the Hugging Face directory is to be")
     origin = options.origin_hf_dir or options.hf_checkpoint or _own_origin(config)
     values = config.model_dump()
     return validated({**values, "convert": {**values["convert"], "hf_checkpoint": origin}})
@@ -116,6 +118,8 @@ def told(config: PostTrainConfig, ref: CheckpointRef, commit: Commit, seconds: f
     kind = "Hugging Face files" if ref.format == "hf" else "torch_dist"
     proof = " and verified" if "convert/num_tensors" in commit.summary else ""
     yield f"{source} {verb} converted{proof} ({kind}, {size(num_bytes)}{speed}): {ref.uri}"
+    if was_made and "logits" in commit.state:
+        yield f"logits: {commit.state['logits']}"
     skipped = commit.state.get("skipped", {})
     if skipped.get("count"):
         yield (
@@ -205,7 +209,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
     """What `convert_load` names: a directory, or the commit of a run's checkpoint.
 
     Raises:
-        ValueError: neither is there.
+        OptionError: neither is there.
     """
     named = config.convert.convert_load or ""
     path = Path(named)
@@ -222,7 +226,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
     commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
     if commit is None:
         there = ", ".join(f"{run}/{number}" for number in versions) or "none of a run of this name"
-        raise ValueError(
+        raise OptionError(
             f"--load {named}: no such directory, and store {store.uri} has no such checkpoint (it has {there}): give a torch_dist "
             "directory, RUN or RUN/VERSION"
         )
@@ -237,7 +241,7 @@ def _own_origin(config: PostTrainConfig) -> str:
         return recorded_config.convert.hf_checkpoint
     own = Path(checkpoint) / ASSETS_DIRECTORY
     if not (own / "config.json").is_file():
-        raise ValueError(
+        raise OptionError(
             f"{checkpoint} does not say whose model it is: give --origin-hf-dir, a Hugging Face directory of this model"
         )
     return str(own)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.sources import parsed
+from storage.errors import InputError, OptionError
 
 SOURCES = {  # class -> file in megatron/core
     "TransformerConfig": "transformer/transformer_config.py",
@@ -57,6 +58,8 @@ ALIASES: dict[str, dict[str, Any]] = {
     "no_overlap_p2p_communication": {"overlap_p2p_comm": False},
     "norm_epsilon": {"layernorm_epsilon": ...},
     "num_experts": {"num_moe_experts": ...},
+    "decoder_first_pipeline_num_layers": {"num_layers_in_first_pipeline_stage": ...},
+    "decoder_last_pipeline_num_layers": {"num_layers_in_last_pipeline_stage": ...},
     "swiglu": {"gated_linear_unit": True},
 }
 
@@ -89,14 +92,14 @@ def check_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
     """The same options under the names of Megatron's fields.
 
     Raises:
-        ValueError: an option that the installed megatron-core does not know, the nearest one is named; or no pattern of layers.
+        OptionError: an option that the installed megatron-core does not know, the nearest one is named; or no pattern of layers.
     """
     known, out = megatron_flags(), {}
     for given, value in args.items():
         name = given.lstrip("-").replace("-", "_")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ValueError(f"unknown megatron option {given!r}{f': did you mean {near[0]!r}?' if near else ''}")
+            raise OptionError(f"unknown megatron option {given!r}{f': did you mean {near[0]!r}?' if near else ''}")
         if known[name].owner != "alias":
             out[name] = value
         elif value is not False:  # a switch that is off
@@ -110,7 +113,7 @@ def _pattern(text: str) -> list[int]:
     """`([0]*3+[1]*58)`, as Megatron-LM writes which layers are mixtures -> the list."""
     terms = [re.fullmatch(r"\[(\d(?:,\d)*)\](?:\*(\d+))?", term) for term in re.sub(r"[()'\"\s]", "", text).split("+")]
     if None in terms:
-        raise ValueError(f"megatron option moe_layer_freq = {text!r} is no pattern of layers: write it like '([0]*3+[1]*58)'")
+        raise OptionError(f"megatron option moe_layer_freq = {text!r} is no pattern of layers: write it like '([0]*3+[1]*58)'")
     return [int(digit) for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
 
 
@@ -120,7 +123,7 @@ def _core() -> Path:
     for place in spec.submodule_search_locations or () if spec else ():
         if (Path(place) / "core" / "model_parallel_config.py").is_file():
             return Path(place) / "core"
-    raise ValueError("megatron-core is not installed: pip install megatron-core==0.16.1")
+    raise InputError("megatron-core is not installed: pip install megatron-core==0.16.1")
 
 
 def _fields(path: Path, owner: str) -> dict[str, str]:

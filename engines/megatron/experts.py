@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engines.megatron.shape import ModelShape
+from storage.errors import OptionError
 from storage.routed_experts import ExpertsFormat
 
 
@@ -14,10 +15,10 @@ def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
         option: that asks for it, for the error.
 
     Raises:
-        ValueError: the model has no experts.
+        OptionError: the model has no experts.
     """
     if shape.experts is None:
-        raise ValueError(f"{option}, but the {shape.architecture} of this checkpoint has no experts: drop the option")
+        raise OptionError(f"{option}, but the {shape.architecture} of this checkpoint has no experts: drop the option")
     return ExpertsFormat(
         num_layers=shape.num_layers,
         num_dense_layers=shape.experts.num_dense_layers,

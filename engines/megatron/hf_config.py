@@ -7,6 +7,7 @@ train. What the numbers mean is `shape.py`'s; an entry's absence, and the spelli
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,35 +21,65 @@ from engines.megatron.hf_entries import (
     refuse_the_unusual,
     rotary,
 )
+from engines.megatron.hf_fields import MAX_EXPERT_MATRICES
 from engines.megatron.shape import Experts, LatentAttention, Llama3Scaling, ModelShape
+from storage.errors import ModelError
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises:
-        ValueError: no config, an architecture without a layout, or something that Penstock cannot honour.
+        ModelError: no config, an architecture without a layout, or an entry that cannot be honoured.
     """
-    if not path.is_file():
-        raise ValueError(
+    return shape_of(read_config(path), str(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json.
+
+    Raises:
+        ModelError: the file is missing or is not a JSON object; a hub id in place of a directory gets the download command.
+    """
+    if hub_id := _hub_id(path.parent):
+        name = path.parent.name
+        raise ModelError(
+            f"{hub_id} is not a directory and Penstock downloads nothing: run `hf download {hub_id} --local-dir {name}` and give "
+            f"--hf-checkpoint {name}"
+        )
+    if not path.exists():
+        raise ModelError(
             f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): download it again") from None
-    return shape_of(values, str(path))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}): it must be a readable file") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a JSON {type(values).__name__}, but it must be an object: download it again")
+    return values
+
+
+def _hub_id(directory: Path) -> str | None:
+    """The name of a model on the hub that was given in place of a directory."""
+    here = Path.cwd()
+    name = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
+    return name if HUB_ID.fullmatch(name) and not directory.parent.exists() else None
 
 
 def shape_of(values: dict[str, Any], source: str = "config.json") -> ModelShape:
-    """The shape that the entries of a config.json describe; `source` names it in messages.
+    """Return the shape that the entries of a config.json describe; `source` names it in messages.
 
     Raises:
-        ValueError: see `read_shape`.
+        ModelError: see `read_shape`.
     """
-    architecture = (values.get("architectures") or ["none"])[0]
+    architecture = (Entries(values, {}, source)["architectures"] or ["none"])[0]
     if architecture not in ARCHITECTURES:
-        raise ValueError(
+        raise ModelError(
             f"{source} names the architecture {architecture!r}; Penstock converts {', '.join(ARCHITECTURES)}: use a "
             "checkpoint of one of these"
         )
@@ -70,7 +101,7 @@ def shape_of(values: dict[str, Any], source: str = "config.json") -> ModelShape:
         qkv_bias=row.qkv_bias,
         tied_embeddings=bool(config["tie_word_embeddings"]),
     )
-    refuse_the_unusual(config)
+    refuse_the_unusual(config, architecture)
     fields |= row.read(config)
     if "rotary" not in fields:
         fields["rotary"] = rotary(config)
@@ -234,7 +265,17 @@ assert ARCHITECTURES.keys() == DEFAULTS.keys()
 
 
 def _check(shape: ModelShape, config: Entries) -> None:
-    """What cannot be a model at all."""
+    """Refuse what cannot be a model at all."""
+    if not shape.head_dim:
+        config.refuse(
+            f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",
+            "which leave nothing for a head",
+            "correct it",
+        )
+    if shape.experts and shape.num_layers * shape.experts.num_experts > MAX_EXPERT_MATRICES:
+        config.refuse(
+            f"{shape.experts.num_experts} experts in {shape.num_layers} layers", "which is more than any model has", "correct it"
+        )
     if shape.num_attention_heads % shape.num_query_groups:
         config.refuse(
             f"num_attention_heads {shape.num_attention_heads} and num_key_value_heads {shape.num_query_groups}",

@@ -6,9 +6,12 @@ preflight reads configs too.
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
+from engines.megatron.hf_fields import FOREIGN, MODEL_TYPES, wrong_type
 from engines.megatron.shape import Llama3Scaling, Rotary, YarnScaling
+from storage.errors import ModelError
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # of transformers' config classes; a test compares them
     "Qwen2ForCausalLM": dict(
@@ -70,12 +73,29 @@ class Entries:
     def __getitem__(self, name: str) -> Any:
         other = SPELLINGS.get(name, name)
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
-            found = f"{name} {self.values[name]} and {other} {self.values[other]}"
+            found = f"{name} {_shown(self.values[name])} and {other} {_shown(self.values[other])}"
             self.refuse(found, "which contradict each other", "correct it")
-        return self.values.get(name, self.values.get(other, self.defaults.get(name)))
+        value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
+        return self.checked(name, value, given=name in self.values or other in self.values)
+
+    def checked(self, name: str, value: Any, given: bool = True) -> Any:
+        """Return the value of an entry.
+
+        Raises:
+            ModelError: `given` in config.json with another type than the entry has, or out of range.
+        """
+        if given and (needed := wrong_type(name, value)):
+            self.refuse(f"{name} {_shown(value)}", f"but this entry must be {needed}", "correct it")
+        return value
 
     def refuse(self, found: str, needed: str, do: str = "use another checkpoint") -> NoReturn:
-        raise ValueError(f"{self.source} says {found}, {needed}: {do}")
+        raise ModelError(f"{self.source} says {found}, {needed}: {do}")
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON writes it, not longer than a few words."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def rotary(config: Entries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
@@ -83,12 +103,12 @@ def rotary(config: Entries, fraction: float = 1.0, interleaved: bool = False) ->
     settings = config["rope_scaling"] or config["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in settings.values()):
         config.refuse(f"rope_parameters for {', '.join(settings)}", "but all layers must turn alike")
-    found = _once(config, settings, "partial_rotary_factor")
-    if found not in (None, fraction) and fraction == 1:
-        config.refuse(f"partial_rotary_factor {found}", "but this architecture turns whole heads in Penstock")
+    factor = _once(config, settings, "partial_rotary_factor")
+    if factor not in (None, fraction) and fraction == 1:
+        config.refuse(f"partial_rotary_factor {factor}", "but this architecture turns whole heads in Penstock")
     return Rotary(
         base=_once(config, settings, "rope_theta") or 10000.0,
-        fraction=fraction if found is None else found,
+        fraction=fraction if factor is None else factor,
         interleaved=interleaved,
         scaling=_scaling(config, settings),
     )
@@ -96,7 +116,7 @@ def rotary(config: Entries, fraction: float = 1.0, interleaved: bool = False) ->
 
 def _once(config: Entries, settings: dict[str, Any], name: str) -> Any:
     """An entry that stands at the top or among the rotary settings."""
-    top, inner = config[name], settings.get(name)
+    top, inner = config[name], config.checked(name, settings.get(name))
     if top is not None and inner is not None and top != inner:
         config.refuse(
             f"{name} {top} at the top and {inner} among the rotary settings", "which contradict each other", "correct it"
@@ -105,36 +125,50 @@ def _once(config: Entries, settings: dict[str, Any], name: str) -> Any:
 
 
 def _scaling(config: Entries, settings: dict[str, Any]) -> Llama3Scaling | YarnScaling | None:
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+    def setting(name: str) -> Any:
+        return config.checked(name, settings.get(name))
+
+    kind = setting("rope_type") or setting("type") or "default"
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn"):
         config.refuse(f"rope_type {kind!r}", "but Penstock has 'default', 'llama3' and 'yarn'")
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    if missing := [name for name in needed if settings.get(name) is None]:
+    if missing := [name for name in needed if setting(name) is None]:
         config.refuse(f"rope_type {kind!r} without {missing[0]}", "which it needs", "add it")
-    original = settings.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    # transformers 5.12.1 (`standardize_rope_params`): the entry at the top counts before that among the settings
+    inner, top = setting("original_max_position_embeddings"), config["original_max_position_embeddings"]
+    original = top or inner or config["max_position_embeddings"]
     if kind == "llama3":
         return Llama3Scaling(**{name: settings[name] for name in needed}, original_max_positions=original)
-    if settings.get("attention_factor") is not None or settings.get("truncate") is False:
+    if settings.get("attention_factor") is not None or not settings.get("truncate", True):
         config.refuse(
             "attention_factor or truncate among the YaRN settings", "but Penstock derives the one and always does the other"
         )
     return YarnScaling(
         factor=settings["factor"],
         original_max_positions=original,
-        beta_fast=settings.get("beta_fast") or 32.0,
-        beta_slow=settings.get("beta_slow") or 1.0,
-        mscale=settings.get("mscale") or 0.0,  # without both, transformers' length follows from the factor alone
-        mscale_all_dim=settings.get("mscale_all_dim") or 0.0,
+        beta_fast=setting("beta_fast") or 32.0,
+        beta_slow=setting("beta_slow") or 1.0,
+        mscale=setting("mscale") or 0.0,  # without both, transformers' length follows from the factor alone
+        mscale_all_dim=setting("mscale_all_dim") or 0.0,
     )
 
 
-def refuse_the_unusual(config: Entries) -> None:
-    """Entries that any architecture might have and none here honours."""
+def refuse_the_unusual(config: Entries, architecture: str) -> None:
+    """Refuse entries that any architecture might have and that are not honoured here.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    if config["is_causal"] is False:
+        config.refuse("is_causal false", "but Penstock's attention is causal", "use a decoder-only checkpoint")
     if (config["hidden_act"] or "silu") != "silu":
         config.refuse(f"hidden_act {config['hidden_act']!r}", "but Penstock's MLPs have 'silu'")
-    if windows := [kind for kind in config["layer_types"] or () if kind != "full_attention"]:
+    layers, kinds = config["num_hidden_layers"], config["layer_types"]
+    if kinds is not None and len(kinds) != layers:
+        config.refuse(f"{len(kinds)} layer_types and num_hidden_layers {layers}", "which contradict each other", "correct it")
+    if windows := [kind for kind in kinds or () if kind != "full_attention"]:
         config.refuse(f"layer_types with {windows[0]!r}", "but Penstock attends to the whole sequence in every layer")
     if config["dual_chunk_attention_config"]:
         config.refuse(
@@ -142,6 +176,12 @@ def refuse_the_unusual(config: Entries) -> None:
             "but Penstock attends to the whole sequence in every layer",
             "drop it for sequences that fit max_position_embeddings",
         )
+    model_type = config["model_type"]
+    if MODEL_TYPES.get(model_type, architecture) != architecture:
+        config.refuse(f"model_type {model_type!r} and architecture {architecture!r}", "which contradict each other", "correct it")
+    for name, neutral in FOREIGN.items():
+        if config[name] not in (None, neutral):
+            config.refuse(f"{name} {_shown(config[name])}", f"which Penstock's {architecture} does not have")
 
 
 def refuse_sliding_windows(config: Entries) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from engines.megatron.args import check_megatron_args
 from engines.megatron.shape import LatentAttention, Llama3Scaling, ModelShape, YarnScaling
+from storage.errors import OptionError
 
 CONSTANT: dict[str, Any] = dict(  # alike in every family, so model files leave them out
     add_bias_linear=False,
@@ -31,14 +32,14 @@ def contradictions(shape: ModelShape, megatron_options: dict[str, Any]) -> None:
         megatron_options: from files and flags, under any of Megatron's spellings.
 
     Raises:
-        ValueError: one that does not, with both values; or one that Megatron does not know.
+        OptionError: one that does not, with both values; or one that Megatron does not know.
     """
     settled = model_options(shape)
     for name, value in check_megatron_args(megatron_options).items():
         if name == "moe_layer_freq" and isinstance(value, int) and value:
             value = [int(layer % value == 0) for layer in range(shape.num_layers)]  # Megatron's word for one layer in `value`
         if name in settled and value != settled[name] and (value or settled[name]):  # no experts, no groups: 0 and None alike
-            raise ValueError(
+            raise OptionError(
                 f"megatron option {name} = {value!r}, but the {shape.architecture} of this checkpoint, as Penstock trains it, "
                 f"has {settled[name]!r}: drop the option or give the checkpoint that it describes"
             )

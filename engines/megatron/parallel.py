@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.megatron.door import open_door
+from storage.errors import LayoutError
 
 
 class ParallelLayout(BaseModel):
@@ -31,17 +32,17 @@ class ParallelLayout(BaseModel):
         """Number of data-parallel replicas in a world of that size.
 
         Raises:
-            ValueError: the world is no multiple of one replica, of the experts or of the rest.
+            LayoutError: the world is no multiple of one replica, of the experts or of the rest.
         """
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
-            raise ValueError(
+            raise LayoutError(
                 f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline "
                 f"{self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
             )
         experts = (self.expert_tensor or self.tensor) * self.expert * self.pipeline
         if world_size % experts:
-            raise ValueError(
+            raise LayoutError(
                 f"{world_size} trainer ranks do not divide into replicas of {experts} for the experts (expert tensor "
                 f"{self.expert_tensor or self.tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of {experts} "
                 "ranks, or smaller parallel sizes"
@@ -81,7 +82,7 @@ def init_parallel(
         torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only its own device: number 0
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "gloo" and (layout.expert_tensor or 0) > layout.tensor:
-        raise ValueError(
+        raise LayoutError(
             f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size {layout.tensor}, which needs GPUs: "
             "without NCCL parts of unequal length cannot be gathered; make it smaller"
         )

@@ -100,7 +100,7 @@ class ModelShape(BaseModel):
         """Read `<directory>/config.json`.
 
         Raises:
-            ValueError: no config, an architecture without a layout, or something in the config that Penstock cannot honour.
+            ModelError: no config, an architecture without a layout, or an entry that cannot be honoured.
         """
         from engines.megatron.hf_config import read_shape
 

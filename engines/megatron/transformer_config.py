@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engines.megatron.args import check_megatron_args
 from engines.megatron.door import open_door
-from engines.megatron.fit import check_fit
+from engines.megatron.fit import check_fit, check_pipeline
 from engines.megatron.model_options import contradictions, model_options
 from engines.megatron.parallel import ParallelLayout
 from engines.megatron.shape import ModelShape
+from storage.errors import OptionError
 
 open_door()
 
@@ -42,9 +44,11 @@ def transformer_config(
         overrides: the user's `megatron` options; those that this configuration has are taken from it.
 
     Raises:
-        ValueError: the shape and the layout do not fit, or an override contradicts the model.
+        LayoutError: the shape and the layout do not fit.
+        OptionError: an override contradicts the model.
     """
-    layout, overrides = layout or ParallelLayout(), dict(overrides or {})
+    layout, overrides = layout or ParallelLayout(), check_megatron_args(overrides or {})
+    check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_fit(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
     contradictions(shape, overrides)
     settled = model_options(shape)
@@ -52,7 +56,7 @@ def transformer_config(
         overrides.pop(name, None)  # it says the same
     for (name, value), reason in REFUSED.items():
         if overrides.get(name) == value:
-            raise ValueError(f"megatron option {name} = {value!r} {reason}: drop it")
+            raise OptionError(f"megatron option {name} = {value!r} {reason}: drop it")
     fixed = {**settled, **_fixed(shape), **_layout_fields(layout, dtype)}
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**with_overrides(config_class, _defaults(torch.cuda.is_available()), overrides, fixed))
@@ -64,11 +68,11 @@ def with_overrides(
     """Arguments of one of Megatron's dataclasses: our defaults, what the user says of its fields, what is settled elsewhere.
 
     Raises:
-        ValueError: the user contradicts what is settled elsewhere.
+        OptionError: the user contradicts what is settled elsewhere.
     """
     for name, value in overrides.items():
         if name in fixed and value != fixed[name]:
-            raise ValueError(
+            raise OptionError(
                 f"megatron option {name} = {value!r}, but the checkpoint or Penstock's own options say {fixed[name]!r}: drop it"
             )
     known = {field.name for field in dataclasses.fields(config_class)}

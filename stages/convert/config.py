@@ -35,7 +35,10 @@ class ConvertConfig(StageConfig):
     """For --load: rows of embedding and head to keep, where that is not config.json's vocab_size."""
 
     convert_verify: bool = option(False, change="placement")
-    """`penstock convert --verify`: read the result back bit for bit, and compare logits with Hugging Face's if memory allows."""
+    """`penstock convert --verify`: read the result back bit for bit, and report what was compared."""
+
+    check_logits: bool = option(True, change="placement")
+    """Compare a few logits with transformers' when a model is converted for the first time; of large models, a few layers'."""
 
     convert_timeout: float = option(7200.0, change="placement", gt=0)
     """Seconds after which a conversion or an export is given up and tried again."""

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import StoredModel, stored_model
-from stages.convert.fp8 import QUANTIZATION, SCALE, is_quantised, quantise, scale_shape
+from stages.convert.fp8 import QUANTIZATION, is_quantised, quantise, scale_shape
 from stages.convert.hf_assets import CARRIED, copy_assets
 from stages.convert.hf_files import HFWeights, TensorInfo
 from stages.convert.hf_writer import Named, Shard, shards, write_index, write_shard
 from stages.convert.shares import Tally
+from stages.convert.source_check import SCALE
 from stages.convert.torch_dist_files import TorchDistWeights
 from storage.layouts import layout_for
 from storage.layouts.ops import Layout
@@ -67,7 +68,7 @@ class Export:
     """A planned export: which tensors, in which files. A context manager: the origin's files stay open inside.
 
     Raises:
-        ValueError: no checkpoint, or one that does not fit config.json.
+        ModelError: no checkpoint, or one that does not fit config.json.
     """
 
     def __init__(self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, stored: StoredModel | None = None) -> None:

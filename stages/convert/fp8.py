@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCALE = "_scale_inv"  # what a quantised weight's name gets for the name of its scales
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
 _SMALLEST_AMAX = 1e-12  # a block of zeros gets a scale that is no zero: it is divided by

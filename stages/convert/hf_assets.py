@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from stages.convert.hf_files import read_header, weight_files
+from stages.convert.headers import read_header, weight_files
 from storage.disk import in_parallel
 from storage.store import hash_file
 

@@ -7,11 +7,9 @@ writing is `hf_writer`'s, what lies beside the weights `hf_assets`'.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +20,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from stages.convert.fp8 import SCALE, dequantise, scale_shape
+from stages.convert.fp8 import dequantise, scale_shape
+from stages.convert.headers import Place, block_size, stored_tensors, weight_files
+from stages.convert.source_check import SCALE
+from storage.errors import ModelError
 
-INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 CHUNK = 1 << 20  # bytes in a piece: one that is hashed and written stays in the core's cache
@@ -49,15 +49,6 @@ class TensorInfo:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes lie."""
-
-    path: Path
-    start: int
-    dtype: str  # safetensors' code
-
-
 class HFWeights:
     """The weights of a Hugging Face directory, read when asked for. Threads may share it. A context manager: files stay open inside.
 
@@ -66,17 +57,19 @@ class HFWeights:
         files: to read; by default those of the model.
 
     Raises:
-        ValueError: no safetensors, a damaged file, or numbers that Penstock does not read.
+        ModelError: no safetensors, a damaged file, or numbers that Penstock does not read.
     """
 
     def __init__(self, directory: str | Path, files: list[Path] | None = None) -> None:
         self.directory = Path(directory)
-        block = _block_size(self.directory)
+        block = block_size(self.directory)
         self.block = block or (1, 1)
         self.files = weight_files(self.directory) if files is None else files
-        self.places: dict[str, Place] = {}
-        self.info: dict[str, TensorInfo] = {}  # as others see it: bf16 where fp8 is stored, without the scales
-        self._find()
+        stored = stored_tensors(self.directory, self.files)
+        self.places = {name: tensor.place for name, tensor in stored.items()}
+        self.info = {  # as others see it: bf16 where fp8 is stored, without the scales
+            name: TensorInfo(DTYPES.get(tensor.place.dtype, torch.bfloat16), tensor.shape) for name, tensor in stored.items()
+        }
         self._scales = self._take_scales(block)
         self._open: dict[Path, mmap.mmap] = {}
         self._opening = threading.Lock()
@@ -92,9 +85,12 @@ class HFWeights:
         """Whether some of it is stored in fp8."""
         return bool(self._scales)
 
-    def fetch(self, name: str) -> Tensor:
-        """One tensor."""
-        return _filled(self.info[name], self.rows(name))
+    def fetch(self, name: str, num_rows: int | None = None) -> Tensor:
+        """Return one tensor, or its first rows."""
+        info = self.info[name]
+        if num_rows is None or not info.shape:
+            return _filled(info, self.rows(name))
+        return _filled(TensorInfo(info.dtype, (num_rows, *info.shape[1:])), self.rows(name, 0, num_rows))
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """The bytes of the rows `start` to `stop` (default: all), piece by piece."""
@@ -157,36 +153,18 @@ class HFWeights:
                     self._open[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             return self._open[path]
 
-    def _find(self) -> None:
-        """Read the headers. Where an index says which file a tensor is in, it is right."""
-        index = self.directory / INDEX
-        listed = _index(index) if index.is_file() and self.files == weight_files(self.directory) else {}
-        for path in self.files:
-            header, start = read_header(path)
-            for name, entry in header.items():
-                if listed.get(name, path.name) != path.name:
-                    continue
-                if name in self.places:
-                    raise ValueError(f"{self.places[name].path} and {path} both have {name}: keep one of them")
-                self.places[name] = Place(path, start + entry["data_offsets"][0], entry["dtype"])
-                self.info[name] = TensorInfo(DTYPES.get(entry["dtype"], torch.bfloat16), tuple(entry["shape"]))
-        if lost := sorted(set(listed) - set(self.places)):
-            raise ValueError(
-                f"{index} says that {listed[lost[0]]} has {lost[0]}, but it has not ({len(lost)} such tensors): download both again"
-            )
-
     def _take_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, Place]]:
         """Make quantised weights and their scales one thing: weight -> its scales. Refuse what is stored in any other way."""
         quantised = [name for name, place in self.places.items() if place.dtype not in DTYPES]
         for name in quantised:
             path, shape, scales = self.places[name].path, self.info[name].shape, self.info.get(name + SCALE)
             if self.places[name].dtype != "F8_E4M3" or scales is None or len(shape) != 2 or block is None:
-                raise ValueError(
+                raise ModelError(
                     f"{path}: {name} is stored as {self.places[name].dtype}, needed {', '.join(DTYPES)}, or F8_E4M3 in blocks (with "
                     f"{name + SCALE}, and weight_block_size in config.json): use an unquantised checkpoint"
                 )
             if scales.shape != scale_shape(shape, block):
-                raise ValueError(
+                raise ModelError(
                     f"{path}: {name + SCALE} has shape {list(scales.shape)}, but {list(shape)} in blocks of {list(block)} needs "
                     f"{list(scale_shape(shape, block))}: correct weight_block_size in config.json"
                 )
@@ -206,77 +184,3 @@ def _filled(info: TensorInfo, pieces: Iterator[memoryview]) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Any:
     """[bytes] a contiguous tensor's memory, as numpy has it."""
     return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def _block_size(directory: Path) -> tuple[int, int] | None:
-    """Rows and columns of the blocks in which config.json says that weights are quantised; None if they are not.
-
-    Raises:
-        ValueError: they are quantised in another way.
-    """
-    config = directory / "config.json"
-    found = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
-    if not found:
-        return None
-    block = found.get("weight_block_size")
-    if found.get("quant_method") != "fp8" or not block:
-        raise ValueError(
-            f"{config} says that the weights are quantised by {found.get('quant_method')!r} (blocks {block}); Penstock reads plain weights "
-            "and fp8 in blocks: use the bf16 or the fp8 checkpoint of this model"
-        )
-    return int(block[0]), int(block[1])
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that the directory's index names, or the only one there is.
-
-    Raises:
-        ValueError: there is none, or the index names one that is not there.
-    """
-    index = directory / INDEX
-    if index.is_file():
-        names = sorted(set(_index(index).values()))
-    elif (directory / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        raise ValueError(f"{directory} has neither model.safetensors nor {INDEX}: save the model with `save_pretrained`")
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{index} names {missing[0]}, which is not there ({len(missing)} of {len(names)} missing): download it again"
-        )
-    return [directory / name for name in names]
-
-
-def _index(path: Path) -> dict[str, str]:
-    """Tensor -> file name."""
-    found = _parse(path.read_bytes())
-    if found is None or not isinstance(found.get("weight_map"), dict):
-        raise ValueError(f"{path} is no index of safetensors files (JSON with weight_map): download it again")
-    return found["weight_map"]
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, tensor name -> `{"dtype", "shape", "data_offsets"}`, and where the tensors begin.
-
-    Raises:
-        ValueError: the file is cut short or is no safetensors file.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
-        header = _parse(file.read(length)) if 8 + length <= size else None
-    if header is None:
-        raise ValueError(f"{path} is no safetensors file or was cut short ({size} bytes): download it again")
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != needed:
-        raise ValueError(f"{path} has {size} bytes, its header needs {needed}: download it again")
-    return header, 8 + length
-
-
-def _parse(data: bytes) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError):
-        return None

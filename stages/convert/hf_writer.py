@@ -16,7 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from stages.convert.hf_files import CHUNK, CODES, INDEX, TensorInfo
+from stages.convert.headers import INDEX
+from stages.convert.hf_files import CHUNK, CODES, TensorInfo
 
 Named = tuple[str, TensorInfo]
 

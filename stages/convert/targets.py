@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from storage import disk
-from storage.errors import StoreError
+from storage.errors import OptionError, StoreError
 from storage.refs import CheckpointRef, Commit, commit_key
 from storage.store import Store
 
@@ -37,7 +37,7 @@ class Target(Protocol):
         """The result, if it is there already.
 
         Raises:
-            ValueError: another one is there.
+            OptionError: another one is there.
         """
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
@@ -99,7 +99,7 @@ class InDirectory:
         if record is not None and record.state.get("identity") == identity:
             return self._ref(record)
         if record is not None or self.is_taken():
-            raise ValueError(f"{self.uri} holds something else already: give --save another place, or remove it")
+            raise OptionError(f"{self.uri} holds something else already: give --save another place, or remove it")
         return None
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
@@ -126,7 +126,7 @@ class InDirectory:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise ValueError(f"{target} was filled meanwhile: give --save another place; the result is in {source}") from error
+            raise OptionError(f"{target} was filled meanwhile: give --save another place; the result is in {source}") from error
         disk.fsync(target.parent)
 
     def is_taken(self) -> bool:
@@ -154,23 +154,23 @@ def above(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
     """The directory that a directory or URI lies in, as a store, and its name there.
 
     Raises:
-        ValueError: it lies in none.
+        OptionError: it lies in none.
     """
     whole = Store(uri, options, probe=False)
     parent, _, name = whole.root.rpartition("/")
     if not name or not (parent or whole.is_local):
-        raise ValueError(f"--save {uri} is the top of a disk or a bucket: give a directory in it")
+        raise OptionError(f"--save {uri} is the top of a disk or a bucket: give a directory in it")
     return Store((parent or "/") if whole.is_local else whole.fs.unstrip_protocol(parent), options, probe=False), name
 
 
 def check_room(store: Store, needed: int) -> None:
-    """Raise ValueError unless the store's disk has room for so many bytes. An object store does not tell."""
+    """Raise StoreError unless the store's disk has room for so many bytes. An object store does not tell."""
     if not store.is_local:
         return
     place = next(path for path in [Path(store.root), *Path(store.root).parents] if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise ValueError(
+        raise StoreError(
             f"{needed / 1e9:.1f} GB are to be written and {place} has {free / 1e9:.1f} GB free: make room, or give another place"
         )
 

@@ -53,7 +53,7 @@ def export_hf(
         on_progress: called after every parameter with the bytes written and the bytes in all.
 
     Raises:
-        ValueError: no checkpoint, or one that does not fit config.json.
+        ModelError: no checkpoint, or one that does not fit config.json.
         StoreError: the disk became full.
     """
     if commit := store.committed(prefix):
@@ -133,8 +133,9 @@ def export_to(
         shard_bytes: largest size of a safetensors file.
 
     Raises:
-        ValueError: no checkpoint, one that does not fit config.json, no room, or a place that is taken.
-        StoreError: the disk became full on the way.
+        ModelError: no checkpoint, or one that does not fit config.json.
+        OptionError: a place that is taken.
+        StoreError: no room, or the disk became full on the way.
     """
     work = prepare_export(store, checkpoint, origin, save, shard_bytes)
     if isinstance(work, CheckpointRef):

@@ -25,6 +25,7 @@ from stages.convert.shares import Parts, Progress, Record, Tally, write_files
 from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, check_room
 from stages.convert.torch_dist_files import write_boxes, write_metadata
 from stages.convert.verify import check_source, verify_conversion
+from storage.errors import ModelError
 from storage.faults import reach
 from storage.layouts import layout_for
 from storage.refs import CheckpointRef, Commit, FileRecord
@@ -95,6 +96,7 @@ def convert_hf(
     on_progress: Progress | None = None,
     *,
     verify: bool = True,
+    check_logits: bool = False,
     mtp: Mtp = "skip",
     save: str | None = None,
 ) -> CheckpointRef:
@@ -105,18 +107,20 @@ def convert_hf(
         hf_dir: Hugging Face directory.
         on_progress: called with the bytes done and the bytes in all, first of writing, then of verifying.
         verify: read the result back and compare it bit for bit.
+        check_logits: compare a few logits with transformers', which imports it: `penstock` does so by default.
         mtp: whether tensors of multi-token prediction layers, which are not trained, are left out or carried along.
         save: directory or URI for the result, in place of the store.
 
     Raises:
-        ValueError: an unknown architecture, damaged files, tensors that do not fit config.json, no room, or a place that is taken.
-        StoreError: the disk became full on the way.
+        ModelError: an unknown architecture, damaged files, tensors that do not fit config.json, or other logits than transformers'.
+        OptionError: a place that is taken.
+        StoreError: no room, or the disk became full on the way.
     """
     work = prepare(store, hf_dir, mtp=mtp, save=save)
     if isinstance(work, CheckpointRef):
         return work
     write_shares(work, on_progress=on_progress and (lambda done, total: on_progress(done, total * (2 if verify else 1))))
-    return finish(work, verify=verify, on_progress=on_progress)
+    return finish(work, verify=verify, check_logits=check_logits, on_progress=on_progress)
 
 
 def prepare(
@@ -222,11 +226,13 @@ def _write(work: Conversion, weights: HFWeights, share: Share, on_bytes: Callabl
     return {"files": [file.model_dump() for file in files], "spans": spans}
 
 
-def finish(work: Conversion, *, verify: bool = True, on_progress: Progress | None = None) -> CheckpointRef:
-    """Write what makes the shares a checkpoint, look whether it is right, and make it visible. See `convert_hf`."""
+def finish(
+    work: Conversion, *, verify: bool = True, check_logits: bool = False, on_progress: Progress | None = None
+) -> CheckpointRef:
+    """Write what makes the shares a checkpoint, check it, and make it visible. See `convert_hf`."""
     records, written = work.parts.records(), time.time()
     if untouched(work.hf_dir) != work.lies:
-        raise ValueError(f"{work.hf_dir} was changed while it was converted: leave it alone and convert again")
+        raise ModelError(f"{work.hf_dir} was changed while it was converted: leave it alone and convert again")
     files = [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
     spans = [(part.share, record["spans"]) for part, record in records if isinstance(part, Written)]
     hashes = {part.path.name: record["xxh3"] for part, record in records if isinstance(part, SourceFile)}
@@ -254,8 +260,10 @@ def finish(work: Conversion, *, verify: bool = True, on_progress: Progress | Non
             "skipped": {"count": len(work.skipped), "bytes": work.skipped_bytes},
         },
     )
-    if verify:
-        commit = _verified(work, commit, on_progress)
+    if verify or check_logits:
+        with work.target.store.reading(commit) as directory:
+            commit = _verified(work, commit, directory, on_progress) if verify else commit
+            commit = _with_logits(work, commit, directory) if check_logits else commit
     return _published(work, commit, found)
 
 
@@ -267,17 +275,32 @@ def _carry(work: Conversion, directory: Path) -> None:
             write_shard(directory / CARRIED, shard, ((name, weights.fetch(name)) for name in work.carried))
 
 
-def _verified(work: Conversion, commit: Commit, on_progress: Progress | None) -> Commit:
+def _verified(work: Conversion, commit: Commit, directory: Path, on_progress: Progress | None) -> Commit:
     """The commit with what was found, after reading everything back."""
     start, total = time.time(), work.num_bytes
     counter = Tally(2 * total, on_progress)
     counter.add(total)
-    with HFWeights(work.hf_dir) as weights, work.target.store.reading(commit) as directory:
+    with HFWeights(work.hf_dir) as weights:
         report = verify_conversion(weights, directory, layout_for(work.shape), work.stored, counter.add)
     return commit.model_copy(
         update={
             "seconds": {**commit.seconds, "verify": time.time() - start},
             "summary": {**commit.summary, "convert/num_tensors": report.num_tensors},
+        }
+    )
+
+
+def _with_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
+    """The commit with the result of comparing logits, so that it is done once."""
+    from stages.convert.probe import compare_logits
+
+    start, probe = time.time(), compare_logits(directory, work.hf_dir)
+    difference = {} if probe.difference is None else {"convert/logits_difference": probe.difference}
+    return commit.model_copy(
+        update={
+            "seconds": {**commit.seconds, "logits": time.time() - start},
+            "summary": {**commit.summary, **difference},
+            "state": {**commit.state, "logits": str(probe)},
         }
     )
 

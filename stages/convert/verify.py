@@ -13,8 +13,10 @@ from torch import Tensor
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import StoredModel, stored_model
 from stages.convert.hf_files import HFWeights
+from stages.convert.source_check import check_tensors
 from stages.convert.torch_dist_files import TorchDistWeights
 from storage.disk import in_parallel
+from storage.errors import ModelError
 from storage.layouts import layout_for
 from storage.layouts.ops import Layout
 from storage.refs import Commit
@@ -42,7 +44,7 @@ class ConversionReport:
 
 
 def verify_standing(store: Store, commit: Commit, hf_dir: str | Path) -> ConversionReport:
-    """Everything that can be known of a converted model: names, shapes and bits, unless they were compared when it was made, and logits.
+    """Everything that can be known of a converted model: names, shapes and bits, and logits, unless they were compared when it was made.
 
     Args:
         store: that the commit's files are in.
@@ -50,7 +52,7 @@ def verify_standing(store: Store, commit: Commit, hf_dir: str | Path) -> Convers
         hf_dir: what it was made of.
 
     Raises:
-        ValueError: something is wrong.
+        ModelError: something is wrong.
     """
     from stages.convert.probe import compare_logits
 
@@ -62,6 +64,8 @@ def verify_standing(store: Store, commit: Commit, hf_dir: str | Path) -> Convers
             layout, stored = layout_for(shape), stored_model(shape)
             check_source(layout, stored, weights)
             report = verify_conversion(weights, directory, layout, stored)
+        if "convert/logits_difference" in commit.summary:
+            return replace(report, logits=commit.state["logits"])
         return replace(report, logits=str(compare_logits(directory, Path(hf_dir))))
 
 
@@ -69,34 +73,20 @@ def check_source(layout: Layout, stored: StoredModel, weights: HFWeights) -> Non
     """Do the source's tensors fit config.json? Told from file headers, before anything is written.
 
     Raises:
-        ValueError: with the first tensor that is missing, too much, of another shape, or no copy although the config says so.
+        ModelError: with the first tensor that is missing, too much, of another shape, or no copy although the config says so.
     """
     assert set(layout.megatron_names()) == set(stored.pieces), (
         f"layout and model differ in {sorted(set(layout.megatron_names()) ^ set(stored.pieces))}"
     )
-    needed, found = layout.hf_names(), set(weights.info)
-    if missing := sorted(needed - found):
-        raise ValueError(
-            f"{weights.directory} lacks {missing[0]} ({len(missing)} tensors missing) which config.json's model has: "
-            "download it again, or correct config.json"
-        )
-    unknown = sorted(name for name in found - needed - set(layout.copies) if not layout.carried(name))
-    if unknown:
-        raise ValueError(
-            f"{weights.directory} has {unknown[0]} ({len(unknown)} such tensors), which the {layout.shape.family} layout lacks: "
-            "use a plain checkpoint of this family"
-        )
+    shape = ModelShape.from_hf(weights.directory)
+    check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout, shape)
     dtypes: dict[str, torch.dtype] = {}  # of stored tensors, which hold a parameter of every layer
     for name, pieces in stored.pieces.items():
-        joined, shape = layout.to_megatron(name, lambda hf_name: _meta(weights, hf_name)), list(stored.shape(name))
-        sources = ", ".join(f"{hf_name} {list(weights.info[hf_name].shape)}" for hf_name in layout.hf_of(name))
-        if list(joined.shape) != shape:
-            raise ValueError(
-                f"{weights.directory}: {sources} make {list(joined.shape)}, config.json needs {shape}: correct config.json"
-            )
+        joined = layout.to_megatron(name, lambda hf_name: _meta(weights, hf_name))
+        assert joined.shape == stored.shape(name), f"{name}: layout and model differ"
         if dtypes.setdefault(pieces[0].key, joined.dtype) != joined.dtype:
-            raise ValueError(
-                f"{weights.directory}: {sources} has {joined.dtype}, other layers have {dtypes[pieces[0].key]}: "
+            raise ModelError(
+                f"{weights.directory}: {layout.hf_of(name)[0]} has {joined.dtype}, other layers have {dtypes[pieces[0].key]}: "
                 "save the checkpoint in one dtype"
             )
     for copy, original in layout.copies.items():
@@ -121,7 +111,7 @@ def verify_conversion(
         on_bytes: called with the size of everything that was compared.
 
     Raises:
-        ValueError: with the first tensor that differs.
+        ModelError: with the first tensor that differs.
     """
     converted = TorchDistWeights(directory, stored)
 
@@ -139,17 +129,17 @@ def verify_conversion(
 
 
 def compare(name: str, weights: HFWeights, found: Tensor) -> None:
-    """Raise ValueError unless a tensor has the type, the shape and the bits of the source's: NaN equals itself, and -0.0 is not 0.0."""
+    """Raise ModelError unless a tensor has the type, the shape and the bits of the source's: NaN equals itself, and -0.0 is not 0.0."""
     info, at = weights.info[name], 0
     if (info.dtype, info.shape) != (found.dtype, tuple(found.shape)):
-        raise ValueError(
+        raise ModelError(
             f"{name} came back as {found.dtype} {list(found.shape)}, it was {info.dtype} {list(info.shape)}: "
             "please report this as a bug"
         )
     content = found.contiguous().view(-1).view(torch.uint8).numpy()
     for piece in weights.rows(name):
         if not np.array_equal(content[at : at + len(piece)], np.frombuffer(piece, dtype=np.uint8)):
-            raise ValueError(
+            raise ModelError(
                 f"{name} came back with other bits: the disk or the memory is faulty, or please report this as a bug"
             )
         at += len(piece)
@@ -159,7 +149,7 @@ def _check_copy(weights: HFWeights, copy: str, original: str) -> None:
     one, other = weights.info[copy], weights.info[original]
     pieces = zip(weights.rows(copy), weights.rows(original), strict=True)
     if one != other or any(bytes(piece) != bytes(another) for piece, another in pieces):
-        raise ValueError(
+        raise ModelError(
             f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
             'set "tie_word_embeddings": false in config.json if they are not'
         )

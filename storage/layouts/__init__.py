@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from storage.errors import ModelError
 from storage.layouts import deepseek_v3, dense, glm4, mixtures
 from storage.layouts.ops import Layout, Row, Shape
 
@@ -28,9 +29,9 @@ def layout_for(shape: Shape) -> Layout:
     """The layout of a model of this shape.
 
     Raises:
-        ValueError: no layout for the family.
+        ModelError: no layout for the family.
     """
     if shape.family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"model family {shape.family!r} has no layout; Penstock has {known}: use a checkpoint of one of these")
+        raise ModelError(f"model family {shape.family!r} has no layout; Penstock has {known}: use a checkpoint of one of these")
     return Layout(shape, FAMILIES[shape.family](shape))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from storage.errors import ModelError
+
+if TYPE_CHECKING:  # preflight reads names and shapes without torch
+    from torch import Tensor
 
 
 class Latent(Protocol):
@@ -112,7 +114,7 @@ class GateUp:
     def join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         gate, up = tensors
         _need(gate.shape == up.shape, name, up, f"the gate's shape {list(gate.shape)}")
-        return torch.cat([gate, up])
+        return _cat([gate, up])
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class InterleavedQKV:
             rows = groups * heads * self.head_dim
             _need(tensor.shape == (rows, *rest), name, tensor, f"shape {[rows, *rest]}")
             parts.append(tensor.view(groups, heads, self.head_dim, *rest))
-        return torch.cat(parts, dim=1).view(-1, *rest)  # [G * (heads + 2) * D, ...]
+        return _cat(parts, dim=1).view(-1, *rest)  # [G * (heads + 2) * D, ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Layout:
         tensors = [fetch(hf_name) for hf_name in hf_names]
         if len({tensor.dtype for tensor in tensors}) > 1:
             found = ", ".join(f"{hf_name} {tensor.dtype}" for hf_name, tensor in zip(hf_names, tensors))
-            raise ValueError(f"{name} is made of {found}; they must have one dtype: save the checkpoint in one dtype")
+            raise ModelError(f"{name} is made of {found}; they must have one dtype: save the checkpoint in one dtype")
         return op.join(name, tensors)
 
     def hf_of(self, name: str) -> tuple[str, ...]:
@@ -214,11 +216,17 @@ class Layout:
 
     def _row(self, name: str) -> tuple[Op, tuple[str, ...]]:
         if name not in self._rows:
-            raise ValueError(f"the {self.shape.family} layout has no tensor {name!r}: the checkpoint is of another model")
+            raise ModelError(f"the {self.shape.family} layout has no tensor {name!r}: the checkpoint is of another model")
         return self._rows[name]
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(tensors), dim)
 
 
 def _need(true: bool, name: str, tensor: Tensor, needed: str) -> None:
     if not true:
         found = list(tensor.shape)
-        raise ValueError(f"{name}: found shape {found}, needed {needed}: config.json and the weights are of different models")
+        raise ModelError(f"{name}: found shape {found}, needed {needed}: config.json and the weights are of different models")

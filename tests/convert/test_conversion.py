@@ -154,10 +154,10 @@ NORM, UP, DOWN = "model.norm.weight", "model.layers.2.mlp.up_proj.weight", "mode
         (
             lambda t: t.update({NORM: torch.ones(33, dtype=torch.bfloat16)}),
             {},
-            rf"{NORM} \[33\] make \[33\], config.json needs \[32\]",
+            rf"{NORM} has shape \[33\], config.json needs \[32\]",
         ),
-        (lambda t: None, {"vocab_size": 64}, "needed 64 vocabulary rows"),
-        (lambda t: None, {"intermediate_size": 40}, r"make \[96, 32\], config.json needs \[80, 32\]"),
+        (lambda t: None, {"vocab_size": 64}, r"has shape \[61, 32\], config.json needs \[64, 32\]"),
+        (lambda t: None, {"intermediate_size": 40}, r"has shape \[32, 48\], config.json needs \[32, 40\]"),
         (lambda t: t.update({UP: t[UP].float()}), {}, "must have one dtype"),
         (lambda t: t.update({DOWN: t[DOWN].float()}), {}, r"has torch.float32, other layers have torch.bfloat16"),
         (lambda t: None, {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),

@@ -13,6 +13,7 @@ from engines.megatron.shape import ModelShape
 from stages.convert.export import Origin
 from stages.convert.fp8 import dequantise, is_quantised, quantise
 from stages.convert.hf_files import HFWeights
+from stages.convert.probe import TOLERANCE, compare_logits
 from stages.convert.to_hf import export_to
 from stages.convert.to_torch_dist import convert_hf
 from storage.layouts import layout_for
@@ -103,6 +104,7 @@ def test_an_fp8_export_holds_what_the_hub_does(plain: Path, quantised: Path) -> 
 def test_fp8_weights_are_bf16_on_the_way_in_and_the_same_fp8_on_the_way_out(quantised: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     model = convert_hf(store, quantised, mtp="keep")  # verified bit for bit against the dequantised source
+    assert (compare_logits(Path(model.uri), quantised).difference or 1) < TOLERANCE  # with what the fp8 weights stand for
     assets = Path(model.uri) / "hf_assets"
     stored = load_file(quantised / "model.safetensors")
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)

@@ -70,7 +70,7 @@ def test_a_cut_file_is_found(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path, TENSORS, shard_bytes=1)
     (tmp_path / "model-00002-of-00006.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"names model-00002-of-00006.safetensors, which is not there \(1 of 6 missing\)"):
+    with pytest.raises(ValueError, match=r"names model-00002-of-00006.safetensors, which does not exist \(1 of 6 missing\)"):
         HFWeights(tmp_path)
 
 
@@ -79,10 +79,10 @@ def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"]["g"] = "model-00001-of-00006.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"says that model-00001-of-00006.safetensors has g, but it has not \(1 such"):
+    with pytest.raises(ValueError, match=r"says that model-00001-of-00006.safetensors has g, but it does not \(1 such"):
         HFWeights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="no index of safetensors files"):
+    with pytest.raises(ValueError, match="not an index of safetensors files"):
         HFWeights(tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_no_weights_and_quantised_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"w is stored as F8_E4M3, .*unquantised"):
         HFWeights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"nope")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         HFWeights(tmp_path)
 
 

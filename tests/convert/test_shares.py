@@ -250,6 +250,6 @@ def test_a_disk_that_becomes_full_is_one_sentence_and_the_rest_is_kept(source: P
 
 
 def test_a_disk_that_is_too_small_is_known_before(store: Store) -> None:
-    with pytest.raises(ValueError, match=r"1000000000.0 GB are to be written and .* GB free: make room"):
+    with pytest.raises(StoreError, match=r"1000000000.0 GB are to be written and .* GB free: make room"):
         check_room(store, 10**18)
     check_room(store, 1)

@@ -21,6 +21,7 @@ from engines.megatron.model_options import contradictions, model_options
 from engines.megatron.shape import Llama3Scaling, ModelShape, YarnScaling
 from flows.config import read_toml
 from flows.flags import values_of
+from stages.convert.source_check import expected_shapes
 from storage.layouts import layout_for
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
@@ -111,6 +112,7 @@ def test_every_real_model_has_its_names_shapes_and_size(name: str) -> None:
     shape, reference = real_shape(model), meta_model(model)
     layout, expected = layout_for(shape), hub_shapes(reference)
     assert layout.hf_names() == set(expected)
+    assert expected_shapes(shape) == expected
     last = f".{shape.experts.num_experts - 1}." if shape.experts else ""
     for megatron in layout.megatron_names():
         if ".local_experts." in megatron and ".local_experts.0." not in megatron and f".local_experts{last}" not in megatron:
@@ -233,7 +235,7 @@ def test_yarn_without_mscales_has_none(checkpoints: dict[str, Path]) -> None:
         ("qwen3", {"architectures": ["MistralForCausalLM"]}, "names the architecture 'MistralForCausalLM'; Penstock converts"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu', but"),
         ("qwen3", {"attention_bias": True}, "attention_bias true"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types with 'sliding_attention'"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window true"),
         ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window true"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),

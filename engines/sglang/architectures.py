@@ -1,0 +1,49 @@
+"""The model architectures that the installed SGLang serves with code of its own, read from its source without importing it.
+
+For any other architecture SGLang falls back to transformers' code, which does not take published weights by the hub's names.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from engines.sglang.args import installed
+from engines.sources import parsed
+from storage.errors import EngineError
+
+
+def check_architecture(architecture: str) -> None:
+    """Check that the installed SGLang serves an architecture; nothing is checked where SGLang is not installed.
+
+    Raises:
+        EngineError: it does not.
+    """
+    root = installed("sglang")
+    if root is not None and not serves(architecture, root):
+        raise EngineError(
+            f"SGLang {version('sglang')} does not serve {architecture}: give --hf-checkpoint a model of another architecture, or "
+            "install an SGLang that serves this one; `penstock sft` and `penstock convert` work without it"
+        )
+
+
+@cache
+def serves(architecture: str, root: Path) -> bool:
+    """Return whether a file of `root`/srt/models registers the architecture as an `EntryClass`. Only files that name it are parsed."""
+    for path in sorted((root / "srt" / "models").glob("*.py")):
+        source = path.read_bytes()
+        if architecture.encode() in source and b"EntryClass" in source and architecture in _entry_classes(source, path):
+            return True
+    return False
+
+
+def _entry_classes(source: bytes, path: Path) -> set[str]:
+    """Names in the module's assignments to `EntryClass`, a class or a list of classes."""
+    names: set[str] = set()
+    for node in parsed(source, str(path)).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        if isinstance(node, ast.Assign | ast.AugAssign) and any(ast.unparse(target) == "EntryClass" for target in targets):
+            names |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    return names

@@ -1,0 +1,193 @@
+"""Every entry of config.json that changes a model's numbers is read, or refused by a ModelError: compared with transformers' sources."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engines.megatron.hf_config import ARCHITECTURES, shape_of
+from engines.megatron.hf_fields import FOREIGN, MODEL_TYPES
+from engines.megatron.rotary import frequencies, rotary_width, yarn_length
+from engines.megatron.shape import ModelShape, YarnScaling
+from storage.errors import ModelError
+
+# read by transformers' code of these families, and without effect on logits
+HARMLESS = {
+    "_attn_implementation", "pad_token_id", "initializer_range",  # how it computes, padding, and weights that are loaded anyway
+    "attention_dropout",  # of transformers' own training only: Penstock trains without dropout
+    "output_router_logits", "router_aux_loss_coef",  # a loss that balances experts
+    "qk_head_dim",  # derived: qk_nope_head_dim + qk_rope_head_dim
+}  # fmt: skip
+ODD = {"Glm4MoeForCausalLM": {"head_dim": 128}}  # its default heads of 42 dimensions would turn 21
+
+
+def values_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **ODD.get(architecture, {}), **changes}
+
+
+class Recorder(dict[str, Any]):
+    """A config.json that remembers which of its entries were looked at."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.seen.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_entry_that_transformers_reads_is_looked_at(architecture: str) -> None:
+    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
+    names = set(re.findall(r"config\.([a-z_]+)", source)) | set(re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source))
+    values = Recorder(values_of(architecture, use_sliding_window=True, sliding_window=None))
+    shape_of(values)
+    assert {"hidden_size", "rope_parameters"} <= names
+    assert names - HARMLESS <= values.seen
+    assert {"is_causal", "original_max_position_embeddings", "tie_word_embeddings"} <= values.seen | {
+        "original_max_position_embeddings"  # looked at where a scaling needs it
+    }
+
+
+SCALINGS = {
+    "llama3": dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": dict(rope_type="yarn", rope_theta=1e4, factor=4.0),
+}
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # entries at the top, entries among the rotary settings
+    "nowhere": ({}, {}),
+    "inside": ({}, {"original_max_position_embeddings": 64}),
+    "top": ({"original_max_position_embeddings": 64}, {}),
+    "both": ({"original_max_position_embeddings": 64}, {"original_max_position_embeddings": 128}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("LlamaForCausalLM", "llama3"),
+        ("Qwen3ForCausalLM", "yarn"),
+        ("DeepseekV3ForCausalLM", "yarn"),
+        ("Glm4ForCausalLM", "yarn"),
+    ],
+)
+def test_original_positions_are_found_where_transformers_finds_them(architecture: str, kind: str, place: str) -> None:
+    top, inside = PLACES[place]
+    fields = {"max_position_embeddings": 4096, **top, "rope_parameters": {**SCALINGS[kind], **inside}}
+    if architecture == "Glm4ForCausalLM":
+        fields["rope_parameters"]["partial_rotary_factor"] = 0.5
+    shape = shape_of(values_of(architecture, **json.loads(json.dumps(fields))))
+    config = getattr(transformers, architecture).config_class(**fields)
+    expected, length = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    torch.testing.assert_close(frequencies(shape.rotary, rotary_width(shape)), expected, rtol=1e-6, atol=0)
+    scaling = shape.rotary.scaling
+    assert (yarn_length(scaling) if isinstance(scaling, YarnScaling) else 1.0) == pytest.approx(length)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_causal": False},
+        {"rope_parameters": {**SCALINGS["yarn"], "truncate": None}},
+        {"rope_parameters": {**SCALINGS["yarn"], "truncate": False}},
+        {"rope_parameters": {**SCALINGS["yarn"], "attention_factor": 1.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        {"layer_types": ["full_attention"] * 3},
+        {"model_type": "llama"},
+        {"hidden_act": "gelu"},
+        *({name: 0.5 if neutral is None else 2 if neutral == 1 and neutral is not True else not neutral} for name, neutral in FOREIGN.items()),
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_another_model_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as error:
+        shape_of(values_of("Qwen3ForCausalLM", **changes), "there/config.json")
+    text, name = str(error.value), next(iter(changes))
+    assert text.startswith("there/config.json ") and len(text) <= 300
+    assert {"rope_parameters": "YaRN", "rope_scaling": "rope_type"}.get(name, name) in text
+
+
+def test_harmless_values_of_such_entries_change_nothing() -> None:
+    expected = shape_of(values_of("Qwen3ForCausalLM"))
+    neutral = {"is_causal": True, "model_type": "qwen3", "attention_dropout": 0.1, **FOREIGN}
+    assert shape_of(values_of("Qwen3ForCausalLM", **neutral)) == expected
+    assert shape_of(values_of("Qwen3ForCausalLM", original_max_position_embeddings=64)) == expected  # no scaling needs it
+    for model_type, architecture in MODEL_TYPES.items():
+        shape_of(values_of(architecture, model_type=model_type))
+
+
+@pytest.mark.parametrize("value", ["four", -1, 0, True, 2.5, 10**31, None, [], {}, float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "num_attention_heads", "max_position_embeddings"]
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
+    if name == "rms_norm_eps" and value == 2.5:
+        return
+    with pytest.raises(ModelError, match=name):
+        shape_of(values_of("LlamaForCausalLM", **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": "Qwen3ForCausalLM"},
+        {"architectures": [["Qwen3ForCausalLM"]]},
+        {"architectures": 3},
+        {"tie_word_embeddings": "yes"},
+        {"use_sliding_window": 1},
+        {"layer_types": "full_attention"},
+        {"rope_parameters": []},
+        {"rope_scaling": "yarn"},
+        {"rope_theta": "1e6"},
+        {"rope_theta": -1.0},
+        {"rope_parameters": {**SCALINGS["yarn"], "factor": "4"}},
+        {"rope_parameters": {**SCALINGS["yarn"], "original_max_position_embeddings": 64.5}},
+        {"rope_parameters": {"rope_type": ["yarn"]}},
+        {"head_dim": "64"},
+        {"head_dim": -64},
+        {"hidden_act": 7},
+        {"hidden_size": 8, "num_attention_heads": 32, "head_dim": None},
+        {"model_type": 5},
+    ],
+    ids=str,
+)
+def test_entries_of_another_type_are_one_sentence(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as error:
+        shape_of(values_of("Qwen3ForCausalLM") | changes)
+    assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"qwen"', "null", "true", "{", "", "[" * 100_000, "\udcff", '{"a": 1'], ids=repr)
+def test_a_config_that_is_not_an_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ModelError, match=r"config.json") as error:
+        ModelShape.from_hf(tmp_path)
+    assert len(str(error.value).replace(str(tmp_path), "")) <= 300 and "\n" not in str(error.value)
+
+
+def test_a_directory_in_place_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        ModelShape.from_hf(tmp_path)
+    with pytest.raises(ModelError, match=r"config.json"):
+        ModelShape.from_hf(tmp_path / "config.json" / "deeper")
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(ModelError, match="file"):
+        ModelShape.from_hf(tmp_path / "file")
+
+
+def test_a_hub_id_is_refused_with_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("Qwen/Qwen3-0.6B", tmp_path / "Qwen/Qwen3-0.6B", "./Qwen/Qwen3-0.6B"):
+        with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"):
+            ModelShape.from_hf(given)
+    with pytest.raises(ModelError, match="does not exist: give --hf-checkpoint"):
+        ModelShape.from_hf(tmp_path / "models" / "deeper" / "qwen")

@@ -1,0 +1,48 @@
+"""Which architectures the installed SGLang serves, told from its sources."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.megatron.hf_config import ARCHITECTURES
+from engines.sglang.architectures import check_architecture, serves
+from storage.errors import EngineError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_supported_architecture_but_the_old_glm_is_served() -> None:
+    """As SGLang 0.5.21 has it; `test_sglang_families.py` starts engines of the others."""
+    for architecture in ARCHITECTURES:
+        if architecture == "GlmForCausalLM":
+            with pytest.raises(EngineError, match=r"SGLang \d+\.\d+.* does not serve GlmForCausalLM"):
+                check_architecture(architecture)
+        else:
+            check_architecture(architecture)
+
+
+@pytest.mark.parametrize(
+    ("source", "served"),
+    [
+        ("EntryClass = FooForCausalLM", True),
+        ("EntryClass = [BarForCausalLM, FooForCausalLM]", True),
+        ("EntryClass = BarForCausalLM\nEntryClass += [FooForCausalLM]", True),
+        ("class FooForCausalLM: ...\nEntryClass = [BarForCausalLM]", False),
+        ("EntryClass = [FooForCausalLM2]", False),
+        ("FooForCausalLM = 1", False),
+    ],
+)
+def test_the_registry_is_read(source: str, served: bool, tmp_path: Path) -> None:
+    (tmp_path / "srt" / "models").mkdir(parents=True)
+    (tmp_path / "srt" / "models" / "foo.py").write_text(source)
+    assert serves("FooForCausalLM", tmp_path) is served
+
+
+def test_asking_imports_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys\nfrom engines.sglang.architectures import check_architecture\ncheck_architecture('Qwen3ForCausalLM')\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
