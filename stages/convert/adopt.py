@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from stages.convert.targets import ASSETS_DIRECTORY, RELEASE, AmongModels, above, check_room, committed_in
+from storage.errors import ModelError
 from storage.refs import CheckpointRef, Commit
 from storage.store import Store
 
@@ -24,12 +25,12 @@ def adopt(store: Store, directory: str) -> CheckpointRef:
     """Copy a converted model into the store, unless it is there already. Every hash is checked on the way.
 
     Raises:
-        ValueError: nothing says what lies in the directory.
+        ModelError: nothing says what lies in the directory.
     """
     source, name = above(directory)
     record = committed_in(source, name)
     if record is None or "identity" not in record.state:
-        raise ValueError(
+        raise ModelError(
             f"{directory} was not made by `penstock convert --save`: give the Hugging Face directory, which is converted into the store"
         )
     identity = record.state["identity"]

@@ -25,6 +25,7 @@ from stages.convert.shares import Parts, Progress, Record, Tally, write_files
 from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, check_room
 from stages.convert.torch_dist_files import write_boxes, write_metadata
 from stages.convert.verify import check_source, verify_conversion
+from storage.errors import ModelError
 from storage.faults import reach
 from storage.layouts import layout_for
 from storage.refs import CheckpointRef, Commit, FileRecord
@@ -226,7 +227,7 @@ def finish(work: Conversion, *, verify: bool = True, on_progress: Progress | Non
     """Write what makes the shares a checkpoint, look whether it is right, and make it visible. See `convert_hf`."""
     records, written = work.parts.records(), time.time()
     if untouched(work.hf_dir) != work.lies:
-        raise ValueError(f"{work.hf_dir} was changed while it was converted: leave it alone and convert again")
+        raise ModelError(f"{work.hf_dir} was changed while it was converted: leave it alone and convert again")
     files = [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
     spans = [(part.share, record["spans"]) for part, record in records if isinstance(part, Written)]
     hashes = {part.path.name: record["xxh3"] for part, record in records if isinstance(part, SourceFile)}

@@ -24,7 +24,6 @@ from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -40,11 +39,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from engines.megatron.safe_load import METADATA, read_metadata
 from engines.megatron.stored import StoredModel, StoredPiece
 from stages.convert.plan import Box, Share
 from stages.convert.saved_tensor import seen
+from storage.errors import ModelError
 
-METADATA = ".metadata"
 Chunks = Iterable[memoryview]
 
 
@@ -161,16 +161,12 @@ class TorchDistWeights:
         stored: where the parameters lie.
 
     Raises:
-        ValueError: no checkpoint, or one of another model.
+        ModelError: no checkpoint, a damaged one, or one of another model.
     """
 
     def __init__(self, directory: str | Path, stored: StoredModel) -> None:
         self.directory, self.stored = Path(directory), stored
-        if not (self.directory / METADATA).is_file():
-            raise ValueError(
-                f"{directory} is no torch_dist checkpoint (no {METADATA}): give a checkpoint that was saved to the end"
-            )
-        metadata = dcp.FileSystemReader(self.directory).read_metadata()
+        metadata = read_metadata(self.directory)
         self.places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in stored.pieces.items():
@@ -184,7 +180,10 @@ class TorchDistWeights:
         num_stacked = {piece.key: len(piece.sizes) - len(piece.part) for pieces in stored.pieces.values() for piece in pieces}
         for key, count in num_stacked.items():
             for box in self.tensors[key].chunks:
-                assert all(size == 1 for size in box.sizes[:count]), f"{key} has boxes of several layers"
+                if any(size != 1 for size in box.sizes[:count]):
+                    raise ModelError(
+                        f"{self.directory}: {key} has several layers or experts in one piece: save it with Megatron's names"
+                    )
                 self._boxes[key, tuple(box.offsets[:count])].append(box)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -229,7 +228,7 @@ class TorchDistWeights:
         there = dataclasses.replace(self.tensors[piece.key], chunks=self._boxes[piece.key, stacked])
         items = create_read_items_for_chunk_list(piece.key, there, [box])
         if sum(item.lengths.numel() for item in items) != torch.Size(piece.sizes).numel():
-            raise ValueError(f"{self.directory}: {piece.key} has holes at {name}: give a checkpoint that was saved to the end")
+            raise ModelError(f"{self.directory}: {piece.key} has holes at {name}: give a checkpoint that was saved to the end")
         return items
 
     def _load(self, name: str, item: ReadItem) -> Tensor:
@@ -243,7 +242,7 @@ class TorchDistWeights:
                     box = cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory}: {name} cannot be read ({type(error).__name__}: {reason}): {place.relative_path} is missing or damaged, "
                 "give another checkpoint"
             ) from error
@@ -267,12 +266,12 @@ class TorchDistWeights:
     def _check(self, name: str, piece: StoredPiece) -> None:
         found = self.tensors.get(piece.key)
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory} has no tensor {piece.key!r}, needed for {name}: it is a checkpoint of another model"
             )
         shape, needed = tuple(found.size), piece.stored_shape
         fits = shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed
         if not fits:
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: give its own assets"
             )
