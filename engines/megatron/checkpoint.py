@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from engines.megatron.model import HEAD
 from engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
 from engines.megatron.safe_load import SafeReader, read_common, read_metadata, read_object
+from engines.megatron.stored_names import te_key
 from engines.megatron.value import VALUE_HEAD, ValueModel
 from storage.errors import ModelError, PenstockError
 from storage.faults import reach
@@ -172,7 +173,9 @@ def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, 
 def load_weights(engine: MegatronEngine, directory: str | Path) -> None:
     """Take the model out of a converted or a training checkpoint, with a fresh optimizer. Called by all ranks."""
     _check(directory)
-    state = _model_state(engine)
+    state, keys = _model_state(engine), read_metadata(directory).state_dict_metadata
+    for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):
+        entry.key = te_key(engine.shape, entry.key)  # names of a checkpoint that was converted for TransformerEngine
     heads = _heads_missing_in(directory, engine)
     for key in heads:
         del state[key][HEAD]

@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -41,10 +43,12 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from engines.megatron.safe_load import METADATA, read_metadata
 from engines.megatron.stored import StoredModel, StoredPiece
+from engines.megatron.stored_names import found_in
 from stages.convert.plan import Box, Share
 from stages.convert.saved_tensor import seen
 from storage.errors import ModelError
 
+EMPTY_OBJECT = "extra_state.distcp"  # the file of objects without content
 Chunks = Iterable[memoryview]
 
 
@@ -127,16 +131,19 @@ def _without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def write_metadata(directory: Path, stored: StoredModel, shares: Sequence[tuple[Share, Sequence[tuple[int, int]]]]) -> None:
+def write_metadata(
+    directory: Path, stored: StoredModel, shares: Sequence[tuple[Share, Sequence[tuple[int, int]]]], objects: Sequence[str] = ()
+) -> None:
     """Write the file that says where every box lies. The same shares give the same bytes.
 
     Args:
         directory: of the checkpoint.
         stored: shapes of the stored tensors.
         shares: each with the (first byte, length) of its boxes.
+        objects: keys of empty objects. They are all alike, so one stands for all, in a file that is written too.
     """
     shapes = {piece.key: piece.stored_shape for pieces in stored.pieces.values() for piece in pieces}
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for share, spans in shares:
         for box, (start, length) in zip(share.boxes, spans, strict=True):
@@ -144,8 +151,13 @@ def write_metadata(directory: Path, stored: StoredModel, shares: Sequence[tuple[
             entry = TensorStorageMetadata(TensorProperties(dtype=box.dtype), torch.Size(shapes[box.key]), [])
             tensors.setdefault(box.key, entry).chunks.append(ChunkStorageMetadata(offset, sizes))
             places[MetadataIndex(box.key, offset)] = _StorageInfo(share.file, start, length)
-    # no `storage_meta`: it holds a random number and the path of a directory that may be moved
-    metadata = Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)  # type: ignore[arg-type]
+    if objects:
+        torch.save([None], directory / EMPTY_OBJECT)
+        place = _StorageInfo(EMPTY_OBJECT, 0, (directory / EMPTY_OBJECT).stat().st_size)
+        tensors |= {key: BytesStorageMetadata() for key in objects}
+        places |= {MetadataIndex(key): place for key in objects}
+    # an empty `storage_meta`: torch's own holds a random number and the path of a directory that may be moved
+    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
 
@@ -158,15 +170,16 @@ class TorchDistWeights:
 
     Args:
         directory: converted model or training checkpoint; optimizer and random state are left alone.
-        stored: where the parameters lie.
+        stored: where the parameters lie; the checkpoint may have them under any of Megatron's names (`stored_names.py`).
 
     Raises:
         ModelError: no checkpoint, a damaged one, or one of another model.
     """
 
     def __init__(self, directory: str | Path, stored: StoredModel) -> None:
-        self.directory, self.stored = Path(directory), stored
+        self.directory = Path(directory)
         metadata = read_metadata(self.directory)
+        self.stored = stored = found_in(stored, metadata.state_dict_metadata)
         self.places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in stored.pieces.items():
