@@ -44,6 +44,9 @@ _KNOWN: dict[str, Any] = {f"{built.__module__}.{built.__qualname__}": built for 
 _KNOWN["pathlib._local.PosixPath"] = pathlib.PosixPath  # Python 3.13
 
 
+_PLAIN: dict[str, Any] = {"argparse.Namespace": argparse.Namespace, "pathlib.PosixPath": pathlib.PosixPath}
+
+
 class _StandIn:
     """An object of a class that is not imported: its arguments and state, and nothing that runs."""
 
@@ -118,14 +121,15 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
         ModelError: it is damaged, or names a class that is not plain data.
     """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace, pathlib.PosixPath]):
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
-            refused = sorted(name for name in named if not _stands_in(name))
-            if refused:
-                raise _refused(where, refused[0])
-            stream.seek(0)
-            with torch.serialization.safe_globals([(_stand_in(name), name) for name in named]):
-                return torch.load(stream, map_location="cpu", weights_only=True)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
+        if refused := sorted(name for name in named if name not in _PLAIN and not _stands_in(name)):
+            raise _refused(where, refused[0])
+        stream.seek(0)
+        allowed = [
+            (_PLAIN.get(name) or _stand_in(name), name) for name in named
+        ]  # none that is allowed already: it would not be afterwards
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except PenstockError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

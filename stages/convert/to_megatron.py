@@ -5,6 +5,7 @@ Only the model is carried over, one parameter at a time; optimizer and random st
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, T
 from stages.convert.to_hf import _files, _lies
 from stages.convert.to_torch_dist import Written
 from stages.convert.torch_dist_files import TorchDistWeights, write_boxes, write_metadata
-from storage.refs import CheckpointRef, Commit, FileRecord
+from storage.refs import CheckpointRef, Commit, FileRecord, commit_key
 from storage.store import Store
 
 FORMAT = 1  # of what an unfinished export leaves behind: another one is begun anew
@@ -65,7 +66,7 @@ def rewrite(
     source: Path,
     assets_dir: Path,
     target: Target,
-    identity: str,
+    identity: str | None,
     names: MegatronNames,
     on_progress: Progress | None = None,
     *,
@@ -77,7 +78,7 @@ def rewrite(
         source: with `.metadata`, under any of Megatron's names.
         assets_dir: as in `export_megatron`.
         target: of the result.
-        identity: of the result.
+        identity: of the result; None: told by its content.
         names: of the tensors in it.
         on_progress: called with the bytes written and the bytes in all.
         extra: also write the empty objects that plain Megatron asks for.
@@ -112,13 +113,18 @@ def rewrite(
         summary={"convert/num_bytes": sum(part.num_bytes for part in parts.parts)},
         state={"shape": shape.model_dump(), "headers": "", "carried": 0, "skipped": {"count": 0, "bytes": 0}},
     )
-    ref = target.publish(identity, commit)
+    ref = target.publish(identity or _content_identity([record for _, record in records], assets_dir), commit)
     parts.forget()
     return ref
 
 
 def _identity(checkpoint: Commit | str, assets_dir: Path, names: MegatronNames) -> str:
     return xxhash.xxh3_64_hexdigest(f"{FORMAT} {_lies(checkpoint)} {small_files(assets_dir)} {names}".encode())
+
+
+def _content_identity(records: list[Record], assets_dir: Path) -> str:
+    hashes = [file["xxh3"] for record in records for file in record["files"]]
+    return f"megatron-{xxhash.xxh3_128_hexdigest(f'{hashes} {small_files(assets_dir)}'.encode())}"
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,12 @@ def adopt_megatron(store: Store, directory: str, assets_dir: str | Path) -> Chec
     source = megatron_directory(directory)
     assert source is not None, f"{directory} holds no torch_dist checkpoint"
     assets_dir = source / ASSETS_DIRECTORY if (source / ASSETS_DIRECTORY / "config.json").is_file() else Path(assets_dir)
-    identity = f"megatron-{_identity(str(source), assets_dir, 'local')}"
-    target = AmongModels(store, identity)
-    return target.standing(identity) or rewrite(source, assets_dir, target, identity, "local")
+    untouched = _identity(str(source), assets_dir, "local")
+    target, memo = AmongModels(store, untouched), f"models/sources/megatron-{untouched}.json"
+    known = store.read_json(memo)
+    if known and (standing := target.standing(known["identity"])):
+        return standing
+    ref = rewrite(source, assets_dir, target, None, "local")
+    identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
+    store.create(memo, json.dumps({"identity": identity}).encode())
+    return ref

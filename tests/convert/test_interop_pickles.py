@@ -173,3 +173,10 @@ def test_classes_of_training_scripts_become_inert(monkeypatch: pytest.MonkeyPatc
     assert (args.num_layers, args.params_dtype) == (2, torch.bfloat16)
     assert args.backend.args == (1,) and not isinstance(args.backend, enum.Enum)
     assert "megatron.foreign" not in sys.modules
+
+
+def test_reading_leaves_torchs_own_list_of_allowed_classes_as_it_was(checkpoint: Path) -> None:
+    """Megatron registers `argparse.Namespace` for its own loader; torch's context manager would take it away."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        read_common(checkpoint)
+        assert torch.load(checkpoint / COMMON)["args"].num_layers == 2
