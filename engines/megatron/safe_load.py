@@ -125,9 +125,8 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
         if refused := sorted(name for name in named if name not in _PLAIN and not _stands_in(name)):
             raise _refused(where, refused[0])
         stream.seek(0)
-        allowed = [
-            (_PLAIN.get(name) or _stand_in(name), name) for name in named
-        ]  # none that is allowed already: it would not be afterwards
+        # only names that are not allowed already: torch takes away whatever is given here when the block ends
+        allowed: list[Any] = [(_PLAIN.get(name) or _stand_in(name), name) for name in named]
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except PenstockError:

@@ -19,6 +19,8 @@ from engines.megatron import stored
 from engines.megatron.safe_load import read_common, read_metadata
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import stored_model
+from flows import flags
+from flows.preflight import _check_algorithm
 from stages.convert.adopt import config_directory, megatron_directory
 from stages.convert.export import Origin
 from stages.convert.hf_files import HFWeights
@@ -193,6 +195,16 @@ def test_tracker_names_the_directory(tiny_model: Path, tmp_path: Path) -> None:
         else:
             with pytest.raises(ModelError, match="latest_checkpointed_iteration"):
                 megatron_directory(tmp_path / "model")
+
+
+def test_preflight_accepts_a_megatron_reference(tiny_model: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "model"))
+    (tmp_path / "model" / "release" / "hf_assets" / "config.json").unlink()  # Megatron writes none
+    words = ["--hf-checkpoint", str(tiny_model), "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
+    _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
+    (tmp_path / "model" / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(ModelError, match="iter_0000005"):
+        _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
 
 
 def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp_path: Path) -> None:
