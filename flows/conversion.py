@@ -30,7 +30,7 @@ def converted(
     """The Hugging Face checkpoint of a config as torch_dist, in the store or where `convert_save` says."""
     from stages.convert import to_torch_dist
 
-    source, mtp, save = config.hf_checkpoint, config.mtp, config.convert_save
+    source, mtp, save, names = config.hf_checkpoint, config.mtp, config.convert_save, config.megatron_names or "local"
     with _watched(report, config.convert_ranks) as tell:
         if config.convert_ranks == 1:
             return cluster.run(
@@ -42,9 +42,10 @@ def converted(
                 check_logits=config.check_logits,
                 mtp=mtp,
                 save=save,
+                names=names,
                 timeout=config.convert_timeout,
             )
-        work = cluster.run(to_torch_dist.prepare, store, source, mtp=mtp, save=save, timeout=config.convert_timeout)
+        work = cluster.run(to_torch_dist.prepare, store, source, mtp=mtp, save=save, names=names, timeout=config.convert_timeout)
         if isinstance(work, CheckpointRef):
             return work
         _side_by_side(cluster, to_torch_dist.write_shares, work, tell, config.convert_timeout)
@@ -54,24 +55,30 @@ def converted(
 
 
 def taken_in(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
-    """Another model, a Hugging Face or a converted one, as torch_dist in the store."""
-    from stages.convert.adopt import adopt, is_converted
+    """Another model, from Hugging Face files, a converted directory or one of Megatron's, as torch_dist in the store."""
+    from stages.convert import to_megatron
+    from stages.convert.adopt import adopt, is_converted, megatron_directory
 
     if is_converted(path):
         return cluster.run(adopt, store, path, timeout=config.convert_timeout)
+    if megatron_directory(path):
+        return cluster.run(to_megatron.adopt_megatron, store, path, config.hf_checkpoint, timeout=config.convert_timeout)
     return converted(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
 
 
 def exported(
     cluster: Cluster, store: Store, checkpoint: Commit | str, config: ConvertConfig, *, report: Report | None = None
 ) -> CheckpointRef:
-    """A checkpoint as a Hugging Face directory where `convert_save` says."""
-    from stages.convert import to_hf
+    """A checkpoint where `convert_save` says: as a Hugging Face directory, or for Megatron if `megatron_names` says so."""
+    from stages.convert import to_hf, to_megatron
     from stages.convert.export import Origin
 
     assert config.convert_save, "there is no default place"
     origin = Origin(Path(config.hf_checkpoint), config.export_dtype, config.export_vocab_size, config.mtp)
     with _watched(report, config.convert_ranks) as tell:
+        if config.megatron_names:
+            args = (store, checkpoint, config.hf_checkpoint, config.convert_save, config.megatron_names, tell[0])
+            return cluster.run(to_megatron.export_megatron, *args, timeout=config.convert_timeout)
         place = (store, checkpoint, origin, config.convert_save)
         if config.convert_ranks == 1:
             return cluster.run(to_hf.export_to, *place, tell[0], timeout=config.convert_timeout)

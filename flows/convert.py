@@ -20,13 +20,16 @@ from flows.prefect_api import wait_for_api
 from flows.preflight import preflight
 from flows.runs import open_store, recorded
 from flows.words import size
-from stages.convert.targets import ASSETS_DIRECTORY, TRACKER, above, committed_in
+from stages.convert.adopt import megatron_directory
+from stages.convert.config import ConvertConfig
+from stages.convert.targets import ASSETS_DIRECTORY, above, committed_in
 from storage.errors import OptionError
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.store import Store
 
 USAGE = """penstock convert --hf-checkpoint A [--save B] [--verify] [--mtp keep] [--convert-ranks N]
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N] [--convert-ranks N]
+penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names te
 
   Makes a Hugging Face checkpoint into torch_dist, which Megatron loads at any parallel sizes, or a torch_dist checkpoint into a Hugging Face
   directory. The model's shape is read from config.json. What a killed conversion has finished is not done again; nothing is visible
@@ -36,6 +39,8 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype 
   --save            directory or URI for the result (Megatron's `release` in it). Without it: models/ in the store, where runs look (--store)
   --verify          also read the result back bit for bit, and report what was compared
   --check-logits    false: do not compare logits with transformers' (a few tokens, the whole of a small model, a few layers of a large one)
+  --megatron-names  local (default) or te: names of Megatron's own layers, or TransformerEngine's; with --load, write torch_dist and not
+                    Hugging Face files
   --mtp keep        carry the tensors of multi-token prediction layers through to every export; they are left out otherwise
   --convert-ranks   processes that share the work (default 1)
 
@@ -70,6 +75,8 @@ def completed(config: PostTrainConfig) -> PostTrainConfig:
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:
         options.convert_save = str(Path(options.convert_save).resolve())  # processes elsewhere have other working directories
+    if options.megatron_names:
+        _check_megatron_names(options)
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
             raise OptionError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
@@ -81,6 +88,16 @@ def completed(config: PostTrainConfig) -> PostTrainConfig:
     origin = options.origin_hf_dir or options.hf_checkpoint or _own_origin(config)
     values = config.model_dump()
     return validated({**values, "convert": {**values["convert"], "hf_checkpoint": origin}})
+
+
+def _check_megatron_names(options: ConvertConfig) -> None:
+    if options.convert_save is None:
+        raise OptionError("--megatron-names is for --save, and the store has names of its own: add --save, or leave it out")
+    hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": options.export_vocab_size}
+    if options.convert_load and (unfit := [flag for flag, value in hf_only.items() if value is not None]):
+        raise OptionError(
+            f"{unfit[0]} is for Hugging Face files, and --megatron-names asks for torch_dist: leave one of them out"
+        )
 
 
 @flow(name="convert", validate_parameters=True)
@@ -214,11 +231,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
     named = config.convert.convert_load or ""
     path = Path(named)
     if path.is_dir():
-        tracker = path / TRACKER
-        if (path / ".metadata").is_file() or not tracker.is_file():
-            return str(path.resolve())
-        word = tracker.read_text().strip()
-        return str((path / (word if not word.isdigit() else f"iter_{int(word):07d}")).resolve())
+        return str((megatron_directory(path) or path).resolve())
     store, (run, _, version) = _store(config), named.partition("/")
     keys = RunKeys(run)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")

@@ -103,7 +103,10 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
     from stages.plugins import load_checked
 
     for name, path in train.models_beside.items():
-        other = type(shape).from_hf(config_directory(path))
+        directory = config_directory(path)
+        if directory is None:
+            continue  # written by Megatron: its tensors are compared with the policy's when it is copied into the store
+        other = type(shape).from_hf(directory)
         mine, theirs = shape.model_dump(), other.model_dump()
         different = sorted(
             key for key in mine if mine[key] != theirs[key] and key not in ("architecture", "max_position_embeddings")

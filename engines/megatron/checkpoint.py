@@ -10,24 +10,37 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 
 from engines.megatron.model import HEAD
 from engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
+from engines.megatron.safe_load import SafeReader, read_common, read_metadata, read_object
+from engines.megatron.stored_names import te_key
 from engines.megatron.value import VALUE_HEAD, ValueModel
+from storage.errors import ModelError, PenstockError
 from storage.faults import reach
 
 if TYPE_CHECKING:
@@ -51,6 +64,58 @@ class PlainWriter(TorchDistSaveShardedStrategy):
             storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=8 if torch.cuda.is_available() else 1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+class SafeLoadStrategy(TorchDistLoadShardedStrategy):
+    """Megatron's loading of tensors and objects, with unpickling restricted to plain data (`safe_load.py`)."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        tensors = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
+        flat, paths, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        loaded = mcore_to_pyt_state_dict(flat, True)
+        planner = _SafePlanner(
+            shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch},
+        )
+        planner.directory = str(checkpoint_dir)
+        reader = SafeReader(checkpoint_dir)
+        try:
+            dcp.load(loaded, storage_reader=reader, planner=planner)
+        except CheckpointException as error:
+            _raise_cause(error, checkpoint_dir)
+        unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in loaded.items()}
+        result = _replace_sharded_keys_with_state_dict_keys(unwrapped, paths, renamed)
+        _restore_dict_types(result, sharded_state_dict)
+        return result
+
+
+def _raise_cause(error: CheckpointException, directory: str | Path) -> NoReturn:
+    """Raise what a rank has refused, out of torch's collection of all ranks' errors, which is not even an `Exception`."""
+    failures = [failure for failure, _ in error.failures.values()]
+    for failure in failures:
+        if isinstance(failure, PenstockError):
+            raise failure from error
+        if isinstance(failure, (KeyError, CheckpointingException)) or "Missing key in checkpoint" in str(failure):
+            reason = str(failure).partition("\n")[0][:150]
+            raise ModelError(
+                f"{directory} is a checkpoint of another model or another Megatron ({reason}): give another one"
+            ) from error
+    raise error
+
+
+class _SafePlanner(MCoreLoadPlanner):
+    directory = ""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        key = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[key], read_object(value, f"{self.directory}: {key}"))
+
+
+class SafeCommonStrategy(TorchCommonLoadStrategy):
+    """Megatron's loading of `common.pt`, restricted likewise."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return read_common(checkpoint_dir)
 
 
 def save_checkpoint(engine: MegatronEngine, directory: str | Path, step_state: dict[str, Any]) -> None:
@@ -89,14 +154,14 @@ def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, 
         the `step_state` that was saved.
     """
     _check(directory)
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    common = read_common(directory)
     if "step_state" not in common:
-        raise ValueError(f"{directory} holds a model without an optimizer (a converted checkpoint): load its weights only")
+        raise ModelError(f"{directory} holds a model without an optimizer (a converted checkpoint): load its weights only")
     state = _sharded_state(engine, is_loading=True)
     same_layout = common["random_layout"] == _random_layout(engine)
     if same_layout:
         state["random"] = _random_object(None)
-    loaded = dist_checkpointing.load(state, str(directory))
+    loaded = _load(state, directory)
     _load_model(engine, loaded)
     load_state(engine.optimizer, loaded["optimizer"])
     set_schedule(engine.scheduler, loaded["num_scheduled_steps"])
@@ -108,11 +173,13 @@ def load_checkpoint(engine: MegatronEngine, directory: str | Path) -> dict[str, 
 def load_weights(engine: MegatronEngine, directory: str | Path) -> None:
     """Take the model out of a converted or a training checkpoint, with a fresh optimizer. Called by all ranks."""
     _check(directory)
-    state = _model_state(engine)
+    state, keys = _model_state(engine), read_metadata(directory).state_dict_metadata
+    for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):
+        entry.key = te_key(engine.shape, entry.key)  # names of a checkpoint that was converted for TransformerEngine
     heads = _heads_missing_in(directory, engine)
     for key in heads:
         del state[key][HEAD]
-    loaded = dist_checkpointing.load(state, str(directory))
+    loaded = _load(state, directory)
     for key, head in heads.items():
         loaded[key][HEAD] = head
     _load_model(engine, loaded)
@@ -149,9 +216,13 @@ def state_digest(engine: MegatronEngine) -> dict[str, str]:
 
 def _check(directory: str | Path) -> None:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise ValueError(
-            f"{directory} is no torch_dist checkpoint (no metadata.json in it): give a converted or a training checkpoint"
+        raise ModelError(
+            f"{directory} is not a torch_dist checkpoint (no metadata.json in it): give a converted or a training checkpoint"
         )
+
+
+def _load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+    return dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
 
 
 def _metadata() -> dict[str, Any]:
@@ -166,7 +237,7 @@ def _metadata() -> dict[str, Any]:
 
 def _heads_missing_in(directory: str | Path, engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Initial heads of a value model that begins at a policy, by the key of their chunk in `_model_state`."""
-    if engine.role == "policy" or VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(directory)):
+    if engine.role == "policy" or VALUE_HEAD in read_metadata(directory).state_dict_metadata:
         return {}
     chunks = zip(_model_keys(engine), engine.chunks, strict=True)
     return {key: chunk.initial_head() for key, chunk in chunks if isinstance(chunk, ValueModel) and chunk.post_process}

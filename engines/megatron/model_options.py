@@ -67,6 +67,29 @@ def model_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def training_args(shape: ModelShape) -> dict[str, Any]:
+    """Return what the arguments of a Megatron training script would be for this model on one rank, as its checkpoints record them."""
+    options = model_options(shape)
+    return {
+        **options,
+        "norm_epsilon": shape.norm_epsilon,
+        "num_experts": shape.experts.num_experts if shape.experts else None,
+        "swiglu": True,
+        "kv_channels": options.get("kv_channels", shape.head_dim),
+        "q_lora_rank": shape.latent.q_lora_rank if shape.latent else None,
+        "seq_length": shape.max_position_embeddings,
+        "padded_vocab_size": shape.vocab_size,
+        "make_vocab_size_divisible_by": 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": 1,
+        "ckpt_format": "torch_dist",
+    }
+
+
 def _grouped(shape: ModelShape) -> dict[str, Any]:
     return dict(
         group_query_attention=shape.num_query_groups < shape.num_attention_heads,

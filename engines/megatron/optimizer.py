@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from engines.megatron.model import PolicyModel
 from engines.megatron.offload import Offload, put_away
 from engines.megatron.transformer_config import with_overrides
+from storage.errors import OptionError
 
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 SCHEDULE = ("lr_decay_style", "lr_warmup_iters")  # and lr_decay_iters, unless the style is constant
@@ -58,7 +59,7 @@ def build_optimizer(
             `optimizer_offload_fraction` says otherwise.
 
     Raises:
-        ValueError: an option that cannot be honoured.
+        OptionError: an option that cannot be honoured.
     """
     overrides = dict(overrides)
     fraction = _offload_fraction(overrides)
@@ -89,9 +90,9 @@ def _offload_fraction(overrides: dict[str, Any]) -> float:
     """Share of the moments to be kept in host memory; its two options are taken out, since Megatron would offload itself."""
     wanted, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
     if not 0 <= fraction <= 1:
-        raise ValueError(f"megatron option optimizer_offload_fraction = {fraction}: give a share between 0 and 1")
+        raise OptionError(f"megatron option optimizer_offload_fraction = {fraction}: give a share between 0 and 1")
     if overrides.get("use_precision_aware_optimizer"):
-        raise ValueError(
+        raise OptionError(
             "megatron option use_precision_aware_optimizer needs TransformerEngine's Adam, which Penstock has not: drop it"
         )
     return fraction if wanted else 0.0
@@ -164,13 +165,13 @@ def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> Op
     """Learning rate over optimizer steps: linear warm-up from 0, then constant, linear or cosine.
 
     Raises:
-        ValueError: a decaying schedule without an end, or one that ends inside its warm-up.
+        OptionError: a decaying schedule without an end, or one that ends inside its warm-up.
     """
     style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
     if style == "constant":
         decay = warmup + 1  # not used
     elif decay is None or decay <= warmup:
-        raise ValueError(
+        raise OptionError(
             f"--lr-decay-style {style} with {warmup} warm-up steps ends at --lr-decay-iters {decay}: give a number above {warmup}"
         )
     return OptimizerParamScheduler(

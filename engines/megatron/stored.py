@@ -1,13 +1,13 @@
 """Where Megatron keeps a model's weights inside a torch_dist checkpoint, told without any weights.
 
-A checkpoint's names are not those of parameters: layers are stacked along a new first axis, norms go by the names they have in
-TransformerEngine, and gated projections lie in two pieces. A meta model knows all of it, so `stages/convert` asks here and needs
+A checkpoint's names are not those of parameters: layers are stacked along a new first axis, norms go by other names
+(`stored_names.py`), and gated projections lie in two pieces. A meta model knows all of it, so `stages/convert` asks here and needs
 no model in memory. Saving and loading a running trainer is `checkpoint.py`'s.
 """
 
 from __future__ import annotations
 
-import io
+import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 
 from engines.megatron.door import open_door
+from engines.megatron.model_options import training_args
 from engines.megatron.parallel import init_parallel, shutdown_parallel
+from engines.megatron.safe_load import COMMON
 from engines.megatron.shape import ModelShape
+from engines.megatron.stored_names import te_key
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class StoredPiece:
 
 @dataclass
 class StoredModel:
-    """Every parameter's pieces, and the small objects that Megatron's loader expects beside them."""
+    """Every parameter's pieces."""
 
     pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)  # global parameter name -> pieces
-    objects: dict[str, bytes] = field(default_factory=dict)  # key -> content
+    te_keys: dict[str, str] = field(default_factory=dict)  # local key -> TransformerEngine's (`stored_names.py`)
+    num_layers: int = 0
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a parameter."""
@@ -49,28 +53,32 @@ class StoredModel:
 def stored_model(shape: ModelShape) -> StoredModel:
     """How a checkpoint of a model of this shape is laid out. Makes a world of one rank for the call if there is none."""
     with _single_rank():
-        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         from engines.megatron.model import build_meta_model
 
-        stored = StoredModel()
+        stored = StoredModel(num_layers=shape.num_layers)
         for name, entry in build_meta_model(shape).sharded_state_dict().items():
-            if isinstance(entry, ShardedObject):  # `_extra_state`: empty without TransformerEngine, but missing it is an error
-                stored.objects[entry.unique_key] = _serialized([entry.data])
-                continue
             boxes = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             assert all(isinstance(box, ShardedTensor) for box in boxes), f"{name} has an unknown kind of sharding"
             stored.pieces[name] = [_piece(box) for box in boxes]
+            stored.te_keys |= {piece.key: te_key(shape, piece.key) for piece in stored.pieces[name]}
         return stored
 
 
-def describe_checkpoint(directory: Path) -> None:
-    """Write the two files that make a directory of tensors a Megatron checkpoint: the last thing to do."""
+def describe_checkpoint(directory: Path, shape: ModelShape) -> None:
+    """Write `metadata.json` and `common.pt`, which make a directory of tensors a Megatron checkpoint. The latter holds what training
+    scripts and converters look for: the model as Megatron's command line would say it, and whether layers are stacked."""
     open_door()
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-    torch.save({}, directory / COMMON_STATE_FNAME)
+    common = {
+        "args": argparse.Namespace(**training_args(shape)),
+        "iteration": 0,
+        "checkpoint_version": 3.0,
+        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": shape.experts is not None},
+    }
+    torch.save(common, directory / COMMON)
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
@@ -88,12 +96,6 @@ def _piece(box: object) -> StoredPiece:
         padded=box.allow_shape_mismatch,
         part=tuple(slice(start, start + size) for start, size in zip(box.global_offset[stacked:], box.local_shape)),
     )
-
-
-def _serialized(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 @contextmanager

@@ -34,6 +34,9 @@ class ConvertConfig(StageConfig):
     export_vocab_size: int | None = option(None, change="placement", ge=1)
     """For --load: rows of embedding and head to keep, where that is not config.json's vocab_size."""
 
+    megatron_names: Literal["local", "te"] | None = option(None, change="placement")
+    """For --save: torch_dist under the names of Megatron's local layers or of TransformerEngine's; with --load in place of Hugging Face files."""
+
     convert_verify: bool = option(False, change="placement")
     """`penstock convert --verify`: read the result back bit for bit, and report what was compared."""
 

@@ -72,7 +72,6 @@ def plan_shares(layout: Layout, stored: StoredModel, weights: HFWeights, share_b
         weights: only names, shapes and places are used.
         share_bytes: a share holds at most this much, or one box.
     """
-    assert not stored.objects, f"objects are not planned: {list(stored.objects)}"
     runs = _RunFinder(layout, weights.info)
     found: list[tuple[tuple[int, int], Box]] = []
     for name, pieces in stored.pieces.items():

@@ -37,7 +37,16 @@ def seen(memory: mmap.mmap, start: int, length: int) -> Tensor | None:
             at = start + _first_byte(memory, start, described)
             found = _Reader(io.BytesIO(memory[at : at + described.file_size])).load()
             member = archive.getinfo(f"{described.filename.removesuffix('data.pkl')}data/{found.storage}")
-    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, LookupError, AttributeError, ValueError, EOFError):
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        StopIteration,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        EOFError,
+    ):
         return None
     count = math.prod(found.size)
     plain = found.offset == 0 and found.stride == _contiguous(found.size) and member.compress_type == zipfile.ZIP_STORED

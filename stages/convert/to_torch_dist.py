@@ -16,6 +16,7 @@ import xxhash
 
 from engines.megatron.shape import ModelShape
 from engines.megatron.stored import StoredModel, describe_checkpoint, stored_model
+from engines.megatron.stored_names import MegatronNames, extra_states, renamed
 from stages.convert.export import Mtp
 from stages.convert.hf_assets import CARRIED, copy_assets, fingerprint, headers, untouched
 from stages.convert.hf_files import HFWeights
@@ -77,6 +78,7 @@ class Conversion:
     fingerprint: str | None  # of the source, if it is known already
     carried: list[str]  # tensors to be copied as they are
     skipped: list[str]  # tensors that are not
+    names: MegatronNames = "local"
     skipped_bytes: int = 0
     began: float = field(default_factory=time.time)
 
@@ -87,7 +89,7 @@ class Conversion:
 
     def identity(self, found: str) -> str:
         """What the result is, given the source's fingerprint."""
-        return f"{found}-mtp" if self.carried else found
+        return found + ("-mtp" if self.carried else "") + ("" if self.names == "local" else f"-{self.names}")
 
 
 def convert_hf(
@@ -99,6 +101,7 @@ def convert_hf(
     check_logits: bool = False,
     mtp: Mtp = "skip",
     save: str | None = None,
+    names: MegatronNames = "local",
 ) -> CheckpointRef:
     """Convert a model in this process; a model that was converted before is only looked up.
 
@@ -110,13 +113,14 @@ def convert_hf(
         check_logits: compare a few logits with transformers', which imports it: `penstock` does so by default.
         mtp: whether tensors of multi-token prediction layers, which are not trained, are left out or carried along.
         save: directory or URI for the result, in place of the store.
+        names: of the stored tensors, for `save`: those of Megatron's local layers or of TransformerEngine's.
 
     Raises:
         ModelError: an unknown architecture, damaged files, tensors that do not fit config.json, or other logits than transformers'.
         OptionError: a place that is taken.
         StoreError: no room, or the disk became full on the way.
     """
-    work = prepare(store, hf_dir, mtp=mtp, save=save)
+    work = prepare(store, hf_dir, mtp=mtp, save=save, names=names)
     if isinstance(work, CheckpointRef):
         return work
     write_shares(work, on_progress=on_progress and (lambda done, total: on_progress(done, total * (2 if verify else 1))))
@@ -124,7 +128,13 @@ def convert_hf(
 
 
 def prepare(
-    store: Store, hf_dir: str | Path, *, mtp: Mtp = "skip", save: str | None = None, share_bytes: int = SHARE_BYTES
+    store: Store,
+    hf_dir: str | Path,
+    *,
+    mtp: Mtp = "skip",
+    save: str | None = None,
+    names: MegatronNames = "local",
+    share_bytes: int = SHARE_BYTES,
 ) -> Conversion | CheckpointRef:
     """Look whether it is done already; if not, check the source by its headers and plan the work. See `convert_hf`."""
     hf_dir = Path(hf_dir).resolve()
@@ -132,7 +142,8 @@ def prepare(
     with HFWeights(hf_dir) as weights:
         layout, lies = layout_for(shape), untouched(hf_dir)
         extra = sorted(name for name in weights.info if layout.carried(name))
-        name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {share_bytes} {lies} {mtp if extra else ''}".encode())
+        form = f"{mtp if extra else ''}{'' if names == 'local' else f' {names}'}"
+        name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {share_bytes} {lies} {form}".encode())
         target = InDirectory(save, "torch_dist", name, store.options) if save else AmongModels(store, name)
         found = _known(store, target, hf_dir, lies)
         work = Conversion(
@@ -145,6 +156,7 @@ def prepare(
             fingerprint=found,
             carried=extra if mtp == "keep" else [],
             skipped=[] if mtp == "keep" else extra,
+            names=names,
             skipped_bytes=0 if mtp == "keep" else sum(weights.info[name].num_bytes for name in extra),
         )
         if found is not None and (standing := target.standing(work.identity(found))):
@@ -152,6 +164,7 @@ def prepare(
         weights.read_ahead()
         work.stored = stored_model(shape)
         check_source(layout, work.stored, weights)
+        work.stored = renamed(work.stored, names)
         work.parts = Parts(target, _parts(weights, plan_shares(layout, work.stored, weights, share_bytes), found is None))
     check_room(target.store, sum(part.num_bytes for part in work.parts.left()))
     return work
@@ -239,8 +252,9 @@ def finish(
     found = work.fingerprint or fingerprint(work.hf_dir, hashes)
 
     def describe(directory: Path) -> None:
-        describe_checkpoint(directory)
-        write_metadata(directory, work.stored, spans)
+        describe_checkpoint(directory, work.shape)
+        in_store = isinstance(work.target, AmongModels)  # its readers ask for tensors only
+        write_metadata(directory, work.stored, spans, [] if in_store else extra_states(work.stored, work.names))
         copy_assets(work.hf_dir, directory / ASSETS_DIRECTORY)
         _carry(work, directory / ASSETS_DIRECTORY)
 

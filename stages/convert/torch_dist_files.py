@@ -24,15 +24,16 @@ from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -40,11 +41,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from engines.megatron.safe_load import METADATA, read_metadata
 from engines.megatron.stored import StoredModel, StoredPiece
+from engines.megatron.stored_names import found_in
 from stages.convert.plan import Box, Share
 from stages.convert.saved_tensor import seen
+from storage.errors import ModelError
 
-METADATA = ".metadata"
+EMPTY_OBJECT = "extra_state.distcp"  # the file of objects without content
 Chunks = Iterable[memoryview]
 
 
@@ -127,16 +131,19 @@ def _without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def write_metadata(directory: Path, stored: StoredModel, shares: Sequence[tuple[Share, Sequence[tuple[int, int]]]]) -> None:
+def write_metadata(
+    directory: Path, stored: StoredModel, shares: Sequence[tuple[Share, Sequence[tuple[int, int]]]], objects: Sequence[str] = ()
+) -> None:
     """Write the file that says where every box lies. The same shares give the same bytes.
 
     Args:
         directory: of the checkpoint.
         stored: shapes of the stored tensors.
         shares: each with the (first byte, length) of its boxes.
+        objects: keys of empty objects. They are all alike, so one stands for all, in a file that is written too.
     """
     shapes = {piece.key: piece.stored_shape for pieces in stored.pieces.values() for piece in pieces}
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for share, spans in shares:
         for box, (start, length) in zip(share.boxes, spans, strict=True):
@@ -144,8 +151,13 @@ def write_metadata(directory: Path, stored: StoredModel, shares: Sequence[tuple[
             entry = TensorStorageMetadata(TensorProperties(dtype=box.dtype), torch.Size(shapes[box.key]), [])
             tensors.setdefault(box.key, entry).chunks.append(ChunkStorageMetadata(offset, sizes))
             places[MetadataIndex(box.key, offset)] = _StorageInfo(share.file, start, length)
-    # no `storage_meta`: it holds a random number and the path of a directory that may be moved
-    metadata = Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)  # type: ignore[arg-type]
+    if objects:
+        torch.save([None], directory / EMPTY_OBJECT)
+        place = _StorageInfo(EMPTY_OBJECT, 0, (directory / EMPTY_OBJECT).stat().st_size)
+        tensors |= {key: BytesStorageMetadata() for key in objects}
+        places |= {MetadataIndex(key): place for key in objects}
+    # an empty `storage_meta`: torch's own holds a random number and the path of a directory that may be moved
+    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
 
@@ -158,19 +170,16 @@ class TorchDistWeights:
 
     Args:
         directory: converted model or training checkpoint; optimizer and random state are left alone.
-        stored: where the parameters lie.
+        stored: where the parameters lie; the checkpoint may have them under any of Megatron's names (`stored_names.py`).
 
     Raises:
-        ValueError: no checkpoint, or one of another model.
+        ModelError: no checkpoint, a damaged one, or one of another model.
     """
 
     def __init__(self, directory: str | Path, stored: StoredModel) -> None:
-        self.directory, self.stored = Path(directory), stored
-        if not (self.directory / METADATA).is_file():
-            raise ValueError(
-                f"{directory} is no torch_dist checkpoint (no {METADATA}): give a checkpoint that was saved to the end"
-            )
-        metadata = dcp.FileSystemReader(self.directory).read_metadata()
+        self.directory = Path(directory)
+        metadata = read_metadata(self.directory)
+        self.stored = stored = found_in(stored, metadata.state_dict_metadata)
         self.places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in stored.pieces.items():
@@ -184,7 +193,10 @@ class TorchDistWeights:
         num_stacked = {piece.key: len(piece.sizes) - len(piece.part) for pieces in stored.pieces.values() for piece in pieces}
         for key, count in num_stacked.items():
             for box in self.tensors[key].chunks:
-                assert all(size == 1 for size in box.sizes[:count]), f"{key} has boxes of several layers"
+                if any(size != 1 for size in box.sizes[:count]):
+                    raise ModelError(
+                        f"{self.directory}: {key} has several layers or experts in one piece: save it with Megatron's names"
+                    )
                 self._boxes[key, tuple(box.offsets[:count])].append(box)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -229,7 +241,7 @@ class TorchDistWeights:
         there = dataclasses.replace(self.tensors[piece.key], chunks=self._boxes[piece.key, stacked])
         items = create_read_items_for_chunk_list(piece.key, there, [box])
         if sum(item.lengths.numel() for item in items) != torch.Size(piece.sizes).numel():
-            raise ValueError(f"{self.directory}: {piece.key} has holes at {name}: give a checkpoint that was saved to the end")
+            raise ModelError(f"{self.directory}: {piece.key} has holes at {name}: give a checkpoint that was saved to the end")
         return items
 
     def _load(self, name: str, item: ReadItem) -> Tensor:
@@ -243,7 +255,7 @@ class TorchDistWeights:
                     box = cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory}: {name} cannot be read ({type(error).__name__}: {reason}): {place.relative_path} is missing or damaged, "
                 "give another checkpoint"
             ) from error
@@ -267,12 +279,12 @@ class TorchDistWeights:
     def _check(self, name: str, piece: StoredPiece) -> None:
         found = self.tensors.get(piece.key)
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory} has no tensor {piece.key!r}, needed for {name}: it is a checkpoint of another model"
             )
         shape, needed = tuple(found.size), piece.stored_shape
         fits = shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed
         if not fits:
-            raise ValueError(
+            raise ModelError(
                 f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: give its own assets"
             )

@@ -20,7 +20,8 @@ def test_what_convert_saved_becomes_the_stores_own_and_is_found_again(tiny_model
     directory = str(tmp_path / "converted")
     convert_hf(store, tiny_model, save=directory)
     assert is_converted(directory) and not is_converted(str(tiny_model))
-    assert ModelShape.from_hf(config_directory(directory)) == ModelShape.from_hf(config_directory(str(tiny_model)))
+    config = config_directory(directory)
+    assert config is not None and ModelShape.from_hf(config) == ModelShape.from_hf(tiny_model)
 
     ref = adopt(store, directory)
     commit = store.committed(ref.key.removesuffix(".commit.json"))

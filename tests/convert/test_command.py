@@ -9,7 +9,7 @@ from families import make_family
 from engines.cluster import Cluster
 from flows import flags
 from flows.config import PostTrainConfig
-from flows.conversion import converted, exported
+from flows.conversion import converted, exported, taken_in
 from flows.convert import completed, flags_of, found_checkpoint, told
 from flows.runs import create_record, open_store
 from stages.convert.hf_files import HFWeights
@@ -61,6 +61,8 @@ def test_every_spelling_of_both_directions(source: Path, model: Path, tmp_path: 
         ),
         (["--load", "{source}", "--save", "x"], "does not say whose model it is: give --origin-hf-dir"),
         (["--hf-checkpoint", "{source}", "--mtp", "some"], "--mtp"),
+        (["--hf-checkpoint", "{source}", "--megatron-names", "te"], "--megatron-names is for --save"),
+        (["--load", "{model}", "--save", "x", "--megatron-names", "te", "--export-dtype", "fp8"], "--export-dtype is for"),
     ],
 )
 def test_words_that_do_not_go_together(
@@ -74,6 +76,7 @@ def test_words_that_do_not_go_together(
 def test_a_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_path: Path) -> None:
     trained = tmp_path / "trained" / "iter_0000012"
     trained.mkdir(parents=True)
+    (trained / ".metadata").touch()
     (tmp_path / "trained" / "latest_checkpointed_iteration.txt").write_text("12\n")
     store_words = ["--store", str(tmp_path / "store"), "--save", str(tmp_path / "out")]
     assert found_checkpoint(config_of("--load", str(model), *store_words)) == str(model / "release")
@@ -130,6 +133,10 @@ def test_processes_of_ray_share_both_directions(cluster: Cluster, source: Path, 
     assert heard and heard[-1][0] <= heard[-1][1]
     back = config_of("--load", ref.uri, "--save", str(tmp_path / "back"))
     again = exported(cluster, store, found_checkpoint(back), back.convert)
+    for_megatron = config_of("--load", ref.uri, "--save", str(tmp_path / "te"), "--megatron-names", "te")
+    te = exported(cluster, store, found_checkpoint(for_megatron), for_megatron.convert)
+    taken = taken_in(cluster, store, back.convert, str(tmp_path / "te" / "release"))
+    assert te.format == "torch_dist" and taken.key.startswith("models/megatron-")
     with HFWeights(source) as a, HFWeights(again.uri) as b:
         assert a.info == b.info and all(torch.equal(a.fetch(name), b.fetch(name)) for name in a.info)
     assert not list(tmp_path.glob(".*"))

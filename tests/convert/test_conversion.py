@@ -187,7 +187,7 @@ def test_a_superfluous_copy_of_a_tied_head_is_accepted(spoiled: Callable[..., Pa
 
 
 def test_export_refuses_what_does_not_fit(source: Path, store: Store, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no torch_dist checkpoint"):
+    with pytest.raises(ValueError, match="is not a torch_dist checkpoint"):
         export_hf(store, tmp_path, source, "exports/3")
     other = make_tiny_model(tmp_path / "other", **{**SIZES, "layers": 2, "tied": False})
     with pytest.raises(ValueError, match=r"has shape \[3, .*config.json needs \[2, "):

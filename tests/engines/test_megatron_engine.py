@@ -141,7 +141,7 @@ def test_load_weights_starts_afresh(engine: Any, tmp_path: Path) -> None:
 
 
 def test_load_refuses_what_is_no_checkpoint(engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no torch_dist checkpoint"):
+    with pytest.raises(ValueError, match="not a torch_dist checkpoint"):
         engine.load(tmp_path)
 
 

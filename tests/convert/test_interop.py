@@ -1,0 +1,299 @@
+"""Checkpoints that plain Megatron-core loads with its default strictness, and checkpoints of its own that load here, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_family
+from plain_megatron import plain_model, weight
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from engines.megatron import stored
+from engines.megatron.safe_load import read_common, read_metadata
+from engines.megatron.shape import ModelShape
+from engines.megatron.stored import stored_model
+from flows import flags
+from flows.preflight import _check_algorithm
+from stages.convert.adopt import config_directory, megatron_directory
+from stages.convert.export import Origin
+from stages.convert.hf_files import HFWeights
+from stages.convert.to_hf import export_to
+from stages.convert.to_megatron import adopt_megatron, export_megatron
+from stages.convert.to_torch_dist import convert_hf
+from stages.convert.torch_dist_files import TorchDistWeights
+from storage.errors import ModelError
+from storage.layouts import layout_for
+from storage.store import Store
+
+# isort: split
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+full = pytest.mark.full
+FAMILIES = [
+    "qwen3",
+    pytest.param("llama3", marks=full),
+    pytest.param("qwen3-moe", marks=full),
+    pytest.param("glm4.5", marks=full),
+    pytest.param("deepseek-v3", marks=full),
+    "moonlight",
+]
+NAMES = ["local", "te"]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    with stored._single_rank():
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("hf") / request.param, request.param, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("hf") / "moe", "qwen3-moe", num_hidden_layers=2)
+
+
+def store_of(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+def loaded_model(source: Path, directory: Path, names: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """Plain Megatron's model with the weights of a checkpoint, through its own `load` as it is called without options."""
+    model = plain_model(ModelShape.from_hf(source), names, monkeypatch)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(7)
+    state = dist_checkpointing.load(model.sharded_state_dict(**options), str(directory))
+    model.load_state_dict({name: value for name, value in state.items() if name in model.state_dict()})
+    return model
+
+
+def check_weights(model: Any, source: Path, names: str) -> None:
+    shape = ModelShape.from_hf(source)
+    layout = layout_for(shape)
+    with HFWeights(source) as weights:
+        for name in layout.megatron_names():
+            assert torch.equal(weight(model, shape, names, name), layout.to_megatron(name, weights.fetch)), name
+
+
+def check_hf(found: Path | str, source: Path) -> None:
+    with HFWeights(found) as a, HFWeights(source) as b:
+        assert a.info == b.info
+        assert all(torch.equal(a.fetch(name), b.fetch(name)) for name in b.info)
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_plain_megatron_loads_our_checkpoint_and_its_own_comes_back(
+    family: Path, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path)
+    convert_hf(store, family, save=str(tmp_path / "ours"), names=names)  # type: ignore[arg-type]
+    model = loaded_model(family, tmp_path / "ours" / "release", names, monkeypatch)
+    check_weights(model, family, names)
+
+    theirs = tmp_path / "theirs" / "iter_0000007"
+    theirs.mkdir(parents=True)
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("7")
+    dist_checkpointing.save({"iteration": 7, **model.sharded_state_dict()}, str(theirs), ("torch_dist", 1))
+    export_to(store, str(theirs), Origin(family), str(tmp_path / "hf"))
+    check_hf(tmp_path / "hf", family)
+
+    shape = ModelShape.from_hf(family)
+    ref = adopt_megatron(store, str(tmp_path / "theirs"), family)
+    assert adopt_megatron(store, str(tmp_path / "theirs"), family) == ref
+    (theirs.parent / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "theirs").rename(tmp_path / "moved")
+    assert adopt_megatron(store, str(tmp_path / "moved" / "iter_0000007"), family) == ref
+    commit = store.committed(ref.key.removesuffix(".commit.json"))
+    assert commit is not None
+    with store.reading(commit) as directory, HFWeights(family) as weights:
+        own, local, layout = TorchDistWeights(directory, stored_model(shape)), stored_model(shape), layout_for(shape)
+        assert set(own.tensors) == {piece.key for pieces in local.pieces.values() for piece in pieces}
+        for name in layout.megatron_names():
+            assert torch.equal(own.fetch(name), layout.to_megatron(name, weights.fetch)), name
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_keys_are_those_that_megatrons_specification_asks_for(
+    family: Path, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_hf(store_of(tmp_path), family, save=str(tmp_path / "ours"), names=names)  # type: ignore[arg-type]
+    state = plain_model(ModelShape.from_hf(family), names, monkeypatch).sharded_state_dict()
+    asked = {entry.unique_key if isinstance(entry, ShardedObject) else entry.key for entry in state.values()}
+    found = set(read_metadata(tmp_path / "ours" / "release").state_dict_metadata)
+    assert asked <= found
+    beyond = {key for key in found - asked if not key.startswith("decoder.layers.") or "core_attention._extra_state" not in key}
+    assert (
+        not beyond
+    )  # some versions of TransformerEngine keep a state of the attention; megatron-core 0.16.1 does not ask for it
+    if names == "local":
+        dist_checkpointing.load(state, str(tmp_path / "ours" / "release"), strict="raise_all")
+
+
+@full
+def test_stacked_layers_of_a_mixture_convert(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron stores them if `moe_layer_freq` is a number; a dense model's one by one, if it is told to."""
+    store, shape = store_of(tmp_path), ModelShape.from_hf(moe)
+    convert_hf(store, moe, save=str(tmp_path / "ours"), names="te")
+    model = loaded_model(moe, tmp_path / "ours" / "release", "te", monkeypatch)
+    model.config.moe_layer_freq = 1
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(), str(theirs), ("torch_dist", 1))
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in read_metadata(theirs).state_dict_metadata
+    export_to(store, str(theirs), Origin(moe), str(tmp_path / "hf"))
+    check_hf(tmp_path / "hf", moe)
+    layered = read_common(tmp_path / "ours" / "release")["content_metadata"]
+    assert layered["non_homogeneous_layers"] and shape.experts is not None
+    check_weights(loaded_model(moe, tmp_path / "ours" / "release", "te", monkeypatch, metadata=dict(layered)), moe, "te")
+
+
+@full
+def test_single_layers_of_a_dense_model_convert(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "ours"))
+    model = loaded_model(tiny_model, tmp_path / "ours" / "release", "local", monkeypatch)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(metadata={"non_homogeneous_layers": True}), str(theirs), ("torch_dist", 1))
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in read_metadata(theirs).state_dict_metadata
+    export_to(store_of(tmp_path), str(theirs), Origin(tiny_model), str(tmp_path / "hf"))
+    check_hf(tmp_path / "hf", tiny_model)
+
+
+def test_a_checkpoint_of_a_run_is_written_for_megatron(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path)
+    commit = store.committed(convert_hf(store, moe).key.removesuffix(".commit.json"))
+    assert commit is not None
+    ref = export_megatron(store, commit, moe, str(tmp_path / "te"), "te")
+    assert export_megatron(store, commit, moe, str(tmp_path / "te"), "te") == ref and ref.format == "torch_dist"
+    assert not list(tmp_path.glob(".*"))
+    check_weights(loaded_model(moe, tmp_path / "te" / "release", "te", monkeypatch), moe, "te")
+
+
+def test_tracker_names_the_directory(tiny_model: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "model"))
+    release, tracker = tmp_path / "model" / "release", tmp_path / "model" / "latest_checkpointed_iteration.txt"
+    assert megatron_directory(tmp_path / "model") == megatron_directory(release) == release
+    assert config_directory(str(tmp_path / "model")) == release / "hf_assets"
+    assert megatron_directory(tiny_model) is None and config_directory(str(tiny_model)) == tiny_model
+    release.rename(tmp_path / "model" / "iter_0000012")
+    for word, found in (("12\n", "iter_0000012"), ("release", None), ("13", None), ("../x", None)):
+        tracker.write_text(word)
+        if found:
+            assert megatron_directory(tmp_path / "model") == tmp_path / "model" / found
+        else:
+            with pytest.raises(ModelError, match="latest_checkpointed_iteration"):
+                megatron_directory(tmp_path / "model")
+
+
+def test_preflight_accepts_a_megatron_reference(tiny_model: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "model"))
+    (tmp_path / "model" / "release" / "hf_assets" / "config.json").unlink()  # Megatron writes none
+    words = ["--hf-checkpoint", str(tiny_model), "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
+    _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
+    (tmp_path / "model" / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(ModelError, match="iter_0000005"):
+        _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
+
+
+def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), moe, save=str(tmp_path / "ours"))
+    (tmp_path / "ours" / "release" / "hf_assets" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tensor|has shape"):
+        adopt_megatron(store_of(tmp_path), str(tmp_path / "ours"), tiny_model)
+
+
+# ---- the way in which convert_torch_dist_to_hf reads --------------------------------------------------------------------------
+
+
+def tensors_by_layer_and_expert(directory: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Every tensor of a checkpoint as such converters take it apart: by `args` and the index alone, without any model."""
+    args = torch.load(directory / "common.pt", weights_only=False)["args"]
+    index = pickle.loads((directory / ".metadata").read_bytes())
+    assert index.storage_meta is not None
+    entries = {key: entry for key, entry in index.state_dict_metadata.items() if "_state" not in key}
+    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(directory), planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    out: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        layers = [(key, tensor)]
+        if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit():
+            assert len(tensor) == args.num_layers
+            layers = [(key.replace(".layers.", f".layers.{layer}."), part) for layer, part in enumerate(tensor)]
+        for name, part in layers:
+            if ".experts.experts." not in name:
+                out[name] = part
+                continue
+            assert len(part) == args.num_experts
+            for expert, weights in enumerate(part):
+                out[name.replace(".experts.experts.", f".experts.{expert}.")] = weights
+    return args, out
+
+
+SAME = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+}
+TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def under_hf_names(args: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if name in TOP:
+        return {TOP[name]: tensor[: args.vocab_size] if "norm" not in name else tensor}
+    _, _, layer, rest = name.split(".", 3)
+    prefix = f"model.layers.{layer}."
+    if rest in SAME:
+        return {prefix + SAME[rest]: tensor}
+    if rest.endswith("q_layernorm.weight") or rest.endswith("k_layernorm.weight"):
+        return {f"{prefix}self_attn.{'q' if 'q_l' in rest else 'k'}_norm.weight": tensor}
+    if ".linear_fc1.weight" in rest:
+        gate, up = tensor.chunk(2)
+        return {prefix + rest.replace("linear_fc1", "gate_proj"): gate, prefix + rest.replace("linear_fc1", "up_proj"): up}
+    if ".linear_fc2.weight" in rest:
+        return {prefix + rest.replace("linear_fc2", "down_proj"): tensor}
+    kind = rest.rsplit(".", 1)[1]
+    queries = args.num_attention_heads // args.num_query_groups
+    groups = tensor.view(args.num_query_groups, queries + 2, args.kv_channels, *tensor.shape[1:])
+    split = dict(zip("qkv", groups.split([queries, 1, 1], dim=1)))
+    return {f"{prefix}self_attn.{part}_proj.{kind}": value.flatten(0, 2) for part, value in split.items()}
+
+
+def test_a_converter_that_reads_args_and_index_finds_every_tensor(family: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), family, save=str(tmp_path / "ours"), names="te")
+    args, state = tensors_by_layer_and_expert(tmp_path / "ours" / "release")
+    config = json.loads((family / "config.json").read_text())
+    assert (args.hidden_size, args.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
+    assert args.q_lora_rank == config.get("q_lora_rank") and args.swiglu and args.ckpt_format == "torch_dist"
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        found |= under_hf_names(args, name, tensor)
+    with HFWeights(family) as weights:
+        assert found.keys() == weights.info.keys()
+        assert all(torch.equal(found[name], weights.fetch(name)) for name in found)
