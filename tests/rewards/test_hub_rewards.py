@@ -156,7 +156,8 @@ def test_gpqa(response: str, label: str, metadata: dict[str, Any], reward: float
         ("2 or 3", "2, 3", True),
         ("7 3/4", "73/4", False),
         ("5 million", "5", False),
-        ("1 and 2", "2,1", False),
+        ("1 and 2", "2,1", True),  # a list without brackets has no order
+        ("(1, 2)", "(2, 1)", False),
         ("5 or 6", "6", False),
         (r"2^3\frac{1}{2}", "4", True),  # a product, no mixed number
     ],
