@@ -178,7 +178,12 @@ class Session:
         """The model's tokenizer."""
         from stages.rollout.tokenizer import PromptTokenizer
 
-        return PromptTokenizer(self.config.convert.hf_checkpoint, apply_chat_template=self.config.rollout.apply_chat_template)
+        rollout = self.config.rollout
+        return PromptTokenizer(
+            self.config.convert.hf_checkpoint,
+            apply_chat_template=rollout.apply_chat_template,
+            template_options=rollout.apply_chat_template_kwargs,
+        )
 
     @cached_property
     def grader(self) -> Grader:
