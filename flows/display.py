@@ -70,6 +70,10 @@ class Display:
         """A sentence about what is happening."""
         self._print(Text(f"· {text}", style="dim"))
 
+    def warn(self, text: str) -> None:
+        """Print a warning so that it stands out."""
+        self._print(Text(f"WARNING: {text}", style="bold red"))
+
     @contextmanager
     def hears(self, *packages: str) -> Iterator[None]:
         """Show the warnings of our own packages as sentences while the block runs: an engine was replaced, a journal not written."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from flows.config import PostTrainConfig, flag, options, read_toml, validated
 from storage.config import extra_of
+from storage.errors import OptionError
 
 Values = dict[str, dict[str, Any]]
 ENGINE_PREFIXES = ("--sglang-", "--router-")  # behind them come SGLang's and its router's own names
@@ -149,6 +150,8 @@ def _value(name: str, annotation: Any, words: list[str]) -> Any:
                 raise ValueError(f"{name} takes {size} words at a time (NAME PATH); found {' '.join(words)}")
             return [words[i : i + size] for i in range(0, len(words), size)]
         return list(words)
+    if _is(annotation, dict) and len(words) == 1 and words[0].lstrip().startswith("{"):
+        return _json_object(name, words[0])
     if _is(annotation, dict):
         pairs = [word.partition("=") for word in words]
         if bad := [word for word, equals, _ in pairs if not equals]:
@@ -157,6 +160,17 @@ def _value(name: str, annotation: Any, words: list[str]) -> Any:
     if len(words) > 1:
         raise ValueError(f"{name} takes one value; found {' '.join(words)}")
     return None if words[0].lower() == "none" else words[0]
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(
+            f"{name} takes a JSON object or key=value words; the JSON is malformed ({str(error)[:80]}): repair it"
+        ) from None
+    assert isinstance(value, dict), "JSON that begins with a brace is an object"
+    return value
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -57,16 +57,22 @@ def _checked(flow: str, config_json: str) -> None:
     store = open_store(config.run)
     if flow != "convert":
         check_run(store, flow, config)
-        _check_data(flow, config)
+        _check_data(flow, config, shape)
     if flow in GENERATING:
         _check_engines(config)
 
 
-def _check_data(flow: str, config: PostTrainConfig) -> None:
+def _positions(config: PostTrainConfig, shape: ModelShape) -> int:
+    """Return how many tokens an engine takes: the model's positions, or --sglang-context-length."""
+    served = config.rollout.sglang.get("context_length")
+    return served if isinstance(served, int) else shape.max_position_embeddings
+
+
+def _check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     from stages.rewards.grading import check_reward_of
     from stages.rollout.check import check_functions
     from stages.rollout.prompts.source import check_prompt_data
-    from stages.rollout.tokenizer import check_tokenizer
+    from stages.rollout.tokenizer import check_tokenizer, check_vocabulary
 
     demonstrations = flow == "sft"
     if demonstrations != (config.train.loss_type == "sft_loss") and flow != "evaluate":
@@ -74,13 +80,16 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
             f"--loss-type {config.train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
             "`penstock train` on graded samples (policy_loss)"
         )
-    check_tokenizer(
+    tokenizer = check_tokenizer(
         config.convert.hf_checkpoint,
         apply_chat_template=config.rollout.apply_chat_template or demonstrations,
-        tools=config.rollout.tool_key is not None,
+        tools=bool(config.rollout.tool_key),
+        template_options=config.rollout.apply_chat_template_kwargs,
     )
+    check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
+    positions = _positions(config, shape)
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
-        check_prompt_data(config.rollout, demonstrations=demonstrations)
+        check_prompt_data(config.rollout, demonstrations=demonstrations, tokenizer=tokenizer, num_positions=positions)
     evaluated = [
         config.rollout.model_copy(update=config.eval.overrides(path, name)) for name, path in config.eval.eval_prompt_data
     ]
@@ -93,7 +102,7 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     if flow == "evaluate" and not config.eval.eval_prompt_data:
         raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
     for rollout in evaluated:
-        check_prompt_data(rollout)
+        check_prompt_data(rollout, tokenizer=tokenizer, num_positions=positions)
 
 
 def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:

@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 from flows.config import PostTrainConfig, config_hash
 from flows.continual import resolved
 from flows.display import Display
+from flows.learning_signal import GROUP_RELATIVE, zero_gradient_warning
 from flows.prefect_api import wait_for_api
 from flows.preflight import preflight, warnings
 from flows.processes import Processes
@@ -101,7 +102,17 @@ class Session:
         """Show a commit on the terminal and hand it to the tracker (which passes over those it knows)."""
         if self.tracker.record(commit_key(prefix), commit) and (line := self.display.commit(commit)):
             get_run_logger().info(line.strip())  # the same on the Prefect page
+            if commit.kind == "step":
+                self._warn_of_zero_gradients(commit.index)
         return commit
+
+    def _warn_of_zero_gradients(self, rollout_id: int) -> None:
+        train = self.config.train
+        own = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
+        group_relative = train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not own
+        if warning := zero_gradient_warning(self.store, self.keys, rollout_id, group_relative=group_relative):
+            self.display.warn(warning)
+            get_run_logger().warning(warning)
 
     def begin_at(self, base: CheckpointRef) -> CheckpointRef:
         """Tie the run to its starting weights. Raises ValueError if it began from others."""
@@ -178,7 +189,12 @@ class Session:
         """The model's tokenizer."""
         from stages.rollout.tokenizer import PromptTokenizer
 
-        return PromptTokenizer(self.config.convert.hf_checkpoint, apply_chat_template=self.config.rollout.apply_chat_template)
+        rollout = self.config.rollout
+        return PromptTokenizer(
+            self.config.convert.hf_checkpoint,
+            apply_chat_template=rollout.apply_chat_template,
+            template_options=rollout.apply_chat_template_kwargs,
+        )
 
     @cached_property
     def grader(self) -> Grader:

@@ -21,7 +21,8 @@ from typing import Any
 
 # Functions of slime that configurations name and that are answered here: slime need not be installed.
 _OURS = {
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "stages.rollout.filters:check_reward_nonzero_std",
+    f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}": f"stages.rollout.filters:{name}"
+    for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
 }
 
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 import re
 
 THOUGHT_ENDS = "</think>"
-_END_TOKENS = re.compile(r"(?:\s*(?:<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</s>|<eos>|<end_of_turn>))+\s*$")
+_LONGEST_TOKEN = 44
+_END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</s>|<eos>|<end_of_turn>)$")
 
 
 def without_end_tokens(text: str) -> str:
     """The text without end tokens behind it, such as <|im_end|> or </s> (responses keep special tokens by default)."""
-    return _END_TOKENS.sub("", text)
+    kept = len(text)
+    end = _end_of_text(text, kept)
+    while token := _END_TOKEN.search(text, max(0, end - _LONGEST_TOKEN), end):
+        kept = end = _end_of_text(text, token.start())
+    return text[:kept]
+
+
+def _end_of_text(text: str, end: int) -> int:
+    """Where white space before `end` begins."""
+    while end and text[end - 1].isspace():
+        end -= 1
+    return end
 
 
 def answer_text(response: str) -> str:

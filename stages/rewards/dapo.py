@@ -1,4 +1,4 @@
-"""Reward: the last line `Answer: ...` is the label, a whole number; 1 or -1 (DAPO, 2503.14476).
+"""Reward: the last line `Answer: ...` is the label, a number; 1 or -1 (DAPO, 2503.14476).
 
 The answer is compared as text, after the spelling is normalised as in Minerva (2206.14858, appendix D).
 """
@@ -6,8 +6,10 @@ The answer is compared as text, after the spelling is normalised as in Minerva (
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 
 from stages.rewards.answer_text import without_end_tokens
+from storage.errors import RewardError
 from storage.sample import Sample
 
 _LAST = 300  # characters of a response that are read
@@ -39,9 +41,9 @@ _REPLACEMENTS = [
 
 
 def dapo(sample: Sample) -> dict[str, float]:
-    """`score` 1 or -1, `acc` 1 or 0; so `--reward-key score` is needed. Raises ValueError if the label is no whole number."""
+    """`score` 1 or -1, `acc` 1 or 0; so `--reward-key score` is needed. Raises RewardError if the label is not a number."""
     found = _ANSWER.findall(without_end_tokens(sample.response[-_LAST:]))
-    correct = normalized(found[-1] if found else _INVALID) == _whole_number(sample.label)
+    correct = normalized(found[-1] if found else _INVALID) == normalized_label(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
 
 
@@ -54,8 +56,13 @@ def normalized(answer: str) -> str:
     return digits if digits.isdigit() else answer.strip()
 
 
-def _whole_number(label: str) -> str:
+def normalized_label(label: str) -> str:
+    """The label as `normalized` spells an answer; a whole number without decimals (34.0 is 34, but 3.5 is 3.5)."""
+    text = normalized(label)
     try:
-        return str(int(float(normalized(label))))
-    except (ValueError, OverflowError):
-        raise ValueError(f"the label {label!r} is no whole number: dapo grades nothing else, use math") from None
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite() or abs(value.adjusted()) > _LAST:
+        raise RewardError(f"the label {label[:100]!r} is not a number, and the reward dapo needs one: use --rm-type math")
+    return str(int(value)) if value == value.to_integral_value() else text

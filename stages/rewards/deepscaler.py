@@ -12,7 +12,7 @@ from storage.sample import Sample
 _ALPACA = "###Response"
 
 
-def deepscaler(sample: Sample) -> float:
+def deepscaler(sample: Sample, evaluated_integers: bool = False) -> float:
     """1 if the last boxed answer after the thought is mathematically the label (boxed or plain), else 0."""
     if THOUGHT_ENDS in sample.response:
         solution = sample.response.rpartition(THOUGHT_ENDS)[2]
@@ -20,4 +20,4 @@ def deepscaler(sample: Sample) -> float:
         solution = sample.response.split(_ALPACA)[1]
     else:
         return 0.0
-    return math_answer_of(solution, sample.label)
+    return math_answer_of(solution, sample.label, evaluated_integers)

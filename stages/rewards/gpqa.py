@@ -15,14 +15,14 @@ from stages.rewards.answer_text import answer_text
 from storage.sample import Sample
 
 _LETTERS = string.ascii_uppercase[:10]  # of options, if nobody says how many there are
-_MARKS = r"[\s(\[{*_$]*"
+_MARKS = r"[\s(\[{*_$]*+"  # possessive, here and below: without it the time would grow with a power of the white space
 # A letter stands alone. A small one ends its phrase too, or "the answer is a matter of taste" would choose A.
-_LETTER = r"((?-i:[A-Z])(?![\w'’])|(?-i:[a-z])(?=[*_$]*\s*(?:[).,;:\]}]|$)))"
+_LETTER = r"((?-i:[A-Z])(?![\w'’])|(?-i:[a-z])(?=[*_$]*+\s*+(?:[).,;:\]}]|$)))"
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE | re.MULTILINE)
     for pattern in (
-        rf"\b(?:answer|option|choice)\s*(?:is|:)?{_MARKS}(?:\\boxed\{{)?{_MARKS}{_LETTER}",
-        r"(?<![\w'’])((?-i:[A-Z]))[)*\]]*\s*is\s*(?:the\s*)?correct",
+        rf"\b(?:answer|option|choice)\s*+(?:is|:)?{_MARKS}(?:\\boxed\{{)?{_MARKS}{_LETTER}",
+        r"(?<![\w'’])((?-i:[A-Z]))[)*\]]*+\s*+is\s*+(?:the\s*+)?correct",
     )
 ]
 _ALONE = re.compile(r"(?<![\w'’])[A-Z](?![\w'’])")

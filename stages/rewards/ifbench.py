@@ -11,6 +11,7 @@ from typing import Any
 
 from stages.rewards.answer_text import answer_text
 from stages.rewards.instructions import ifbench_formats, ifbench_words, ifeval
+from storage.errors import RewardError
 from storage.sample import Sample
 
 CHECKS = {**ifeval.CHECKS, **ifbench_words.CHECKS, **ifbench_formats.CHECKS}
@@ -21,7 +22,7 @@ def ifbench(sample: Sample) -> float:
     """1 if all instructions are followed by what stands behind the thought, else 0.
 
     Raises:
-        ValueError: the row names no instruction, an unknown one, or leaves out one of its arguments.
+        RewardError: the row names no instruction, an unknown one, or leaves out one of its arguments.
     """
     text = answer_text(sample.response)
     instructions = instructions_of(sample.metadata)
@@ -29,10 +30,10 @@ def ifbench(sample: Sample) -> float:
 
 
 def instructions_of(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of every instruction of a row. Raises ValueError."""
+    """Name and arguments of every instruction of a row. Raises RewardError."""
     names = [str(name).strip() for name in metadata.get("instruction_id_list") or []]
     if not names:
-        raise ValueError("the metadata has no `instruction_id_list`: ifbench needs one, and `kwargs` beside it")
+        raise RewardError("the metadata has no `instruction_id_list`: ifbench needs one, and `kwargs` beside it")
     given = metadata.get("kwargs") or {}
     each = given if isinstance(given, list) else [given] * len(names)
     each = [*each, *[{}] * (len(names) - len(each))]
@@ -41,13 +42,13 @@ def instructions_of(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]
 
 def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if name in _NEED_A_MODEL:
-        raise ValueError(f"instruction {name!r} needs {_NEED_A_MODEL[name]}, which Penstock does without: leave such rows out")
+        raise RewardError(f"instruction {name!r} needs {_NEED_A_MODEL[name]}, which Penstock does without: leave such rows out")
     if name not in CHECKS:
-        raise ValueError(f"instruction {name!r} is unknown; known are {', '.join(sorted(CHECKS))}")
+        raise RewardError(f"instruction {name!r} is unknown; known are {', '.join(sorted(CHECKS))}")
     needed = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
     absent = [parameter for parameter in needed if given.get(parameter) is None]
     if absent:
-        raise ValueError(f"instruction {name!r} needs the argument {absent[0]!r} in its `kwargs`; they have {given}")
+        raise RewardError(f"instruction {name!r} needs the argument {absent[0]!r} in its `kwargs`; they have {given}")
     return {parameter: _whole(given[parameter]) for parameter in needed}
 
 

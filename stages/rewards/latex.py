@@ -1,52 +1,47 @@
-"""A small reader of mathematical answers, LaTeX or plain, as SymPy expressions. No `eval`: the text comes from a model.
+"""A small reader of mathematical expressions from tokens (answer_tokens.py). No `eval`: the text comes from a model.
 
 sum      = product (("+" | "-") product)*
-product  = sign (("*" | "/" | nothing) sign)*
+product  = sign (("·" | "/" | nothing) sign)*
 sign     = ("+" | "-")* power
-power    = factor "!"* ("^" argument)?
-factor   = number | letter | constant | group | \\frac argument argument | \\sqrt[sum] argument | function argument
+power    = factor ("!" | "°")* ("^" argument)? "!"*
+factor   = number | symbol | group | |sum| | \\frac argument argument | \\binom argument argument | \\sqrt[sum] argument | function
+
+A node is a tuple: ("number", Fraction), ("symbol", name), or an operation and its operands, which numeric.py computes.
 """
 
 from __future__ import annotations
 
-import re
+from fractions import Fraction
+from typing import Any
 
-import sympy
+from stages.rewards.answer_tokens import DEGREE, WORD
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<name>\\[a-zA-Z]+|sqrt|pi|[a-zA-Z])|(?P<symbol>\*\*|[-+*/^!(){}\[\]]))")
-_CONSTANTS = {"\\pi": sympy.pi, "pi": sympy.pi, "π": sympy.pi, "e": sympy.E, "i": sympy.I, "\\infty": sympy.oo}
-_FUNCTIONS = {
-    "\\sin": sympy.sin, "\\cos": sympy.cos, "\\tan": sympy.tan, "\\ln": sympy.log, "\\log": sympy.log, "\\exp": sympy.exp,
-    "sqrt": sympy.sqrt,
+Node = tuple[Any, ...]
+
+FUNCTIONS = (
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "exp",
+)  # fmt: skip
+_INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+_COMMANDS = {rf"\{name}" for name in FUNCTIONS}
+_CLOSING = {"(": ")", "{": "}", "[": "]", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_ROUNDING = {r"\lfloor": "floor", r"\lceil": "ceil"}
+_REFUSED = {
+    r"\cdot", r"\le", r"\ge", r"\ne", r"\in", r"\cup", r"\cap", r"\pm", r"\mp", r"\to", r"\over", r"\choose", r"\rfloor", r"\rceil", r"\\", r"\{", r"\}", r"\$", r"\dots", r"\sum",
+    r"\prod", r"\int", r"\lim", r"\max", r"\min", r"\gcd", r"\pmod", r"\bmod", r"\mod", r"\equiv", r"\approx", r"\langle", r"\rangle", r"\setminus", r"\subset", r"\rightarrow", r"\circ",
 }  # fmt: skip
-_TIMES = ("*", "\\cdot", "\\times")
-_DIVIDE = ("/", "\\div")
-_CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 class NotAnExpression(ValueError):
-    """The text is not in the grammar."""
+    """The tokens are not in the grammar, or are too large to compute."""
 
 
-def parse(text: str) -> sympy.Expr:
-    """The expression that `text` spells. Raises NotAnExpression."""
-    reader = _Reader(_tokens(text))
-    value = reader.sum()
+def parse(tokens: list[str]) -> Node:
+    """The expression that `tokens` spell. Raises NotAnExpression."""
+    reader = _Reader(tokens)
+    node = reader.infix()
     if reader.next() is not None:
-        raise NotAnExpression(text)
-    return value
-
-
-def _tokens(text: str) -> list[str]:
-    tokens, position = [], 0
-    text = text.rstrip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise NotAnExpression(text)
-        tokens.append("^" if match.group().strip() == "**" else match.group().strip())
-        position = match.end()
-    return tokens
+        raise NotAnExpression(reader.next())
+    return node
 
 
 class _Reader:
@@ -64,75 +59,190 @@ class _Reader:
         self.position += 1
         return token
 
-    def sum(self) -> sympy.Expr:
-        value = self.product()
-        while operator := self.accept("+", "-"):
-            term = self.product()
-            value = value + term if operator == "+" else value - term
-        return value
-
-    def product(self) -> sympy.Expr:
-        value = self.sign()
-        while True:
-            if self.accept(*_TIMES):
-                value = value * self.sign()
-            elif self.accept(*_DIVIDE):
-                value = value / self.sign()
-            elif self._begins_factor():
-                value = value * self.power()  # 2x, 3\sqrt{2}
-            else:
-                return value
-
-    def sign(self) -> sympy.Expr:
-        if operator := self.accept("+", "-"):
-            value = self.sign()
-            return -value if operator == "-" else value
-        return self.power()
-
-    def power(self) -> sympy.Expr:
-        value = self.factor()
-        while self.accept("!"):
-            value = sympy.factorial(value)
-        return value ** self.argument() if self.accept("^") else value
-
-    def argument(self) -> sympy.Expr:
-        """What stands after ^, \\frac or a function: a group, or one sign and factor."""
-        return self.sign()
-
-    def factor(self) -> sympy.Expr:
+    def take(self) -> str:
         token = self.next()
         if token is None:
             raise NotAnExpression("ended early")
         self.position += 1
-        if token[0].isdigit():
-            return sympy.Rational(token)  # exact: 0.1 is 1/10
-        if token in _CLOSING:
-            return self._group(token)
-        if token in _CONSTANTS:
-            return _CONSTANTS[token]
-        if token in _FUNCTIONS:
-            return _FUNCTIONS[token](self.factor())
-        if token == "\\frac":
-            return self.factor() / self.factor()
-        if token == "\\sqrt":
-            degree = self._group("[") if self.accept("[") else sympy.Integer(2)
-            return sympy.root(self.factor(), degree)
-        if len(token) == 1 and token.isalpha():
-            return sympy.Symbol(token)
-        raise NotAnExpression(token)
+        return token
 
-    def _group(self, opening: str) -> sympy.Expr:
-        value = self.sum()
+    def infix(self) -> Node:
+        """A sum, `a \\over b` or `n \\choose k`."""
+        node = self.sum()
+        if operator := self.accept(r"\over", r"\choose"):
+            return ("/" if operator == r"\over" else "binomial", node, self.sum())
+        return node
+
+    def sum(self) -> Node:
+        node = self.product()
+        while operator := self.accept("+", "-"):
+            node = (operator, node, self.product())
+        return node
+
+    def product(self) -> Node:
+        node = self.sign()
+        while True:
+            if self.accept(r"\cdot"):
+                node = ("*", node, self.sign())
+            elif self.accept("/"):
+                node = ("/", node, self.sign())
+            elif self.begins_factor():
+                node = self.beside(node)
+            else:
+                return node
+
+    def beside(self, node: Node) -> Node:
+        """What follows without a sign between: 2x is a product, 2\\frac{1}{3} and 2 1/3 are sums."""
+        is_fraction = self.next() == r"\frac"
+        if self.next_is_number() and not self.is_plain_fraction():
+            raise NotAnExpression("two numbers side by side")
+        if self.next_is_number():
+            top, _, bottom = (self.tokens[self.position + offset] for offset in range(3))
+            self.position += 3
+            return _mixed(node, ("/", ("number", Fraction(top)), ("number", Fraction(bottom))))
+        factor = self.power()
+        whole = node[1] if node[0] == "-" and len(node) == 2 else node
+        if is_fraction and whole[0] == "number" and factor[0] == "/" and factor[1][0] == factor[2][0] == "number":
+            return _mixed(node, factor)
+        return ("*", node, factor)
+
+    def is_plain_fraction(self) -> bool:
+        """Whether 1/3 follows a whole number: `2 1/3`."""
+        following = self.tokens[self.position : self.position + 3]
+        return (
+            self.tokens[self.position - 1].isdigit()
+            and len(following) == 3
+            and following[1] == "/"
+            and following[0].isdigit()
+            and following[2].isdigit()
+        )
+
+    def sign(self) -> Node:
+        if operator := self.accept("+", "-"):
+            node = self.sign()
+            return ("-", node) if operator == "-" else node
+        return self.power()
+
+    def power(self) -> Node:
+        node = self.factor()
+        while mark := self.accept("!", DEGREE):
+            node = ("!" if mark == "!" else "degrees", node)
+        if self.accept("^"):
+            node = ("^", node, self.exponent())
+        while self.accept("!"):
+            node = ("!", node)
+        return node
+
+    def exponent(self) -> Node:
+        return ("-", self.exponent()) if self.accept("-") else self.power()
+
+    def argument(self) -> Node:
+        """A group, or one token; of two digits, one: \\frac12."""
+        token = self.next()
+        if token is not None and token.isdigit() and len(token) > 1:
+            self.tokens = [*self.tokens[: self.position], token[0], token[1:], *self.tokens[self.position + 1 :]]
+        return self.factor()
+
+    def factor(self) -> Node:
+        token = self.take()
+        if token[0].isdigit() or token[0] == ".":
+            return self.number(token)
+        if token in _CLOSING:
+            node = self.group(token)
+            return (_ROUNDING[token], node) if token in _ROUNDING else node
+        if token == "|":
+            node = self.sum()
+            if not self.accept("|"):
+                raise NotAnExpression("| is not closed")
+            return ("abs", node)
+        if token == r"\frac":
+            braced = self.next() == "{"
+            top = self.argument()
+            return ("/", top, self.factor() if braced else self.argument())
+        if token == r"\binom":
+            return ("binomial", self.argument(), self.argument())
+        if token == r"\sqrt":
+            degree: Node = ("number", Fraction(2))
+            if self.accept("["):
+                degree = self.group("[")
+            return ("root", self.factor(), degree)
+        if token in _COMMANDS:
+            return self.function(token[1:])
+        return self.symbol(token)
+
+    def number(self, token: str) -> Node:
+        if self.next() == r"\overline" and "." in token:
+            self.position += 1
+            digits = self.subscript()
+            if not digits.isdigit():
+                raise NotAnExpression(digits)
+            places = len(token) - token.index(".") - 1
+            return ("number", Fraction(token + "0") + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
+        value = Fraction(token + "0" if token.endswith(".") else token)
+        return ("symbol", f"{token}_{self.subscript()}") if self.accept("_") else ("number", value)
+
+    def group(self, opening: str) -> Node:
+        node = self.infix()
         if not self.accept(_CLOSING[opening]):
             raise NotAnExpression(f"{opening} is not closed")
-        return value
+        return node
 
-    def _begins_factor(self) -> bool:
+    def function(self, name: str) -> Node:
+        base: Node | None = None
+        if name == "log" and self.accept("_"):
+            base = self.argument()
+        exponent = self.exponent() if self.accept("^") else None
+        inverse = exponent == ("-", ("number", Fraction(1))) and name in _INVERSES
+        grouped = self.next() in ("(", "{", "[", "|")
+        argument = self.factor() if grouped else self.factors()
+        node: Node = (_INVERSES[name] if inverse else name, argument)
+        if base is not None:
+            node = ("/", ("ln", argument), ("ln", base))
+        return node if exponent is None or inverse else ("^", node, exponent)
+
+    def factors(self) -> Node:
+        """A function's argument without brackets: sin 2x, up to a sign or another function."""
+        if self.accept("-"):
+            return ("-", self.factors())
+        node = self.power()
+        while self.begins_factor() and self.next() not in _COMMANDS and self.next() not in ("(", "[", "|"):
+            node = self.beside(node)
+        return node
+
+    def symbol(self, token: str) -> Node:
+        """A letter, a command that is not known otherwise, or a single letter of \\mathrm; with its subscript."""
+        name = token.removeprefix(WORD)
+        if not (name.isalpha() or (name.startswith("\\") and name not in _REFUSED)) or (token.startswith(WORD) and len(name) > 1):
+            raise NotAnExpression(token)
+        if token in (r"\overline", r"\vec", r"\hat", r"\overrightarrow"):
+            name += self.subscript()
+        if token.startswith((r"\begin", r"\end")):
+            raise NotAnExpression(token)
+        if self.accept("_"):
+            name += "_" + self.subscript()
+        return ("symbol", name)
+
+    def subscript(self) -> str:
+        """One token, or the tokens of a group, as text."""
+        token = self.take()
+        if token != "{":
+            return token.removeprefix(WORD)
+        parts = []
+        while (token := self.take()) != "}":
+            parts.append(token.removeprefix(WORD))
+        return "".join(parts)
+
+    def begins_factor(self) -> bool:
         token = self.next()
-        return token is not None and (
-            token[0].isalnum()
-            or token in ("(", "{")
-            or token in _FUNCTIONS
-            or token in _CONSTANTS
-            or token in ("\\frac", "\\sqrt")
-        )
+        if token is None or token in _REFUSED or (token.startswith(WORD) and len(token) > 2):
+            return False
+        return token[0].isalnum() or token[0] in ("(", "{", ".", WORD, "\\")
+
+    def next_is_number(self) -> bool:
+        token = self.next()
+        return token is not None and (token[0].isdigit() or token[0] == ".")
+
+
+def _mixed(whole: Node, fraction: Node) -> Node:
+    """2\\frac{1}{3}, and -2\\frac{1}{3} = -(2 + 1/3)."""
+    return ("-", ("+", whole[1], fraction)) if whole[0] == "-" and len(whole) == 2 else ("+", whole, fraction)

@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stages.rollout.filters import DynamicFilterOutput
 from stages.rollout.round import Group
 from storage.sample import Status
 
 Produce = Callable[[Group], Coroutine[Any, Any, Group]]
-Judge = Callable[[Group], Awaitable[str | None]]  # why a group is dropped; None keeps it
+Judge = Callable[[Group], Awaitable[DynamicFilterOutput]]
 
 
 @dataclass
@@ -74,14 +75,18 @@ async def collect(
                     raise RuntimeError(_hopeless(found, num_groups))
                 running |= {tasks.create_task(produce(group)) for group in next_groups(wave)}
             finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            num_open = len(finished) + len(running)  # groups that may still be kept
             for group in _ordered(task.result() for task in finished):
                 if len(found.kept) == num_groups:
                     found.aside.append(group)
-                elif (reason := await judge(group)) is not None:
-                    found.dropped.append((group, reason))
-                else:
+                    continue
+                verdict = await judge(group)
+                if verdict.keep or (verdict.keep_when_insufficient and len(found.kept) + num_open <= num_groups):
                     found.kept.append(group)
                     on_kept(group)
+                else:
+                    found.dropped.append((group, str(verdict.reason)))
+                num_open -= 1
         if running:
             await stop_others()
             await asyncio.wait(running)

@@ -7,6 +7,9 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from storage.config import StageConfig, option
+from storage.errors import OptionError
+
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # set by every rendering
 
 
 class RolloutConfig(StageConfig):
@@ -32,10 +35,15 @@ class RolloutConfig(StageConfig):
     """Column whose dictionary (or JSON text) travels with every sample; rows may lack it."""
 
     tool_key: str | None = option(None)
-    """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template; rows may lack it."""
+    """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template; `tools` if not given, '' reads none. Rows may
+    lack it."""
 
     apply_chat_template: bool = option(False)
     """Render prompts through the tokenizer's chat template; a prompt that is plain text becomes one user message."""
+
+    apply_chat_template_kwargs: dict[str, Any] = option(default_factory=dict)
+    """Further variables of the chat template, as JSON ('{"enable_thinking": false}') or key=value words: for prompts, evaluations, SFT and the
+    conversations of agents, which may override them."""
 
     rollout_shuffle: bool = option(False)
     """Visit the prompts in a new random order every epoch."""
@@ -243,16 +251,23 @@ class RolloutConfig(StageConfig):
     sglang_start_timeout: float = option(600.0, change="placement", gt=0)
     """Seconds a server may take to start."""
 
+    @field_validator("apply_chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(TEMPLATE_VARIABLES & set(value)):
+            raise OptionError(f"--apply-chat-template-kwargs cannot set {taken[0]!r}, which every rendering sets: leave it out")
+        return value
+
     @model_validator(mode="after")
     def _check_weights(self) -> RolloutConfig:
         weights = self.prompt_data_weights
         if weights and len(weights) != len(self.prompt_data):
-            raise ValueError(
+            raise OptionError(
                 f"--prompt-data-weights has {len(weights)} numbers and --prompt-data {len(self.prompt_data)} entries: give one "
                 "weight per entry"
             )
         if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
-            raise ValueError(
+            raise OptionError(
                 f"--prompt-data-weights {' '.join(map(str, weights))}: weights are 0 or more, and at least one is more: change them"
             )
         return self
@@ -265,19 +280,23 @@ class RolloutConfig(StageConfig):
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
-            raise ValueError(
+            raise OptionError(
                 f"--rollout-num-gpus {self.rollout_num_gpus} is no multiple of --rollout-num-gpus-per-engine "
                 f"{self.rollout_num_gpus_per_engine}: change one of them"
             )
         if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
-            raise ValueError(
+            raise OptionError(
                 f"--over-sampling-batch-size {self.over_sampling_batch_size} is less than --rollout-batch-size "
                 f"{self.rollout_batch_size}: ask for at least as many prompts as a rollout needs"
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise ValueError("--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: give both, or neither")
+            raise OptionError(
+                "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: give both, or neither"
+            )
         if self.rm_type and self.custom_rm_path:
-            raise ValueError(f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: leave one out")
+            raise OptionError(
+                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: leave one out"
+            )
         if self.rollout_top_k == 0:
-            raise ValueError("--rollout-top-k 0 would leave no token: give -1 for all, or a positive number")
+            raise OptionError("--rollout-top-k 0 would leave no token: give -1 for all, or a positive number")
         return self

@@ -1,24 +1,28 @@
 """The "rollout" of SFT: rows of a data set as samples whose assistant turns are trained. Nothing is generated.
 
-Same data source, same shards, same commit as in rollout.py, so that everything after it (training, replay, resume) is the same.
+Data source, shards and commit are those of rollout.py, so everything after it (training, replay, resume) is the same. Which tokens are
+trained is decided in loss_masks.py.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from stages.rollout.config import RolloutConfig
+from stages.rollout.loss_masks import Piece, dropped_thoughts, split_pieces
 from stages.rollout.metrics import length_metrics
-from stages.rollout.prompts.source import Messages, Prompt, PromptSource
+from stages.rollout.prompts.source import Prompt, PromptSource
 from stages.rollout.rollout import commit_samples, inputs_of, timed
-from stages.rollout.tokenizer import PromptTokenizer, Tools
+from stages.rollout.tokenizer import PromptTokenizer
+from storage.errors import DataError
 from storage.refs import Commit
 from storage.sample import Sample, Status
 from storage.store import Store
 
-Piece = tuple[str, bool]  # text, whether the assistant wrote it
+logger = logging.getLogger(__name__)
 
 
 def demonstration_stage(
@@ -36,7 +40,8 @@ def demonstration_stage(
     """Commit `rollout_batch_size` demonstrations as one round, unless it is committed already. Arguments as in `rollout_stage`.
 
     Raises:
-        ValueError: the data changed, or a row cannot be learnt from.
+        DataError: the data changed, or a row has nothing to train on.
+        TemplateError: the template fails for a row, or its answers cannot be located.
     """
     if commit := store.committed(prefix):
         return commit
@@ -63,27 +68,32 @@ def demonstration_stage(
 
 
 def demonstrations(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int) -> list[Sample]:
-    """Conversations as samples: the mask is 1 on the assistant's tokens, the token that ends its turn included."""
-    conversations = split_turns([_messages(prompt) for prompt in prompts], tokenizer, [prompt.tools for prompt in prompts])
+    """Return conversations as samples: the mask is 1 on what the assistant generates, the token that ends its turn included.
+
+    Raises:
+        DataError, TemplateError: of the first row that cannot be used; the message names it.
+    """
+    conversations = [_pieces(prompt, tokenizer) for prompt in prompts]
     # Piece by piece, and not the whole text at once: a prompt is then tokenised exactly as it will be when it is answered.
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
     for prompt, pieces in zip(prompts, conversations):
         token_ids: list[int] = []
         loss_mask: list[int] = []
-        for _, is_assistant in pieces:
+        for _, is_trained in pieces:
             ids = next(encoded)
             token_ids += ids
-            loss_mask += _turn_mask(ids, tokenizer.end_token_id) if is_assistant else [0] * len(ids)
+            loss_mask += [int(is_trained)] * len(ids)
         group_id = f"{prompt.issue:09d}"
+        num_opening = 1 if pieces and not pieces[0][1] else 0
         samples.append(
             Sample(
                 sample_id=f"{group_id}-00",
                 group_id=group_id,
                 trajectory_id=f"{group_id}-00",
                 rollout_id=rollout_id,
-                prompt=pieces[0][0],
-                response="".join(text for text, _ in pieces[1:]),
+                prompt="".join(text for text, _ in pieces[:num_opening]),
+                response="".join(text for text, _ in pieces[num_opening:]),
                 label=prompt.label,
                 token_ids=token_ids,
                 loss_mask=loss_mask,
@@ -95,51 +105,17 @@ def demonstrations(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollou
     return samples
 
 
-def split_turns(chats: Sequence[Messages], tokenizer: PromptTokenizer, tools: Sequence[Tools] | None = None) -> list[list[Piece]]:
-    """Each conversation as rendered text, cut where the assistant begins to write and where its turn ends.
-
-    Raises:
-        ValueError: the template renders the beginning of a conversation differently once it goes on, so there is no such place.
-    """
-    cuts: list[tuple[int, bool]] = []  # conversation, whether the cut ends a turn of the assistant
-    prefixes: list[Messages] = []
-    openings = []
-    theirs: list[Tools] = []  # one per opening
-    for index, chat in enumerate(chats):
-        for turn, message in enumerate(chat):
-            if message["role"] == "assistant":
-                cuts += [(index, False), (index, True)]
-                openings.append(chat[:turn])
-                prefixes.append(chat[: turn + 1])
-                theirs.append(tools[index] if tools else None)
-    opened = tokenizer.render_chats(openings, add_generation_prompt=True, tools=theirs)
-    closed = tokenizer.render_chats(prefixes, add_generation_prompt=False, tools=theirs)
-    pieces: list[list[Piece]] = [[] for _ in chats]
-    so_far = [""] * len(chats)
-    for (index, is_assistant), text in zip(cuts, chain.from_iterable(zip(opened, closed))):
-        before = so_far[index]
-        if not text.startswith(before):
-            raise ValueError(
-                "the chat template writes earlier turns anew when a conversation goes on (thinking removed, for "
-                "instance), so it cannot be cut into turns: give one row per answer, with the assistant's turn last"
-            )
-        pieces[index].append((text[len(before) :], is_assistant))
-        so_far[index] = text
-    return pieces
-
-
-def _messages(prompt: Prompt) -> Messages:
-    if not isinstance(prompt.content, list) or not any(message["role"] == "assistant" for message in prompt.content):
-        raise ValueError(
-            f"row {prompt.row} of file {prompt.file + 1} of --prompt-data has no assistant's turn, and SFT learns from "
-            "nothing else: name the column of messages with --input-key"
+def _pieces(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piece]:
+    where = f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
+    messages = prompt.content
+    if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            f"{where} has no assistant message, and SFT trains on nothing else: name the column of messages with --input-key"
         )
-    return prompt.content
-
-
-def _turn_mask(ids: list[int], end_token_id: int | None) -> list[int]:
-    """1 up to the token that ends the turn; what a template writes behind it (a line break, mostly) is never generated."""
-    if end_token_id not in ids:
-        return [1] * len(ids)
-    last = len(ids) - 1 - ids[::-1].index(end_token_id)
-    return [1] * (last + 1) + [0] * (len(ids) - 1 - last)
+    try:
+        pieces = split_pieces(messages, tokenizer, prompt.tools)
+    except DataError as error:  # TemplateErrors among them
+        raise type(error)(f"{where}: {error}") from error
+    if dropped_thoughts(messages, pieces):
+        logger.warning("%s: the chat template drops the thoughts of the last answer, so they are not trained", where)
+    return pieces

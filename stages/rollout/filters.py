@@ -1,19 +1,21 @@
-"""Which finished groups are trained on (dynamic sampling): a function of the user's, or the built-in one.
+"""Which finished groups are trained on (dynamic sampling): a user-defined filter, or a built-in one.
 
     def check(args, samples) -> bool                             also a NumPy or torch truth value, or a DynamicFilterOutput
 
-What becomes of a group that is not kept, and which group comes in its stead, is collect.py's.
+collect.py drops the groups that are not kept and samples others instead.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stages.plugins import Plugin
+from stages.rollout.metrics import rounded
 from stages.rollout.user_sample import UserSample
+from storage.errors import PluginError
 from storage.sample import Sample
 
 Filter = Callable[[list[Sample]], "DynamicFilterOutput"]
@@ -22,10 +24,14 @@ _CONTRAST = 1e-6  # standard deviations up to this are rounding
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Whether a group is trained on, and if not, why: the groups dropped are counted by their reason."""
+    """Whether a group is trained on, and if not, why: the groups dropped are counted by their reason.
+
+    With `keep_when_insufficient` a group that is not kept is trained on all the same if dropping it would start another wave of prompts.
+    """
 
     keep: bool
     reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
@@ -37,7 +43,15 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     if not rewards:
         return DynamicFilterOutput(False, "no_reward")
     keep = len(rewards) > 1 and statistics.stdev(rewards) > _CONTRAST
-    return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1):g}")
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{rounded(rewards[0])}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Prefer groups whose rewards differ, but keep others rather than start another wave of prompts. The name is slime's."""
+    return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
+
+
+BUILT_IN: tuple[Callable[..., Any], ...] = (check_reward_nonzero_std, check_reward_nonzero_std_with_fallback)
 
 
 def load_filter(path: str, args: Any) -> Filter:
@@ -50,21 +64,22 @@ def load_filter(path: str, args: Any) -> Filter:
         args: what the function gets first, a namespace of the rollout's options.
 
     Raises:
-        ValueError: it does not load or cannot be called; when called: it raises, hangs, or returns no truth value.
+        PluginError: it does not load or cannot be called; when called: it raises, hangs, or returns no truth value.
     """
     plugin = Plugin(path, ("args", "samples"), usual_name="check", timeout=args.reward_timeout)
-    if plugin.function is check_reward_nonzero_std:
-        return lambda samples: check_reward_nonzero_std(args, samples)
+    if plugin.function in BUILT_IN:
+        return lambda samples: plugin.function(args, samples)
     return lambda samples: _output(plugin(args, [UserSample.of(sample) for sample in samples]), plugin)
 
 
 def _output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
-    """What a filter has returned, made one; slime's own output class has the same two fields."""
+    """Return what a filter has returned as our class; slime's has the same three fields."""
     keep, reason = getattr(value, "keep", value), getattr(value, "reason", None)
     scalar = keep.item() if getattr(keep, "shape", None) == () else keep  # of NumPy or torch
     if not isinstance(scalar, bool):
-        raise ValueError(
+        raise PluginError(
             f"{plugin.name} returned {value!r:.100} ({type(value).__name__}): return True to keep the group, False to drop it, "
             "or DynamicFilterOutput(keep, reason)"
         )
-    return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.function.__name__))
+    fallback = bool(getattr(value, "keep_when_insufficient", False))
+    return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.function.__name__), fallback)

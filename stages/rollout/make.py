@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from engines.sglang.client import EngineClient
 from stages.rollout.collect import Collected, Judge, collect
 from stages.rollout.config import RolloutConfig
-from stages.rollout.filters import load_filter
+from stages.rollout.filters import DynamicFilterOutput, load_filter
 from stages.rollout.generate import EngineGenerator
 from stages.rollout.hooks import Hooks
 from stages.rollout.intake import Intake
@@ -117,14 +117,13 @@ def judge_of(config: RolloutConfig) -> Judge:
         return _keep
     check = load_filter(config.dynamic_sampling_filter_path, SimpleNamespace(**config.model_dump()))
 
-    async def judge(group: Group) -> str | None:
+    async def judge(group: Group) -> DynamicFilterOutput:
         if all(sample.status is Status.FAILED for sample in group):
-            return "failed"
-        verdict = await asyncio.to_thread(check, group)
-        return None if verdict.keep else str(verdict.reason)
+            return DynamicFilterOutput(False, "failed")
+        return await asyncio.to_thread(check, group)
 
     return judge
 
 
-async def _keep(group: Group) -> str | None:
-    return None
+async def _keep(group: Group) -> DynamicFilterOutput:
+    return DynamicFilterOutput(True)

@@ -25,7 +25,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/repetition_frac": ratio(is_repetitive(sample.response) for sample in samples),
     }
     out |= length_metrics(samples) | multi_turn_metrics(samples)
-    out |= {f"rollout/zero_std/count_{reward:g}": float(count) for reward, count in zero_std_groups(samples).items()}
+    out["rollout/num_groups"] = float(len({sample.group_id for sample in samples}))
+    out |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in zero_std_groups(samples).items()}
     out |= {f"rollout/error_cat/{name}": float(count) for name, count in error_categories(samples).items()}
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -78,13 +79,18 @@ def _mean_and_max(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "max": float(max(values))}
 
 
-def zero_std_groups(samples: Sequence[Sample]) -> Counter[float]:
-    """Reward -> number of groups of two or more in which every sample got it (rounded to one digit)."""
+def zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
+    """Return reward (rounded to one digit) -> number of groups in which every sample got it; groups with one graded sample are among them."""
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
             groups[sample.group_id].append(sample.reward)
-    return Counter(round(rewards[0], 1) for rewards in groups.values() if len(rewards) > 1 and len(set(rewards)) == 1)
+    return Counter(rounded(rewards[0]) for rewards in groups.values() if len(set(rewards)) == 1)
+
+
+def rounded(reward: float) -> str:
+    """Return a reward as slime writes it in names of metrics: `1.0`, `0.2`."""
+    return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
 
 
 def error_categories(samples: Sequence[Sample]) -> Counter[str]:

@@ -5,6 +5,7 @@ import pytest
 from flows.config import PostTrainConfig, config_hash, options, part, validated
 from flows.flags import own_flags, parse, split
 from storage.config import extra_of
+from storage.errors import OptionError
 
 MODEL = ["--hf-checkpoint", "model"]
 
@@ -115,3 +116,14 @@ def test_a_config_survives_json_and_its_hash_sees_identity_only() -> None:
         f"{s}.{n}" for s, n, _ in options()
     }
     assert {extra_of(field)["change"] for _, _, field in options()} == {"identity", "schedule", "placement"}
+
+
+def test_chat_template_kwargs_are_json_or_words_and_belong_to_the_run() -> None:
+    base = ["--run", "r", "--num-rollout", "1"]
+    expected = {"enable_thinking": False, "effort": "low"}
+    for words in (['{"enable_thinking": false, "effort": "low"}'], ["enable_thinking=false", "effort=low"]):
+        config = parse([*base, "--apply-chat-template-kwargs", *words])
+        assert config.rollout.apply_chat_template_kwargs == expected
+        assert part(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
+    with pytest.raises(OptionError, match="--apply-chat-template-kwargs"):
+        parse([*base, "--apply-chat-template-kwargs", '{"enable_thinking": fals'])

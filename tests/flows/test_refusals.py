@@ -24,6 +24,8 @@ def good(tmp_path: Path, tiny_model: Path) -> dict[str, str]:
         "--label-key": "label",
         "--rm-type": "exact_number",
         "--num-rollout": "1",
+        "--n-samples-per-prompt": "2",
+        "--rollout-max-response-len": "8",
     }
 
 

@@ -9,6 +9,7 @@ from stages.rewards.answer_text import answer_text
 from stages.rewards.grading import check_reward
 from stages.rewards.hub import REWARDS, reward_named
 from stages.rewards.math_answer import same_answer
+from storage.errors import RewardError
 from storage.sample import Sample
 
 
@@ -69,6 +70,11 @@ def test_deepscaler(response: str, label: str, reward: float) -> None:
         ("Answer: 34", "34.0", 1),
         ("Answer: 34.0", "34", -1),
         ("Answer: thirty", "34", -1),
+        ("Answer: 3.5", "3.5", 1),
+        ("Answer: 3", "3.5", -1),
+        ("Answer: -0.25", "-0.25", 1),
+        ("Answer: 12345678901234567891", "12345678901234567891", 1),  # more digits than a float has
+        ("Answer: 12345678901234567168", "12345678901234567891", -1),
         ("Answer: 34" + "\n" + "x" * 300, "34", -1),  # too far from the end
     ],
 )
@@ -76,9 +82,10 @@ def test_dapo(response: str, label: str, score: float) -> None:
     assert graded("dapo", response, label) == {"score": score, "acc": float(score == 1)}
 
 
-def test_dapo_wants_a_whole_number_and_a_key() -> None:
-    with pytest.raises(ValueError, match="the label 'East' is no whole number"):
-        graded("dapo", "Answer: East", "East")
+def test_dapo_wants_a_number_and_a_key() -> None:
+    for label in ("East", "", "nan", "inf", "1e999999999"):
+        with pytest.raises(RewardError):
+            graded("dapo", "Answer: East", label)
     with pytest.raises(ValueError, match=r"dictionary with score, acc: name one with --reward-key \(now None\)"):
         check_reward("boxed_dapo", None)
     check_reward("dapo", None, reward_key="score")
@@ -156,7 +163,8 @@ def test_gpqa(response: str, label: str, metadata: dict[str, Any], reward: float
         ("2 or 3", "2, 3", True),
         ("7 3/4", "73/4", False),
         ("5 million", "5", False),
-        ("1 and 2", "2,1", False),
+        ("1 and 2", "2,1", True),  # a list without brackets has no order
+        ("(1, 2)", "(2, 1)", False),
         ("5 or 6", "6", False),
         (r"2^3\frac{1}{2}", "4", True),  # a product, no mixed number
     ],

@@ -110,9 +110,9 @@ CASES: list[Case] = [
     ("ratio:sentence_balance", {}, ["One. Two? Three!"], ["One. Two?"]),
     (
         "ratio:overlap",
-        {"reference_text": "the cat sat on the mat", "percentage": 50},
-        ["the cat sat on a mat", "the cat sat down"],
-        ["the cat sat on the mat", "no"],
+        {"reference_text": "the mat", "percentage": 50},
+        ["the mop!"],  # the, he_ and e_m of six character trigrams
+        ["the mat", "no"],
     ),
     (
         "ratio:sentence_words",
@@ -352,3 +352,23 @@ def test_languages(code: str, text: str) -> None:
 def test_every_language_is_tested() -> None:
     assert set(SPOKEN) == set(LANGUAGES)
     assert language_of("123 !") is None
+    assert language_of("zxcv qwrt") is None
+
+
+@pytest.mark.parametrize(("text", "language"), [("123 !", "de"), ("", "de"), ("zxcv qwrt", "fi"), ("Хорошо", "bg"), ("OK", "en")])
+def test_language_that_cannot_be_told_fails(text: str, language: str) -> None:
+    assert not CHECKS["language:response_language"](text, language=language)
+
+
+def test_capitals_of_other_scripts_are_not_english() -> None:
+    capital = CHECKS["change_case:english_capital"]
+    assert capital("HELLO WORLD") and not capital("ЖУК") and not capital("ΑΒΓ")
+
+
+def test_overlap_counts_character_trigrams() -> None:
+    """`abcd` has abc and bcd, of which `abcx` has one: 50 percent."""
+    overlap = CHECKS["ratio:overlap"]
+    assert overlap("abcd", reference_text="abcx", percentage=50) and not overlap("abcd", reference_text="abcx", percentage=40)
+    assert overlap("the cat sat", reference_text="the cat sat", percentage=100) and not overlap(
+        "ab", reference_text="ab", percentage=0
+    )

@@ -10,6 +10,7 @@ from scripted_engine import write_jsonl
 
 from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.source import Prompt, PromptSource, check_prompt_data
+from storage.errors import DataError
 
 
 def source_of(*sizes: int, shuffle: bool = True, seed: int = 42) -> PromptSource:
@@ -154,5 +155,5 @@ def test_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
 
 def test_demonstrations_need_an_assistant(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(ValueError, match="no conversation with an assistant's turn"):
+    with pytest.raises(DataError, match=r"rows.jsonl row 0: column 'messages'"):
         check_prompt_data(RolloutConfig(prompt_data=path, input_key="messages"), demonstrations=True)

@@ -10,6 +10,7 @@ from stages.rollout.config import RolloutConfig
 from stages.rollout.demonstrations import demonstration_stage, demonstrations
 from stages.rollout.prompts.source import Messages, Prompt, PromptSource
 from stages.rollout.tokenizer import PromptTokenizer
+from storage.errors import DataError
 from storage.refs import RunKeys
 from storage.shards import read_samples
 from storage.store import Store
@@ -52,17 +53,16 @@ def test_what_a_template_writes_behind_the_end_token_is_not_trained(tokenizer: P
     assert trained_text(other, chat("37+8=", "45")) == ["4", "5", "<|end|>"]
 
 
-def test_a_template_that_rewrites_history_is_refused(tokenizer: PromptTokenizer) -> None:
+def test_a_template_that_opens_every_conversation_differently_is_trained_exactly(tokenizer: PromptTokenizer) -> None:
     other = PromptTokenizer.__new__(PromptTokenizer)
     other.__dict__ = {**tokenizer.__dict__, "inner": __import__("copy").deepcopy(tokenizer.inner)}
     other.inner.chat_template = "{{ messages | length }}" + tokenizer.inner.chat_template
-    with pytest.raises(ValueError, match="writes earlier turns anew"):
-        demonstrations([prompt(chat("a", "b"))], other, rollout_id=0)
+    assert trained_text(other, chat("1+1=", "2", "and 2+2=", "4")) == ["2", "<|end|>", "4", "<|end|>"]
 
 
 @pytest.mark.parametrize("content", ["text", [{"role": "user", "content": "a"}]])
 def test_a_row_without_an_answer_is_refused(tokenizer: PromptTokenizer, content: str | Messages) -> None:
-    with pytest.raises(ValueError, match="no assistant's turn"):
+    with pytest.raises(DataError, match="row 0 of file 1"):
         demonstrations([prompt(content)], tokenizer, rollout_id=0)
 
 

@@ -1,5 +1,7 @@
 """Waves, filters, the buffer and partial rollouts, with an engine that writes token by token and stops when it is told to."""
 
+import asyncio
+import itertools
 import json
 import random
 from collections import Counter
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from scripted_engine import KEYS, Bench, SlowClient
 
 from engines.sglang.generation import Generation
+from stages.rollout.collect import collect
+from stages.rollout.filters import DynamicFilterOutput
 from stages.rollout.responses import mask_earlier_policies
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.audit import audit
@@ -59,6 +63,26 @@ def test_a_filter_that_drops_everything_ends_the_round(tmp_path: Path, tokenizer
     bench = bench_with(tmp_path, tokenizer, share=1.0, max_waves=3)
     with pytest.raises(RuntimeError, match=r"3 waves of prompts gave 0 of 4 groups .* \(dropped: \d+ for 'check'\)"):
         bench.round(0, client=SlowClient)
+
+
+@pytest.mark.parametrize(("fallback", "num_waves"), [(True, 1), (False, 3)])
+def test_groups_are_kept_when_dropping_them_would_start_another_wave(fallback: bool, num_waves: int) -> None:
+    numbers = itertools.count()
+
+    async def produce(group: list[Sample]) -> list[Sample]:
+        return group
+
+    async def judge(group: list[Sample]) -> DynamicFilterOutput:
+        return DynamicFilterOutput(group[0].group_id >= "08", "zero_std_0.0", keep_when_insufficient=fallback)
+
+    async def stop() -> None:
+        raise AssertionError("nothing is left to stop")
+
+    def next_groups(count: int) -> list[list[Sample]]:
+        return [[Sample("s", f"{next(numbers):02}", "s", 0)] for _ in range(count)]
+
+    found = asyncio.run(collect(next_groups, produce, judge, stop, num_groups=2, wave=4, max_waves=3))
+    assert found.num_waves == num_waves and len(found.kept) == 2 and len(found.dropped) == (2 if fallback else 8)
 
 
 def test_what_is_not_needed_comes_back_and_begins_anew(tmp_path: Path, tokenizer: PromptTokenizer) -> None:

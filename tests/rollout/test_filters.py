@@ -38,10 +38,10 @@ def test_the_built_in_filter_is_a_standard_deviation() -> None:
 @pytest.mark.parametrize(
     ("rewards", "reason"),
     [
-        ([1.0, 1.0], "zero_std_1"),
+        ([1.0, 1.0], "zero_std_1.0"),
         ([0.25] * 3, "zero_std_0.2"),
-        ([1.0], "zero_std_1"),
-        ([1.0, None], "zero_std_1"),
+        ([1.0], "zero_std_1.0"),
+        ([1.0, None], "zero_std_1.0"),
         ([None], "no_reward"),
     ],
 )
@@ -73,11 +73,21 @@ def test_the_built_in_filter_has_slimes_name_too(path: str) -> None:
         ("return torch.tensor(False)", False, "check"),
         ("return SimpleNamespace(keep=False, reason='too_long')", False, "too_long"),
         ("return SimpleNamespace(keep=numpy.bool_(True), reason='none')", True, None),
+        ("return SimpleNamespace(keep=False, reason='short', keep_when_insufficient=False)", False, "short"),
         ("return samples[0].tokens == [5, 6] and samples[0].response_length == 1", True, None),  # slime's names
     ],
 )
 def test_what_may_be_returned(body: str, kept: bool, reason: str | None, tmp_path: Path) -> None:
     assert load_filter(plugin(tmp_path, body), ARGS)(group(1.0, 0.0)) == DynamicFilterOutput(kept, reason)
+
+
+def test_a_filter_may_say_that_a_group_is_kept_when_too_few_are_left(tmp_path: Path) -> None:
+    body = "return SimpleNamespace(keep=False, reason='short', keep_when_insufficient=True)"
+    assert load_filter(plugin(tmp_path, body), ARGS)(group(1.0, 0.0)) == DynamicFilterOutput(False, "short", True)
+    name = "check_reward_nonzero_std_with_fallback"
+    for path in (f"stages.rollout.filters:{name}", f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}"):
+        check = load_filter(path, ARGS)
+        assert check(group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0", True) and check(group(1.0, 0.0)).keep
 
 
 def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:

@@ -57,6 +57,20 @@ def test_removed_samples_are_counted_and_failed_ones_are_not_among_them() -> Non
     assert rollout_metrics(samples)["rollout/removed_ratio"] == 0.25
 
 
+def test_groups_without_contrast_are_counted_by_slimes_names() -> None:
+    """str(round(reward, 1)), and groups with one graded sample are among them."""
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.25, 0.25, -1.0, None, -0.01, -0.01]
+    samples = [sample(number, [1], reward) for number, reward in enumerate(rewards)]
+    found = rollout_metrics([*samples, sample(10, [1], 0.0)])
+    assert {name: value for name, value in found.items() if "zero_std" in name} == {
+        "rollout/zero_std/count_1.0": 1.0,
+        "rollout/zero_std/count_0.2": 1.0,
+        "rollout/zero_std/count_-1.0": 1.0,
+        "rollout/zero_std/count_0.0": 2.0,
+    }
+    assert found["rollout/num_groups"] == 6.0
+
+
 def test_staleness_is_the_age_of_the_first_token() -> None:
     samples = [sample(i, [1], policy_versions=versions) for i, versions in enumerate([(7, 7), (5, 7), (4, 5)])]
     assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 5 / 3, "rollout/staleness/max": 3.0}

@@ -13,6 +13,7 @@ from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.lengths import LengthFilter, prompt_limit, response_limit
 from stages.rollout.prompts.source import Messages, PromptSource, check_prompt_data
 from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
+from storage.errors import TemplateError
 
 TOOL = {
     "type": "function",
@@ -118,5 +119,5 @@ def test_tools_that_nobody_would_see_are_refused(tmp_path: Path, tokenizer: Prom
 def test_a_conversation_that_the_template_refuses_is_told(with_tools: PromptTokenizer) -> None:
     with_tools.inner.chat_template = "{{ raise_exception('roles must alternate') }}"
     chat: Messages = [{"role": "user", "content": "37+8="}]
-    with pytest.raises(ValueError, match=r'refuses the conversation \[\{"role": "user", "content": "37\+8="\}\] \(roles must'):
+    with pytest.raises(TemplateError, match=r'\[\{"role": "user", "content": "37\+8="\}\] \(roles must alternate\)'):
         with_tools.render([chat])

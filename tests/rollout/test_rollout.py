@@ -190,7 +190,8 @@ def test_metrics() -> None:
     assert found["rollout/raw_reward"] == pytest.approx(3 / 5)
     assert found["rollout/response_len/mean"] == 4 and found["rollout/response_len/median"] == 3
     assert found["rollout/truncated_ratio"] == found["rollout/failed_ratio"] == pytest.approx(1 / 6)
-    assert found["rollout/zero_std/count_1"] == 1 and "rollout/zero_std/count_0" not in found
+    assert found["rollout/zero_std/count_1.0"] == 1 == found["rollout/zero_std/count_0.0"]
+    assert found["rollout/num_groups"] == 3
     assert found["rollout/error_cat/timeout"] == 1
 
 

@@ -16,7 +16,6 @@ from stages.rewards.instructions.text import (
     num_syllables,
     sentences,
     stripped_words,
-    tokens,
     words,
 )  # fmt: skip
 
@@ -115,14 +114,13 @@ def _sentence_balance(text: str) -> bool:
 
 
 def _overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """Share of the response's trigrams that are the reference's, within two percent."""
+    """Share of the response's character trigrams that are the reference's too, within two percent."""
     ours, theirs = _trigrams(text), _trigrams(reference_text)
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= 2
 
 
-def _trigrams(text: str) -> set[tuple[str, str, str]]:
-    found = tokens(text)
-    return set(zip(found, found[1:], found[2:]))
+def _trigrams(text: str) -> set[str]:
+    return {text[index : index + 3] for index in range(len(text) - 2)}
 
 
 def _sentence_words(text: str) -> bool:

@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from stages.rewards.instructions.language import LANGUAGES, language_of
+from stages.rewards.instructions.language import LANGUAGES, is_latin, language_of
 from stages.rewards.instructions.text import count_words, num_occurrences, sentences, words
+from storage.errors import RewardError
 
 _ALLOWED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
@@ -19,7 +20,7 @@ _FENCE = re.compile(r"^```(?:json)?(.*?)(?:```)?$", re.IGNORECASE | re.DOTALL)
 
 def _compare(number: int, relation: str, limit: int) -> bool:
     if relation not in ("less than", "at least"):
-        raise ValueError(f"relation {relation!r} is neither 'less than' nor 'at least'")
+        raise RewardError(f"relation {relation!r} is neither 'less than' nor 'at least'")
     return number < limit if relation == "less than" else number >= limit
 
 
@@ -41,8 +42,8 @@ def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: 
 
 def _response_language(text: str, language: str) -> bool:
     if language not in LANGUAGES:
-        raise ValueError(f"language {language!r} is not among those that can be told apart: {', '.join(LANGUAGES)}")
-    return language_of(text) in (language, None)
+        raise RewardError(f"language {language!r} is not among those that can be told apart: {', '.join(LANGUAGES)}")
+    return language_of(text) == language
 
 
 def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
@@ -131,11 +132,17 @@ def _capital_word_frequency(text: str, capital_frequency: int, capital_relation:
 
 
 def _english_capital(text: str) -> bool:
-    return text.isupper() and language_of(text) in ("en", None)
+    return text.isupper() and _may_be_english(text)
+
+
+def _may_be_english(text: str) -> bool:
+    """English, or Latin letters in which no language can be told: `HELLO WORLD`."""
+    language = language_of(text)
+    return language == "en" or (language is None and is_latin(text))
 
 
 def _english_lowercase(text: str) -> bool:
-    return text.islower() and language_of(text) in ("en", None)
+    return text.islower() and _may_be_english(text)
 
 
 def _no_comma(text: str) -> bool:

@@ -38,6 +38,9 @@ _COMMON_TEXT = {
     "sw": "na ya wa ni kwa katika za la cha hii kama si hiyo kuwa watu yake mimi au lakini huo pia sana kila",
     "hi": "है हैं का की के में और को से यह नहीं था कि पर हो एक मैं ने भी लिए",
     "mr": "आहे आहेत आणि च्या मध्ये हा ही हे नाही होते तर मी एक ला ते या साठी",
+    "ru": "и в не на что с по это как но из для есть был так мы вы она они его все уже или когда бы",
+    "bg": "и в не на че с по това как но от за е да се са беше той тя те като ще или когато си му",
+    "uk": "і в не на що з по це як але від для є був так ми ви вона вони його та вже або коли щоб у й",
     "ne": "छ छन् र को मा हो भने गर्न लागि यो पनि थियो हुन्छ म तपाईं गर्छ एक",
 }  # fmt: skip
 _LETTERS = {
@@ -63,11 +66,14 @@ def language_of(text: str) -> str | None:
     script = max(counts, key=lambda name: counts[name])
     if script in _ONE_LANGUAGE:
         return _ONE_LANGUAGE[script]
-    if script == "cyrillic":
-        return _by_letters(text, {"ru": 1.0, "uk": 2.0, "bg": 3.0})
     if script == "arabic":
         return _by_letters(text, {"ar": 0.0, "ur": 4.0, "fa": 1.0}) or "ar"
     return _by_words(text, _AMONG.get(script, ()))
+
+
+def is_latin(text: str) -> bool:
+    """Whether there are Latin letters, and no others."""
+    return all(bool(re.search(pattern, text)) == (name == "latin") for name, pattern in _SCRIPTS.items())
 
 
 def _by_letters(text: str, weights: dict[str, float]) -> str | None:
@@ -85,4 +91,6 @@ def _by_words(text: str, codes: tuple[str, ...]) -> str | None:
         for code in codes
     }
     best = max(scores, key=lambda code: scores[code], default=None)
-    return best if best is not None and scores[best] else None
+    if best is None or not scores[best] or list(scores.values()).count(scores[best]) > 1:
+        return None
+    return best

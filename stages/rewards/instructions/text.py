@@ -42,11 +42,6 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def tokens(text: str) -> list[str]:
-    """Words and single punctuation marks."""
-    return re.findall(r"[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]|_", text)
-
-
 def count_words(text: str) -> int:
     """Runs of letters and digits, so that "it's" counts as two, as in the published checkers."""
     return len(re.findall(r"\w+", text))

@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from stages.rollout.templates import RenderLimitError
 from stages.rollout.tokenizer import PromptTokenizer
+from storage.errors import DataError, TemplateError
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]  # OpenAI's: {"role", "content", "tool_calls", ...}
+CALL_FORMS = ((False, None), (True, None), (False, ""), (True, ""))  # arguments as text, content beside calls if there is none
 STAND_IN = f"stand-in-{secrets.token_hex(16)}"
 
 
@@ -32,13 +35,13 @@ class ChatFormat:
     """A tokenizer's chat template, as far as conversations need it.
 
     Raises:
-        ValueError: there is none.
+        TemplateError: there is none.
     """
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
-        self._tokenizer = tokenizer.inner
+        self._prompts, self._tokenizer = tokenizer, tokenizer.inner
         if not self._tokenizer.chat_template:
-            raise ValueError(
+            raise TemplateError(
                 "the tokenizer has no chat template, which a conversation needs: add chat_template.jinja to the checkpoint"
             )
         self._special = frozenset(i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special)
@@ -55,7 +58,7 @@ class ChatFormat:
             options: further variables of the template, e.g. enable_thinking.
 
         Raises:
-            ValueError: the template refuses it.
+            TemplateError: the template refuses it.
         """
         return self._render(messages, tools, options or {}, open_reply=True)
 
@@ -75,7 +78,7 @@ class ChatFormat:
             messages: what has come since.
 
         Raises:
-            ValueError: the template refuses it, or writes no replies.
+            TemplateError: the template refuses it, or writes no replies.
         """
         render = functools.partial(self._render, tools=tools, options=options or {})
         plain = {"role": "assistant", "content": STAND_IN}
@@ -83,7 +86,7 @@ class ChatFormat:
         if reply.get("tool_calls"):  # some templates want the results of tools behind a call only
             call = {"name": reply["tool_calls"][0]["function"]["name"], "arguments": json.dumps({"value": STAND_IN})}
             calling = {"role": "assistant", "content": None, "tool_calls": [{**reply["tool_calls"][0], "function": call}]}
-            with suppress(ValueError):  # others write no calls at all
+            with suppress(TemplateError):  # others write no calls at all
                 before = _behind(render([*opening, calling], open_reply=False))
                 after = _behind(render([*opening, calling, *messages], open_reply=True))
                 if after.startswith(before):
@@ -104,18 +107,19 @@ class ChatFormat:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
-        """Templates differ in what they can add up: arguments as a dictionary or as text, no content as None or as ""."""
-        first: Exception | None = None
-        for as_text, no_content in ((False, None), (True, None), (False, ""), (True, "")):
-            variant = [_message(message, as_text, no_content) for message in messages]
-            try:
-                return self._tokenizer.apply_chat_template(
-                    variant, tools=tools or None, tokenize=False, add_generation_prompt=open_reply, **options
-                )
-            except Exception as error:  # a template is a program: it raises what it likes
-                first = first or error
-        raise ValueError(
-            f"the chat template refuses the conversation {json.dumps(messages, default=str)[:120]} ({first}): "
+        """Return the text of the first form that the template accepts. Raises TemplateError if it accepts none."""
+        first: TemplateError | None = None
+        for form in CALL_FORMS:
+            variant = [as_form({**message, "content": text_of(message)}, form) for message in messages]
+            [text] = self._prompts.try_render([(variant, tools or None, open_reply)], options)
+            if not isinstance(text, TemplateError):
+                return text
+            first = first or text
+            if isinstance(text, RenderLimitError):
+                break
+        assert first is not None, "there is at least one form"
+        raise type(first)(
+            f"the chat template refuses the conversation {json.dumps(messages, default=str)[:120]} ({str(first)[:120]}): "
             "send what it allows, or use another template"
         ) from first
 
@@ -124,7 +128,7 @@ class ChatFormat:
         thinking = {"role": "assistant", "content": f"<think>\n{STAND_IN}\n</think>\n\n2"}
         try:
             text = self._render([question, thinking, question], None, {}, open_reply=True)
-        except ValueError:
+        except TemplateError:
             return  # it will be said of a real conversation
         if STAND_IN not in text:
             logger.warning(
@@ -136,14 +140,15 @@ class ChatFormat:
 def _behind(text: str) -> str:
     before, found, after = text.rpartition(STAND_IN)
     if not found:
-        raise ValueError(f"the chat template does not write the assistant's messages ({before[-80:]!r}): use another template")
+        raise TemplateError(f"the chat template does not write the assistant's messages ({before[-80:]!r}): use another template")
     return after
 
 
-def _message(message: Message, as_text: bool, no_content: str | None) -> Message:
-    """One message as a template reads it: content as one text, arguments of calls in one form."""
-    out = {key: value for key, value in message.items() if value is not None} | {"content": text_of(message)}
-    if out["content"] == "" and message.get("tool_calls"):
+def as_form(message: Message, form: tuple[bool, str | None]) -> Message:
+    """Return one message with the arguments of its calls in one form, and that content beside calls if it has none."""
+    as_text, no_content = form
+    out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
+    if not out["content"] and message.get("tool_calls"):
         out["content"] = no_content
     if message.get("tool_calls"):
         out["tool_calls"] = [
@@ -168,11 +173,11 @@ def text_of(message: Message) -> str:
     """The content as text: as it is, or the parts of it put together.
 
     Raises:
-        ValueError: a part is no text.
+        DataError: a part is not text.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(part["text"] for part in content)
-    raise ValueError(f"the content of a message is {json.dumps(content, default=str)[:80]}: only text is understood, send text")
+    raise DataError(f"the content of a message is {json.dumps(content, default=str)[:80]}: only text is understood, send text")

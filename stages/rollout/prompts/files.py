@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.rows import Block, Columns, JsonLines, ParquetRows, Rows, missing_column
+from stages.rollout.prompts.rows import FIRST, Block, Columns, JsonLines, ParquetRows, Rows, missing_column, update_first
 from stages.rollout.prompts.spool import spooled
 from stages.rollout.prompts.workers import canonical_blocks
+from storage.errors import DataError
 
 JSONL = (".jsonl", ".json", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -34,15 +35,14 @@ class Entry:
 
     name: str
     rows: Sequence[bytes]
-    first_chat: int | None
-    first_unanswered: int | None
+    first: dict[str, int | None]  # first_chat, first_unanswered and first_unlabelled of rows.Rows
 
 
 def read_entry(entry: str, config: RolloutConfig) -> Entry:
     """All rows of an entry; with `config.streaming_data` they lie on the disk.
 
     Raises:
-        ValueError: missing or empty file, unknown format, malformed line, missing column, or a prompt that is none.
+        DataError: missing or empty file, unknown format, malformed line, missing column, or a prompt of another type.
     """
     path, start, stop = parse_slice(entry)
     files, columns = _Files.find(path), Columns.of(config)
@@ -56,12 +56,21 @@ def read_entry(entry: str, config: RolloutConfig) -> Entry:
         name = f"{files.place}@[{start}:{stop}]"
         return _checked(Entry(entry, *spooled(parts, name, columns, files.fingerprints(), config.data_cache)))
     rows: list[bytes] = []
-    first_chat, first_unanswered = None, None
+    first: dict[str, int | None] = dict.fromkeys(FIRST)
     for part in parts():
-        first_chat = _earlier(first_chat, part.first_chat, len(rows))
-        first_unanswered = _earlier(first_unanswered, part.first_unanswered, len(rows))
+        update_first(first, part, len(rows))
         rows += part.rows
-    return _checked(Entry(entry, rows, first_chat, first_unanswered))
+    return _checked(Entry(entry, rows, first))
+
+
+def column_names(entry: str) -> list[str]:
+    """Return the columns of the first row of an entry, for messages. Raises DataError as `read_entry` does."""
+    name, file = (files := _Files.find(parse_slice(entry)[0])).files[0]
+    if _plain(name).endswith(".parquet"):
+        with _explained(name), files.fs.open(file, "rb") as opened:
+            return list(pq.read_schema(opened).names)
+    blocks = files.blocks(Columns("", None, "", None))
+    return next((list(record) for block in blocks for _, record in block.records()), [])
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
@@ -73,14 +82,10 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
     return match["path"], start, stop
 
 
-def _earlier(known: int | None, found: int | None, before: int) -> int | None:
-    return known if known is not None or found is None else before + found
-
-
 def _checked(entry: Entry) -> Entry:
     if not entry.rows:
         what = "takes no row" if _SLICE.fullmatch(entry.name) else "is empty"
-        raise ValueError(f"prompt file {entry.name} {what}: give --prompt-data a file with at least one row")
+        raise DataError(f"prompt file {entry.name} {what}: give --prompt-data a file with at least one row")
     return entry
 
 
@@ -97,7 +102,7 @@ class _Files:
         try:
             fs, inner = fsspec.core.url_to_fs(path)
         except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
-            raise ValueError(
+            raise DataError(
                 f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec knows"
             ) from None
         files = [(path, inner)]
@@ -106,10 +111,10 @@ class _Files:
                 local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
                 files = [(name if local else fs.unstrip_protocol(name), name) for name in sorted(fs.glob(inner), key=_natural)]
         if not files:
-            raise ValueError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
+            raise DataError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
         for name, _ in files:
             if not _plain(name).endswith((*JSONL, ".parquet")):
-                raise ValueError(
+                raise DataError(
                     f"{name} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
                 )
         return cls(fs, fs.unstrip_protocol(inner), files)
@@ -145,9 +150,9 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
+        raise DataError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
     except PermissionError:
-        raise ValueError(f"prompt file {path} may not be read by this user: change its permissions") from None
+        raise DataError(f"prompt file {path} may not be read by this user: change its permissions") from None
 
 
 def _between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
@@ -170,7 +175,7 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
         try:
             data = file.read(_BLOCK_BYTES)
         except (EOFError, OSError) as error:  # a compressed file that is cut short or damaged
-            raise ValueError(f"{path} cannot be read beyond line {number - 1} ({error}): write it again") from None
+            raise DataError(f"{path} cannot be read beyond line {number - 1} ({error}): write it again") from None
         end = data.rfind(b"\n") + 1 if data else 0
         if data and not end:  # a line longer than a block
             rest += data
@@ -191,11 +196,11 @@ def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Par
         # (pyarrow 25: 207 MB for a group of 201 MB; 19 MB like this).
         parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file ({error}): write it again") from None
+        raise DataError(f"{path} is not a Parquet file ({error}): write it again") from None
     found = parquet.schema_arrow.names
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in found:
-            raise ValueError(missing_column(path, key, found, columns))
+            raise DataError(missing_column(path, key, found, columns))
     wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in found]
     number = 0
     try:
@@ -203,4 +208,4 @@ def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Par
             yield ParquetRows(path, number, batch)
             number += batch.num_rows
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} cannot be read beyond row {number} ({error}): write it again") from None
+        raise DataError(f"{path} cannot be read beyond row {number} ({error}): write it again") from None

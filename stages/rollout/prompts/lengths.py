@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.source import Prompt
 from stages.rollout.tokenizer import PromptTokenizer
+from storage.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,13 @@ def response_limit(config: RolloutConfig, num_prompt_tokens: int) -> int:
     """Most tokens of the response to a prompt of this length.
 
     Raises:
-        ValueError: there is no room for a response (an evaluation skips no prompt).
+        DataError: there is no room for a response (an evaluation skips no prompt).
     """
     if config.rollout_max_context_len is None:
         return config.rollout_max_response_len
     room = config.rollout_max_context_len - num_prompt_tokens
     if room < 1:
-        raise ValueError(
+        raise DataError(
             f"a prompt of {num_prompt_tokens} tokens leaves no room within --rollout-max-context-len {config.rollout_max_context_len}"
         )
     return min(config.rollout_max_response_len, room)

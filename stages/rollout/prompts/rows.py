@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from stages.rollout.config import RolloutConfig
+from storage.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Columns:
     @classmethod
     def of(cls, config: RolloutConfig) -> Columns:
         """Those that a config names."""
-        return cls(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        tools = "tools" if config.tool_key is None else config.tool_key or None
+        return cls(config.input_key, config.label_key, config.metadata_key, tools)
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,17 @@ class JsonLines:
         return JsonLines(self.path, self.numbers[start:stop], self.lines[start:stop])
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Place and content of every row. Raises ValueError for a line that is no JSON object."""
+        """Place and content of every row. Raises DataError for a line that is not a JSON object."""
         for number, line in zip(self.numbers, self.lines):
             where = f"{self.path}:{number}"
             try:
                 record = json.loads(line)
             except ValueError as error:  # JSON or UTF-8
-                raise ValueError(
+                raise DataError(
                     f"{where}: malformed line ({error}); every line must be one JSON object: repair or remove it"
                 ) from None
             if not isinstance(record, dict):
-                raise ValueError(
+                raise DataError(
                     f"{where}: found a JSON {type(record).__name__}; every line must be one JSON object: repair or remove it"
                 )
             yield where, record
@@ -95,14 +97,25 @@ class Rows:
 
     rows: list[bytes] = field(default_factory=list)
     first_chat: int | None = None  # first row whose prompt is a list of messages
-    first_unanswered: int | None = None  # first row that is no conversation with an assistant's turn
+    first_unanswered: int | None = None  # first row that is not a conversation with an assistant message
+    first_unlabelled: int | None = None  # first row whose label is empty
+
+
+FIRST = ("first_chat", "first_unanswered", "first_unlabelled")
+
+
+def update_first(first: dict[str, int | None], part: Rows, num_before: int) -> None:
+    """Note in `first` what `part` has, whose first row is number `num_before`."""
+    for key in FIRST:
+        if first[key] is None and (number := getattr(part, key)) is not None:
+            first[key] = num_before + number
 
 
 def canonical(block: Block, columns: Columns) -> Rows:
     """The rows of a block.
 
     Raises:
-        ValueError: malformed line, missing column, or a prompt, a dictionary or tools that are none.
+        DataError: malformed line, missing column, or a prompt, a dictionary or tools of another type.
     """
     found = Rows()
     for number, (where, record) in enumerate(block.records()):
@@ -111,8 +124,10 @@ def canonical(block: Block, columns: Columns) -> Rows:
             found.first_chat = number
         if found.first_unanswered is None and not (isinstance(prompt, list) and any(m["role"] == "assistant" for m in prompt)):
             found.first_unanswered = number
-        label = record[columns.label] if columns.label else ""
-        row = [prompt, _text(label), _dictionary(record.get(columns.metadata), where, columns.metadata)]
+        label = _text(record[columns.label]) if columns.label else ""
+        if not label and found.first_unlabelled is None:
+            found.first_unlabelled = number
+        row = [prompt, label, _dictionary(record.get(columns.metadata), where, columns.metadata)]
         if columns.tools and (tools := _tools(record.get(columns.tools), where, columns.tools)):
             row.append(tools)
         found.rows.append(json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=str).encode())
@@ -128,10 +143,10 @@ def missing_column(where: str, key: str, found: list[str], columns: Columns) -> 
 def _prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in record:
-            raise ValueError(missing_column(where, key, list(record), columns))
+            raise DataError(missing_column(where, key, list(record), columns))
     prompt: str | list[dict[str, Any]] = record[columns.prompt]
     if not is_text_or_messages(prompt):
-        raise ValueError(
+        raise DataError(
             f"{where}: column {columns.prompt!r} holds {_short(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
@@ -159,7 +174,7 @@ def _dictionary(value: Any, where: str, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(
+        raise DataError(
             f"{where}: column {key!r} holds a {type(value).__name__}; a dictionary is needed: repair it, or use --metadata-key"
         )
     return value
@@ -171,9 +186,9 @@ def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ValueError(
-            f"{where}: column {key!r} holds {_short(value)}; a list of tool definitions (JSON schemas) is needed: repair it, or "
-            "name another with --tool-key"
+        raise DataError(
+            f"{where}: column {key!r} holds {_short(value)}; a list of tool definitions (JSON schemas) is needed: repair it, "
+            "name another with --tool-key, or read none with --tool-key ''"
         )
     return [_without_nulls(tool) for tool in value]
 
@@ -184,7 +199,7 @@ def _parsed(value: Any, where: str, key: str, flag: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except ValueError as error:
-        raise ValueError(
+        raise DataError(
             f"{where}: column {key!r} is text but not JSON ({error}): repair it, or name another with {flag}"
         ) from None
 

@@ -16,16 +16,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.files import read_entry
+from stages.rollout.prompts.files import Entry, column_names, read_entry
 from stages.rollout.prompts.order import permutation, scattered, shares, turns
+from stages.rollout.prompts.rows import FIRST
 from stages.rollout.prompts.spool import SpooledRows
 from stages.rollout.prompts.state import Place, Segment, SourceState
+from storage.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from stages.rollout.tokenizer import PromptTokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -82,7 +87,7 @@ class PromptSource:
 
     @classmethod
     def open(cls, config: RolloutConfig) -> PromptSource:
-        """Read all prompt files. Raises ValueError for whatever is wrong with them."""
+        """Read all prompt files. Raises DataError for whatever is wrong with them."""
         entries = [read_entry(path, config) for path in _paths(config)]
         return cls(
             [entry.rows for entry in entries],
@@ -99,7 +104,7 @@ class PromptSource:
         """The state to go on from: the beginning, or `saved` with whatever was appended since.
 
         Raises:
-            ValueError: rows that the run has seen are gone or have changed, or its weights are.
+            DataError: rows that the run has seen are gone or have changed, or its weights are.
         """
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
@@ -128,7 +133,7 @@ class PromptSource:
             admits: judges prompts; those that it refuses are visited, counted as skipped, and others come in their stead.
 
         Raises:
-            ValueError: no prompt of a whole epoch is admitted.
+            DataError: no prompt of a whole epoch is admitted.
         """
         assert state.num_rows > 0, "a source is never empty"
         if not state.places:
@@ -162,7 +167,7 @@ class PromptSource:
             in_vain = 0 if kept else in_vain + len(batch)
             if in_vain >= 2 * num_rows:  # a whole epoch is among them, wherever they began
                 name = self.names[batch[0].file] if batch[0].file < len(self.names) else f"file {batch[0].file + 1}"
-                raise ValueError(
+                raise DataError(
                     f"none of the {num_rows} prompts of {name} is short enough: raise --rollout-max-prompt-len or "
                     "--rollout-max-context-len, or give other prompts"
                 )
@@ -210,7 +215,7 @@ class PromptSource:
         """Where the run stands in each source. A run that gets weights later goes on in each file where it stands."""
         if not self.shares:
             if state.places:
-                raise ValueError(
+                raise DataError(
                     "this run mixes its sources and this command gives no --prompt-data-weights: give them (they may be others), "
                     "or fork the run"
                 )
@@ -239,12 +244,12 @@ class PromptSource:
         stop = segment.start + segment.rows
         found = len(self.files[segment.file]) if segment.file < len(self.files) else 0
         if found < stop:
-            raise ValueError(
+            raise DataError(
                 f"file {segment.file + 1} of --prompt-data has {found} rows; this run has seen {stop} of it: "
                 "restore the rows, or fork the run"
             )
         if self._digest(segment.file, segment.start, stop) != segment.digest:
-            raise ValueError(
+            raise DataError(
                 f"rows {segment.start} to {stop - 1} of file {segment.file + 1} of --prompt-data have changed "
                 "since this run saw them: rows may only be appended; restore them, or fork the run"
             )
@@ -262,34 +267,65 @@ def _content(rows: Sequence[bytes], start: int, stop: int) -> Iterator[bytes]:
 
 def _paths(config: RolloutConfig) -> list[str]:
     if not config.prompt_data:
-        raise ValueError("--prompt-data is missing: give JSONL or Parquet files with prompts")
+        raise OptionError("--prompt-data is missing: give JSONL or Parquet files with prompts")
     return config.prompt_data
 
 
-def check_prompt_data(config: RolloutConfig, *, demonstrations: bool = False) -> int:
-    """Preflight: read everything and look at every prompt. Returns the number of rows.
+def check_prompt_data(
+    config: RolloutConfig,
+    *,
+    demonstrations: bool = False,
+    labels: bool = False,
+    tokenizer: PromptTokenizer | None = None,
+    num_positions: int | None = None,
+) -> int:
+    """Read everything, look at every prompt, and render a sample of the rows. Returns the number of rows.
 
     Args:
         config: names the files and columns.
-        demonstrations: rows are conversations to learn from (SFT), not prompts to answer.
+        demonstrations: rows are conversations to train on (SFT), not prompts to answer.
+        labels: the reward compares responses to labels, so every row needs one.
+        tokenizer: renders up to 64 rows of each entry; None renders none.
+        num_positions: of the model: a rendered prompt and the longest response must fit. None: not checked.
 
     Raises:
-        ValueError: the first thing wrong.
+        OptionError: options that contradict each other or the rows.
+        DataError: the first thing wrong with a row.
+        TemplateError: the chat template fails for a row.
     """
     if config.tool_key and not (config.apply_chat_template or demonstrations):
-        raise ValueError(f"--tool-key {config.tool_key} has no effect without a chat template: give --apply-chat-template")
+        raise OptionError(f"--tool-key {config.tool_key} has no effect without a chat template: give --apply-chat-template")
     num_rows = 0
     for path in _paths(config):
         entry = read_entry(path, config)
-        if demonstrations and entry.first_unanswered is not None:
-            raise ValueError(
-                f"{path} row {entry.first_unanswered}: column {config.input_key!r} is no conversation with an assistant's turn, "
-                "and SFT learns from nothing else: name the column of messages with --input-key"
-            )
-        if not demonstrations and entry.first_chat is not None and not config.apply_chat_template:
-            raise ValueError(
-                f"{path} row {entry.first_chat}: column {config.input_key!r} holds chat messages, and plain text is needed "
-                "without a chat template: give --apply-chat-template"
-            )
+        _check_entry(entry, config, demonstrations=demonstrations, labels=labels)
+        if tokenizer is not None:
+            from stages.rollout.check import check_rows  # imports this module
+
+            check_rows(path, entry.rows, config, tokenizer, demonstrations=demonstrations, num_positions=num_positions)
         num_rows += len(entry.rows)
     return num_rows
+
+
+def _check_entry(entry: Entry, config: RolloutConfig, *, demonstrations: bool, labels: bool) -> None:
+    chat, unanswered, unlabelled = (entry.first[key] for key in FIRST)
+    if demonstrations and unanswered is not None:
+        raise DataError(
+            f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant message, and SFT trains "
+            "on nothing else: name the column of messages with --input-key"
+        )
+    if not demonstrations and chat is not None and not config.apply_chat_template:
+        raise DataError(
+            f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, and plain text is needed "
+            "without a chat template: give --apply-chat-template"
+        )
+    if labels and config.label_key is None:
+        columns = ", ".join(map(repr, column_names(entry.name)))[:120]
+        raise DataError(
+            f"{entry.name} is read without labels, and the reward needs them: name their column with --label-key; it has {columns}"
+        )
+    if labels and unlabelled is not None:
+        raise DataError(
+            f"{entry.name} row {unlabelled}: column {config.label_key!r} is empty, and the reward needs a label: fill it in, remove the "
+            "row, or name another column with --label-key"
+        )

@@ -22,13 +22,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from stages.rollout.prompts.rows import Columns, Rows
+from stages.rollout.prompts.rows import FIRST, Columns, Rows, update_first
+from storage.errors import DataError
 
-FORMAT = 1  # of the files; a change of rows.py raises it too
+FORMAT = 2  # of the files; a change of rows.py raises it too
 STRIDE = 16  # rows of which one has its place noted
 _CHUNK = 1 << 20
 
-Spooled = tuple["SpooledRows", int | None, int | None]  # rows, and first_chat and first_unanswered of prompt_rows.Rows
+Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST of rows.py
 
 
 class SpooledRows(Sequence[bytes]):
@@ -106,7 +107,7 @@ def spooled(
         cache: directory; by default `penstock/prompts` in the user's cache directory.
 
     Raises:
-        ValueError: the directory cannot be written or is full, or whatever `parts` raises.
+        DataError: the directory cannot be written or is full, or whatever `parts` raises.
     """
     disk = _Cache(Path(cache) if cache else default_cache())
     name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *content)}"
@@ -143,18 +144,16 @@ class _Cache:
                 places, about = loaded["places"], json.loads(str(loaded["about"]))
             if rows.stat().st_size != about["bytes"]:
                 return None
-            return SpooledRows(rows, places, about["rows"], about["bytes"]), about["first_chat"], about["first_unanswered"]
+            return SpooledRows(rows, places, about["rows"], about["bytes"]), {key: about[key] for key in FIRST}
         except (FileNotFoundError, ValueError, KeyError, EOFError, BadZipFile):
             return None  # not there, or of no use: it is written anew
 
     def write(self, name: str, parts: Iterable[Rows]) -> None:
         places, num_rows, num_bytes = array("Q"), 0, 0
-        first: dict[str, int | None] = {"first_chat": None, "first_unanswered": None}
+        first: dict[str, int | None] = dict.fromkeys(FIRST)
         with self._new_file(f"{name}.rows") as file:
             for part in parts:
-                for key in first:
-                    if first[key] is None and (found := getattr(part, key)) is not None:
-                        first[key] = num_rows + found
+                update_first(first, part, num_rows)
                 for row in part.rows:
                     if num_rows % STRIDE == 0:
                         places.append(num_bytes)
@@ -188,7 +187,7 @@ class _Cache:
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise ValueError(
+            raise DataError(
                 f"{self.directory} cannot keep the rows of --streaming-data ({'no space left' if full else error.strerror or error}): "
                 "name a directory on a larger disk with --data-cache, or leave out --streaming-data"
             ) from error

@@ -18,13 +18,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from stages.rollout.prompts.rows import Block, Columns, Rows, canonical
+from storage.errors import DataError
 
 
 def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
     """`canonical` of every block, in order. One worker is this process, and so it is where there is only one block.
 
     Raises:
-        ValueError: the first row that is wrong.
+        DataError: the first row that is wrong.
     """
     if num_workers > 1:
         rest = iter(blocks)
@@ -76,7 +77,7 @@ def _answer(worker: Connection) -> Rows:
     with _alive():
         answer: Rows | str = worker.recv()
     if isinstance(answer, str):
-        raise ValueError(answer)
+        raise DataError(answer)
     return answer
 
 

@@ -1,0 +1,76 @@
+"""A run that learns nothing says so after three rounds, with the reason, also if it was resumed in between."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.learning_signal import reason_of, zero_gradient_warning
+from storage.refs import Commit, RunKeys
+from storage.store import Store
+
+KEYS = RunKeys("r")
+NEVER_RIGHT = {
+    "rollout/num_samples": 64.0,
+    "rollout/num_groups": 32.0,
+    "rollout/response_len/max": 9.0,
+    "rollout/zero_std/count_0.0": 32.0,
+}
+
+
+def commit_round(store: Store, index: int, grad_norm: float | None, summary: dict[str, float] | None = None) -> None:
+    rollout = NEVER_RIGHT if summary is None else summary
+    step = {} if grad_norm is None else {"train/grad_norm": grad_norm}
+    for prefix, kind, numbers in ((KEYS.rollout(index), "rollout", rollout), (KEYS.step(index), "step", step)):
+        fields: dict[str, Any] = {"kind": kind, "run": "r", "index": index, "policy_version": index, "summary": numbers}
+        store.commit(prefix, Commit(**fields))
+
+
+def warned(store: Store, index: int, *, group_relative: bool = False) -> bool:
+    return zero_gradient_warning(store, KEYS, index, group_relative=group_relative) is not None
+
+
+def test_three_rounds_in_a_row_are_warned_of_after_a_resume_too(tmp_path: Path) -> None:
+    for index, grad_norm in enumerate([0.0, 0.0, 0.5, 0.0, 0.0]):
+        commit_round(Store(str(tmp_path)), index, grad_norm)
+        assert not warned(Store(str(tmp_path)), index)  # every store is a new process
+    commit_round(Store(str(tmp_path)), 5, 0.0)
+    warning = zero_gradient_warning(Store(str(tmp_path)), KEYS, 5, group_relative=False)
+    assert warning is not None and "all 32 groups have equal rewards (all 0.0): the reward never says 1" in warning
+    assert "\n" not in warning and len(warning) <= 300
+
+
+def test_advantages_that_are_all_zero_count_although_a_kl_loss_gives_a_gradient(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for index in range(3):
+        commit_round(store, index, 0.01)
+    assert warned(store, 2, group_relative=True) and not warned(store, 2)
+    commit_round(store, 3, 0.01, {**NEVER_RIGHT, "rollout/zero_std/count_0.0": 31.0})
+    assert not warned(store, 3, group_relative=True)
+
+
+def test_rounds_that_only_train_a_critic_and_records_without_numbers_do_not_count(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for index in range(3):
+        commit_round(store, index, None, {})
+    assert not warned(store, 2, group_relative=True)
+    for index in range(3, 6):
+        commit_round(store, index, 0.0, {})
+    assert warned(store, 5)
+
+
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        (NEVER_RIGHT | {"rollout/truncated_ratio": 1.0}, "100% of the responses ran into a length limit"),
+        (NEVER_RIGHT | {"rollout/num_samples": 32.0}, "--n-samples-per-prompt"),
+        (NEVER_RIGHT | {"rollout/zero_std/count_0.0": 30.0, "rollout/zero_std/count_1.0": 2.0}, "(30 all 0.0, 2 all 1.0)"),
+        ({"rollout/num_samples": 8.0, "rollout/response_len/max": 0.0}, "all 8 samples are masked"),
+        ({"rollout/failed_ratio": 0.75, "rollout/error_cat/timeout": 6.0}, "75% of the samples failed (timeout)"),
+        ({"rollout/zero_std/count_1": 2.0}, "do not show why"),  # of a rollout before num_groups was recorded
+        ({}, "do not show why"),
+    ],
+)
+def test_the_reason_is_that_of_the_metrics(summary: dict[str, float], words: str) -> None:
+    reason = reason_of(summary)
+    assert words in reason and len(reason) <= 240

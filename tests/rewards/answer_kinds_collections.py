@@ -1,0 +1,160 @@
+"""Answers of many kinds, each with spellings of one value and of other values: lists, sets, points, intervals, matrices."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.rewards.answer_kinds import Spellings, coprime
+
+# fmt: off
+
+
+def numbers(draw: Random, count: int) -> list[int]:
+    return draw.sample([number for number in range(-30, 31)], count)
+
+
+def point(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [f"({a},{b})", f"({a}, {b})", rf"\left({a},{b}\right)", rf"\left( {a}, {b} \right)", rf"({a},\,{b})", f"({a}.0, {b})", f"(x,y)=({a},{b})", rf"(x, y) = \left({a}, {b}\right)", rf"\big({a}, {b}\big)", rf"({a},\ {b})"]
+    return same, [f"({b},{a})", f"({a},{b + 1})", f"({a},{b},0)", f"[{a},{b}]", rf"\{{{a},{b}\}}", f"({-a - 1}, {b})"]
+
+
+def fraction_point(draw: Random) -> Spellings:
+    (a, b), c = coprime(draw), draw.randint(-9, 9)
+    same = [rf"\left(\frac{{{a}}}{{{b}}}, {c}\right)", rf"(\frac{{{a}}}{{{b}}},{c})", f"({a}/{b}, {c})", rf"\left(\dfrac{{{a}}}{{{b}}},{c}\right)",
+        rf"\Bigl(\tfrac{{{a}}}{{{b}}}, {c}\Bigr)"]
+    return same, [rf"\left({c}, \frac{{{a}}}{{{b}}}\right)", rf"\left(\frac{{{b}}}{{{a}}}, {c}\right)", f"({a}/{b}, {c + 1})"]
+
+
+def point_3d(draw: Random) -> Spellings:
+    a, b, c = numbers(draw, 3)
+    same = [
+        f"({a},{b},{c})",
+        f"({a}, {b}, {c})",
+        rf"\left({a},{b},{c}\right)",
+        f"(a,b,c)=({a},{b},{c})",
+        rf"\left( {a} , {b} , {c} \right)",
+    ]
+    return same, [f"({b},{a},{c})", f"({a},{b})", f"({a},{c},{b})", f"({a},{b},{c + 1})"]
+
+
+def interval(draw: Random) -> Spellings:
+    a = draw.randint(-20, 10)
+    b = a + draw.randint(1, 15)
+    opening, closing = draw.choice("(["), draw.choice(")]")
+    low, high = (r"\le" if opening == "[" else "<"), (r"\le" if closing == "]" else "<")
+    same = [f"{opening}{a},{b}{closing}", f"{opening}{a}, {b}{closing}", rf"\left{opening}{a},{b}\right{closing}", rf"x\in{opening}{a},{b}{closing}",
+        rf"x \in \left{opening} {a}, {b} \right{closing}"]
+    if (opening, closing) != ("(", ")"):
+        same += [f"{a} {low} x {high} {b}", f"{a}{low.replace('le', 'leq')} x{high.replace('le', 'leq')} {b}"]
+    flip = {"(": "[", "[": "(", ")": "]", "]": ")"}
+    others = [f"{flip[opening]}{a},{b}{closing}", f"{opening}{a},{b}{flip[closing]}", f"{opening}{a},{b + 1}{closing}", f"{opening}{a - 1}, {b}{closing}"]
+    return same, others
+
+
+def ray(draw: Random) -> Spellings:
+    a = draw.randint(-20, 20)
+    opening = draw.choice("([")
+    op, flipped = (">", "<") if opening == "(" else (r"\ge", r"\le")
+    same = [rf"{opening}{a},\infty)", rf"{opening}{a}, \infty)", rf"{opening}{a}, +\infty)", rf"\left{opening}{a}, \infty\right)", rf"x {op} {a}", rf"{a} {flipped} x",
+        rf"x \in {opening}{a}, \infty)", f"{opening}{a}, ∞)"]
+    other = "[" if opening == "(" else "("
+    return same, [rf"{other}{a},\infty)", rf"(-\infty,{a})", rf"{opening}{a + 1},\infty)", rf"x {flipped} {a}", r"(-\infty, \infty)"]
+
+
+def union(draw: Random) -> Spellings:
+    a = draw.randint(-9, 5)
+    b = a + draw.randint(1, 9)
+    same = [
+        rf"(-\infty,{a})\cup({b},\infty)", rf"(-\infty, {a}) \cup ({b}, \infty)", rf"\left(-\infty,{a}\right)\cup\left({b},\infty\right)", rf"({b},\infty)\cup(-\infty,{a})",
+        rf"x\in(-\infty,{a})\cup({b},+\infty)", f"(-∞,{a})∪({b},∞)", rf"x < {a} \text{{ or }} x > {b}",
+    ]
+    return same, [rf"(-\infty,{a}]\cup({b},\infty)", rf"(-\infty,{a})\cup[{b},\infty)", rf"(-\infty,{a - 1})\cup({b},\infty)", rf"({a},{b})",
+        rf"(-\infty,{a})\cap({b},\infty)"]
+
+
+def finite_set(draw: Random) -> Spellings:
+    values = numbers(draw, draw.randint(2, 4))
+    mixed = draw.sample(values, len(values))
+    plain, spaced, other = ",".join(map(str, values)), ", ".join(map(str, values)), ", ".join(map(str, mixed))
+    same = [
+        rf"\{{{plain}\}}",
+        rf"\{{{spaced}\}}",
+        rf"\left\{{{plain}\right\}}",
+        rf"\left\{{ {other} \right\}}",
+        rf"\{{{other}\}}",
+        rf"\lbrace {spaced} \rbrace",
+        rf"x \in \{{{plain}\}}",
+    ]
+    return same, [rf"\{{{plain},99\}}", rf"\{{{','.join(map(str, values[1:]))}\}}", rf"\{{{','.join(map(str, [values[0] + 50, *values[1:]]))}\}}", f"[{plain}]"]
+
+
+def listed(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [f"{a},{b}", f"{a}, {b}", f"{a} and {b}", rf"{a} \text{{ and }} {b}", rf"{a}\text{{ or }}{b}", f"x={a}, x={b}", f"x = {a} or x = {b}", rf"{a},\; {b}", rf"x={a}\text{{ or }}x={b}", f"{a}, {b}.", f"{a}; {b}"]
+    return same, [f"{a}, {b + 1}", f"{a}", f"{a}, {b}, 77", f"x={a}, x={b + 2}", f"{b}"]
+
+
+def plus_minus(draw: Random) -> Spellings:
+    a, b = draw.randint(1, 20), draw.choice([2, 3, 5, 6, 7])
+    same = [
+        rf"{a}\pm\sqrt{{{b}}}",
+        rf"{a} \pm \sqrt{{{b}}}",
+        rf"x={a}\pm\sqrt{b}",
+        rf"{a}+\sqrt{{{b}}}, {a}-\sqrt{{{b}}}",
+        rf"{a}+\sqrt{{{b}}} \text{{ and }} {a}-\sqrt{{{b}}}",
+        f"{a} ± √{b}",
+    ]
+    return same, [rf"{a}+\sqrt{{{b}}}", rf"{a}\pm\sqrt{{{b + 1}}}", rf"{a + 1}\pm\sqrt{{{b}}}", rf"\pm\sqrt{{{b}}}"]
+
+
+def plus_minus_number(draw: Random) -> Spellings:
+    a = draw.randint(1, 50)
+    same = [rf"\pm {a}", rf"\pm{a}", f"{a}, -{a}", rf"x=\pm {a}", rf"x = {a}, x = -{a}", rf"\{{{a}, -{a}\}}", f"±{a}"]
+    return same, [f"{a}", f"-{a}", rf"\pm {a + 1}", f"{a}, -{a + 1}"]
+
+
+def vector(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    rows = [rf"{a} \\ {b}", rf"{a}\\{b}", rf" {a} \\  {b} ", rf"{a} \\ {b} \\", f"{a}\\\\\n{b}"]
+    same = [rf"\begin{{pmatrix}}{row}\end{{pmatrix}}" for row in rows]
+    same += [rf"\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}", rf"\left(\begin{{array}}{{c}} {a} \\ {b} \end{{array}}\right)",
+        rf"\begin{{pmatrix}} {a}.0 \\ {b} \end{{pmatrix}}"]
+    return same, [rf"\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} \\ {b + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}{b} \end{{pmatrix}}"]
+
+
+def matrix(draw: Random) -> Spellings:
+    a, b, c, d = numbers(draw, 4)
+    same = [rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}",
+        rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}", rf"\left[\begin{{array}}{{cc}} {a} & {b} \\ {c} & {d} \end{{array}}\right]",
+        rf"\left(\begin{{matrix}} {a} & {b} \\ {c} & {d} \end{{matrix}}\right)", f"\\begin{{pmatrix}}\n{a} & {b} \\\\\n{c} & {d}\n\\end{{pmatrix}}",
+        rf"A = \begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}"]
+    return same, [rf"\begin{{pmatrix}}{a}&{c}\\{b}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d + 1}\end{{pmatrix}}", rf"\begin{{pmatrix}}{b}&{a}\\{c}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}}{a}&{b}&{c}&{d}\end{{pmatrix}}"]
+
+
+def fraction_matrix(draw: Random) -> Spellings:
+    (a, b), c = coprime(draw, 9), draw.randint(1, 9)
+    same = [rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}/{b} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} \dfrac{{{a}}}{{{b}}} \\[4pt] {c} \end{{pmatrix}}", rf"\begin{{bmatrix}}\tfrac{{{a}}}{{{b}}}\\{c}\end{{bmatrix}}"]
+    return same, [rf"\begin{{pmatrix}} \frac{{{b}}}{{{a}}} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c + 1} \end{{pmatrix}}"]
+
+
+def angle_vector(draw: Random) -> Spellings:
+    a, b, c = numbers(draw, 3)
+    same = [rf"\langle {a},{b},{c}\rangle", rf"\langle {a}, {b}, {c} \rangle", rf"\left\langle {a}, {b}, {c} \right\rangle", rf"\left\langle{a},{b},{c}\right\rangle"]
+    return same, [rf"\langle {b},{a},{c}\rangle", rf"\langle {a},{b}\rangle", rf"\langle {a},{b},{c + 1}\rangle"]
+
+
+def number_sets(draw: Random) -> Spellings:
+    sets = {"R": "ℝ", "Z": "ℤ", "Q": "ℚ", "N": "ℕ"}
+    name = draw.choice(list(sets))
+    others = [rf"\mathbb{{{other}}}" for other in sets if other != name]
+    return [rf"\mathbb{{{name}}}", rf"\mathbb {name}", sets[name], rf"x\in\mathbb{{{name}}}"], [*others, r"\emptyset"]
+
+
+def empty_set(draw: Random) -> Spellings:
+    return [r"\emptyset", r"\varnothing", "∅", r"\{\}", r"\left\{\right\}", r"\{ \}"], [
+        r"\{0\}",
+        "0",
+        r"\mathbb{R}",
+        rf"\{{{draw.randint(1, 99)}\}}",
+    ]

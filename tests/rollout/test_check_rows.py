@@ -1,0 +1,136 @@
+"""What preflight finds in prompt data: labels and tools that are missing, rows that the template refuses, prompts without room to answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import chat_tokenizer
+from scripted_engine import write_jsonl
+from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
+
+from stages.rollout.agents.chat_format import ChatFormat
+from stages.rollout.check import check_rows
+from stages.rollout.config import RolloutConfig
+from stages.rollout.prompts.source import PromptSource, check_prompt_data
+from stages.rollout.tokenizer import PromptTokenizer, check_vocabulary
+from storage.errors import DataError, ModelError, OptionError, TemplateError
+
+ADD = {"type": "function", "function": {"name": "add"}}
+USER = [{"role": "user", "content": "1+1?"}]
+
+
+def config_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> RolloutConfig:
+    return RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), **options)
+
+
+@pytest.mark.parametrize("label", ["", None])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_missing_label_names_file_and_row(tmp_path: Path, label: Any, streaming: bool) -> None:
+    rows = [{"input": "a", "answer": 0}, {"input": "b", "answer": label}]
+    config = config_of(tmp_path, rows, label_key="answer", streaming_data=streaming, data_cache=str(tmp_path / "cache"))
+    assert check_prompt_data(config) == 2
+    with pytest.raises(DataError, match=r"rows.jsonl row 1: column 'answer'.*--label-key"):
+        check_prompt_data(config, labels=True)
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_a_label_key_that_is_missing_names_the_columns(tmp_path: Path, parquet: bool) -> None:
+    config = config_of(tmp_path, [{"input": "a", "answer": "1"}])
+    if parquet:
+        pq.write_table(pa.table({"input": ["a"], "answer": ["1"]}), tmp_path / "rows.parquet")
+        config = RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"))
+    with pytest.raises(DataError, match=r"rows\..*--label-key; it has 'input', 'answer'"):
+        check_prompt_data(config, labels=True)
+
+
+def test_the_column_tools_is_read_without_a_flag(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [{"input": "a", "tools": [ADD]}, {"input": "b"}], apply_chat_template=True)
+    source = PromptSource.open(config)
+    first, second = source.take(source.restore(None), 2)[0]
+    assert first.tools == [ADD] and first.metadata["tools"] == [ADD] and second.tools is None
+    tokenizer = chat_tokenizer(QWEN3)
+    assert '"name": "add"' in tokenizer.render([first.content], [first.tools])[0]
+    check_prompt_data(config, tokenizer=tokenizer)
+    for without in (config.model_copy(update={"tool_key": ""}), config.model_copy(update={"tool_key": "others"})):
+        source = PromptSource.open(without)
+        assert source.take(source.restore(None), 1)[0][0].tools is None
+
+
+def test_tools_that_a_template_would_leave_out_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [{"input": "a"}, {"input": "b", "tools": [ADD]}], apply_chat_template=True)
+    with pytest.raises(TemplateError, match=r"rows.jsonl row 1: .*--tool-key"):
+        check_prompt_data(config, tokenizer=chat_tokenizer(LLAMA31))
+    check_prompt_data(config.model_copy(update={"tool_key": ""}), tokenizer=chat_tokenizer(LLAMA31))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: column 'tools'.*--tool-key ''"):
+        check_prompt_data(config_of(tmp_path, [{"input": "a", "tools": ["hammer"]}]))
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    rows = [{"input": USER}] * 200 + [{"input": [*USER, {"role": "assistant", "content": "", "tool_calls": [{}, {}]}, *USER]}]
+    config = config_of(tmp_path, rows, apply_chat_template=True)
+    with pytest.raises(TemplateError, match=r"rows.jsonl row 200: .*single tool-calls"):
+        check_prompt_data(config, tokenizer=chat_tokenizer(LLAMA31))
+    with pytest.raises(TemplateError, match=r"rows.jsonl row 0: "):
+        check_prompt_data(config, tokenizer=chat_tokenizer("{{ 'x' * 10**10 }}"))
+
+
+def test_a_demonstration_that_cannot_be_trained_exactly_is_named(tmp_path: Path) -> None:
+    chat = [*USER, {"role": "assistant", "content": "2"}]
+    config = config_of(tmp_path, [{"input": chat}, {"input": [*chat, *chat]}])
+    assert check_prompt_data(config, demonstrations=True, tokenizer=chat_tokenizer(QWEN3)) == 2
+    upper = chat_tokenizer("{% for message in messages %}{{ message.content | upper }}{% endfor %}")
+    with pytest.raises(TemplateError, match=r"rows.jsonl row 0: "):
+        check_prompt_data(config, demonstrations=True, tokenizer=upper)
+    bad = config_of(tmp_path, [{"input": [*chat, {"role": "assistant", "content": "b", "step_loss_mask": "no"}]}])
+    with pytest.raises(DataError, match=r"rows.jsonl row 0: step_loss_mask"):
+        check_prompt_data(bad, demonstrations=True, tokenizer=chat_tokenizer(QWEN3))
+
+
+def test_a_prompt_without_room_for_the_longest_response_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(QWEN25)
+    config = config_of(tmp_path, [{"input": "a" * 10}, {"input": "a" * 100}], rollout_max_response_len=50)
+    for num_positions, options in ((150, {}), (149, {"rollout_max_prompt_len": 90}), (149, {"rollout_max_context_len": 149})):
+        check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer_without(tokenizer), num_positions=num_positions)
+    with pytest.raises(OptionError, match=r"--rollout-max-response-len 50 .*100 tokens .*rows.jsonl row 1 .*149"):
+        check_prompt_data(config, tokenizer=tokenizer_without(tokenizer), num_positions=149)
+
+
+def tokenizer_without(tokenizer: PromptTokenizer) -> PromptTokenizer:
+    tokenizer.apply_chat_template = False
+    return tokenizer
+
+
+def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
+    class Counting(list[bytes]):
+        read: set[int] = set()  # noqa: RUF012
+
+        def __getitem__(self, number: Any) -> Any:
+            self.read.add(number)
+            return super().__getitem__(number)
+
+    rows = Counting([b'["a","",{}]'] * 10_000)
+    check_rows("rows", rows, RolloutConfig(), tokenizer_without(chat_tokenizer(None)))
+    assert {0, 31, 9_999} <= rows.read and 60 <= len(rows.read) <= 65
+
+
+def test_template_kwargs_reach_prompts_and_agents_and_a_request_overrides_them() -> None:
+    tokenizer = chat_tokenizer(GLM45)
+    tokenizer.template_options = RolloutConfig(apply_chat_template_kwargs={"enable_thinking": False}).apply_chat_template_kwargs
+    assert tokenizer.render(["a"])[0].endswith("a/nothink<|assistant|>\n<think></think>")
+    assert ChatFormat(tokenizer).opening(USER).endswith("<think></think>")
+    assert ChatFormat(tokenizer).opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
+
+
+def test_template_kwargs_that_every_rendering_sets_are_refused() -> None:
+    with pytest.raises(ValueError, match="--apply-chat-template-kwargs cannot set 'messages'"):
+        RolloutConfig(apply_chat_template_kwargs={"messages": []})
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused() -> None:
+    tokenizer = chat_tokenizer(None)
+    largest = max(tokenizer.inner.get_vocab().values())
+    check_vocabulary(tokenizer, largest + 1, "model")
+    with pytest.raises(ModelError, match=f"model has token id {largest} .*vocab_size {largest}"):
+        check_vocabulary(tokenizer, largest, "model")
