@@ -68,7 +68,10 @@ def check_rows(
             if demonstrations:
                 split_pieces(content, tokenizer, tools)
                 continue
-            [text] = tokenizer.render([content], [tools])
+            text = content
+            if config.apply_chat_template:
+                chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+                [text] = tokenizer.render_chats([chat], add_generation_prompt=True, tools=[tools])
         except DataError as error:  # TemplateErrors among them
             raise type(error)(f"{path} row {number}: {error}") from error
         if num_positions is not None:

@@ -19,6 +19,7 @@ from stages.rollout.prompts.source import Admits, Messages, Prompt, PromptSource
 from stages.rollout.prompts.state import SourceState
 from stages.rollout.round import Group, Round, blank_groups
 from stages.rollout.tokenizer import PromptTokenizer
+from storage.errors import PluginError
 from storage.sample import Sample
 
 BufferFilter = Callable[..., Any]  # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> part of the buffer
@@ -87,7 +88,7 @@ class RolloutDataSource:
         return self.dataset.state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; {} is the beginning. Raises ValueError if the data that the run has seen has changed."""
+        """Go on from there; {} is the beginning. Raises PluginError if the data that the run has seen has changed."""
         own = {key: value for key, value in state.items() if key in SourceState.model_fields}
         self.dataset.state = self.dataset.prompts.restore(own or None)
 
@@ -141,12 +142,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         try:
             chosen = choose(*arguments)
         except Exception as error:
-            raise ValueError(f"the buffer filter {name} raised {type(error).__name__}: {error}") from error
+            raise PluginError(f"the buffer filter {name} raised {type(error).__name__}: {error}") from error
         if not isinstance(chosen, list) or not all(id(entry) in known for entry in chosen):
-            raise ValueError(f"the buffer filter {name} returned {_kind(chosen)}; a list of entries of the buffer is needed")
+            raise PluginError(f"the buffer filter {name} returned {_kind(chosen)}; a list of entries of the buffer is needed")
         groups = grouped(chosen)
         if len(groups) > num_samples:
-            raise ValueError(f"the buffer filter {name} returned {len(groups)} groups; at most {num_samples} are asked for")
+            raise PluginError(f"the buffer filter {name} returned {len(groups)} groups; at most {num_samples} are asked for")
         taken = {id(entry) for entry in chosen}
         self.buffer[:] = [entry for entry in self.buffer if id(entry) not in taken]
         return groups
@@ -165,29 +166,29 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
     """The class that --data-source-path names, with whatever it does not define itself taken from the classes here.
 
     Raises:
-        ValueError: no such class, or it has no `get_samples(num_samples)`.
+        PluginError: no such class, or it has no `get_samples(num_samples)`.
     """
     found = load_function(path, usual_name="RolloutDataSource")
     if not isinstance(found, type):
-        raise ValueError(f"--data-source-path {path} is no class: name a class with get_samples(num_samples)")
+        raise PluginError(f"--data-source-path {path} is no class: name a class with get_samples(num_samples)")
     base = RolloutDataSourceWithBuffer if hasattr(found, "buffer_filter") else RolloutDataSource
     for name, arguments in (("get_samples", (0,)), ("add_samples", ([],)), ("buffer_filter", (None, [], 0))):
         method = getattr(found, name, None)
         if method is not None and not _takes(method, None, *arguments):
             wanted = {"get_samples": "num_samples", "add_samples": "samples", "buffer_filter": "args, buffer, num_samples"}[name]
-            raise ValueError(f"--data-source-path {path}: its {name} takes other arguments: write def {name}(self, {wanted})")
+            raise PluginError(f"--data-source-path {path}: its {name} takes other arguments: write def {name}(self, {wanted})")
     if not hasattr(found, "get_samples") and base is RolloutDataSource:
-        raise ValueError(f"--data-source-path {path} has no get_samples: write def get_samples(self, num_samples)")
+        raise PluginError(f"--data-source-path {path} has no get_samples: write def get_samples(self, num_samples)")
     if issubclass(found, base):
         return found
     return type(found.__name__, (found, base), {"__module__": found.__module__})
 
 
 def load_buffer_filter(path: str) -> BufferFilter:
-    """The function that --buffer-filter-path names. Raises ValueError if there is none, or it takes other arguments."""
+    """The function that --buffer-filter-path names. Raises PluginError if there is none, or it takes other arguments."""
     function = load_function(path, usual_name="buffer_filter")
     if not (_takes(function, None, 0, [], 0) or _takes(function, None, [], 0)):
-        raise ValueError(
+        raise PluginError(
             f"--buffer-filter-path {path} takes other arguments: write def {function.__name__}(args, rollout_id, buffer, num_samples)"
         )
     return function
@@ -202,7 +203,7 @@ def open_data_source(config: RolloutConfig, dataset: Dataset, buffer_filter: Buf
         buffer_filter: function of the user's that goes before the method of this name.
 
     Raises:
-        ValueError: see `load_data_source`, or the class cannot be made.
+        PluginError: see `load_data_source`, or the class cannot be made.
     """
     kind = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
     source = kind.__new__(kind)
@@ -210,7 +211,7 @@ def open_data_source(config: RolloutConfig, dataset: Dataset, buffer_filter: Buf
     try:
         source.__init__(*([config] if _takes(kind.__init__, source, config) else []))  # type: ignore[misc]
     except Exception as error:
-        raise ValueError(
+        raise PluginError(
             f"--data-source-path {config.data_source_path} cannot be made ({type(error).__name__}: {error})"
         ) from error
     if isinstance(source, RolloutDataSourceWithBuffer):
@@ -223,7 +224,7 @@ def next_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     """What `get_samples` gives, checked: whole groups of samples with their prompt's tokens.
 
     Raises:
-        ValueError: it raised, or gave something else; the message names the class.
+        PluginError: it raised, or gave something else; the message names the class.
     """
     name = type(source).__qualname__
     try:
@@ -231,23 +232,23 @@ def next_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"{name}.get_samples failed with {type(error).__name__}: {error}") from error
+        raise PluginError(f"{name}.get_samples failed with {type(error).__name__}: {error}") from error
     flat = given if isinstance(given, list) else None
     if flat is None or not all(isinstance(s, Sample) for entry in flat for s in (entry if isinstance(entry, list) else [entry])):
-        raise ValueError(f"{name}.get_samples returned {_kind(given)}; a list of groups, each a list of Sample, is needed")
+        raise PluginError(f"{name}.get_samples returned {_kind(given)}; a list of groups, each a list of Sample, is needed")
     groups = grouped(flat)
     if len(groups) != num_groups:
-        raise ValueError(f"{name}.get_samples returned {len(groups)} groups; {num_groups} were asked for")
+        raise PluginError(f"{name}.get_samples returned {len(groups)} groups; {num_groups} were asked for")
     for group in groups:
         ids, trajectories = {sample.sample_id for sample in group}, {sample.trajectory_id for sample in group}
         if len(trajectories) != source.args.n_samples_per_prompt or len(ids) != len(group):
-            raise ValueError(
+            raise PluginError(
                 f"{name}.get_samples returned group {group[0].group_id!r} with {len(group)} samples of {len(ids)} ids; "
                 f"--n-samples-per-prompt is {source.args.n_samples_per_prompt}, each with an id of its own"
             )
         number = group[0].group_id.removeprefix(source.dataset.round.id_prefix)
         if not number.isdigit() or int(number) >= source.dataset.state.issued:
-            raise ValueError(
+            raise PluginError(
                 f"{name}.get_samples returned group {group[0].group_id!r}, which the data set has not issued: make samples with "
                 "self.dataset.sample(n), or with self.dataset.issue(content, label, metadata) for a prompt that lies in no file"
             )

@@ -20,6 +20,7 @@ from stages.plugins import Plugin
 from stages.rollout.config import RolloutConfig
 from stages.rollout.round import Group
 from stages.rollout.user_sample import UserSample, taken
+from storage.errors import PluginError
 from storage.sample import Sample, Status
 
 # Which sample it is, and who generated it, is not for a hook to say.
@@ -28,7 +29,7 @@ _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXE
 
 
 class Hooks:
-    """The hooks that a config names; those that it does not name do nothing. Raises ValueError if one does not load or fit."""
+    """The hooks that a config names; those that it does not name do nothing. Raises PluginError if one does not load or fit."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.model_dump())
@@ -52,25 +53,25 @@ class Hooks:
             sample.status, sample.metadata["error"] = Status.FAILED, str(error)
 
     def sample_filter(self, groups: list[Group]) -> None:
-        """Before a round is written. Raises ValueError if the filter raises, hangs, or leaves nonsense behind."""
+        """Before a round is written. Raises PluginError if the filter raises, hangs, or leaves nonsense behind."""
         if self._sample_filter is None:
             return
         views = _views(groups)
         given = [list(group) for group in views]
         _nothing_returned(self._sample_filter(self._args, given), given, self._sample_filter)
         if given != views:
-            raise ValueError(f"{self._sample_filter.name} changes the list of samples: set `remove_sample` on them instead")
+            raise PluginError(f"{self._sample_filter.name} changes the list of samples: set `remove_sample` on them instead")
         pairs = [pair for group, seen in zip(groups, views) for pair in zip(group, seen)]
         _take_over(pairs, self._sample_filter)
 
     def all_samples(self, groups: list[Group], source: Any) -> None:
-        """When a round has come to its end, whatever became of its groups. Raises ValueError if the function raises or hangs."""
+        """When a round has come to its end, whatever became of its groups. Raises PluginError if the function raises or hangs."""
         if self._all_samples is not None:
             self._all_samples(self._args, _views(groups), source)
 
 
 def check_hooks(config: RolloutConfig) -> None:
-    """Preflight: every hook loads and can be called as it will be. Raises ValueError."""
+    """Preflight: every hook loads and can be called as it will be. Raises PluginError."""
     Hooks(config)
 
 
@@ -81,7 +82,7 @@ def _views(groups: list[Group]) -> list[list[UserSample]]:
 def _nothing_returned(value: Any, given: Any, plugin: Plugin) -> None:
     """What is returned would be lost without a word."""
     if value is not None and value is not given:
-        raise ValueError(f"{plugin.name} returned {type(value).__name__}: change what it is given, and return nothing")
+        raise PluginError(f"{plugin.name} returned {type(value).__name__}: change what it is given, and return nothing")
 
 
 def _take_over(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
@@ -91,7 +92,7 @@ def _take_over(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
         for _, new in changed:
             _check_reward(new.reward)
     except ValueError as error:
-        raise ValueError(f"{plugin.name} leaves a sample that cannot be used: {error}") from error
+        raise PluginError(f"{plugin.name} leaves a sample that cannot be used: {error}") from error
     for sample, new in changed:
         for name in _CHANGEABLE:
             setattr(sample, name, getattr(new, name))
@@ -99,4 +100,4 @@ def _take_over(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
 
 def _check_reward(reward: Any) -> None:
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise ValueError(f"its reward is {reward!r:.100}: a finite number or None is needed")
+        raise PluginError(f"its reward is {reward!r:.100}: a finite number or None is needed")

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from stages.rollout.round import copied
+from storage.errors import PluginError
 from storage.sample import Sample
 from storage.sample import Status as SampleStatus
 
@@ -82,12 +83,12 @@ class UserSample(Sample):
             text: what the tokens say, for `response`; decoded at the end if no piece is given.
 
         Raises:
-            ValueError: trained tokens without a log-prob each.
+            PluginError: trained tokens without a log-prob each.
         """
         given = list(tokens)
         if trainable and (log_probs is None or len(log_probs) != len(given)):
             found = "none" if log_probs is None else str(len(log_probs))
-            raise ValueError(
+            raise PluginError(
                 f"{len(given)} trained tokens came with {found} log-probs: give one for each, or say trainable=False of tool tokens"
             )
         mask, logprobs = _streams(self)
@@ -132,7 +133,7 @@ def taken(sample: Sample, prompt_length: int | None = None) -> Sample:
         prompt_length: of a plain sample whose response may begin with tokens that are not trained.
 
     Raises:
-        ValueError: it cannot be trained on or not be written down; the sentence says why.
+        PluginError: it cannot be trained on or not be written down; the sentence says why.
     """
     if not isinstance(sample, UserSample):
         sample = UserSample.of(sample, prompt_length)
@@ -140,18 +141,18 @@ def taken(sample: Sample, prompt_length: int | None = None) -> Sample:
     values["token_ids"] = token_ids = _token_ids(sample)
     num_prompt = sample.prompt_length
     if tuple(token_ids[:num_prompt]) != sample._prompt_ids:
-        raise ValueError(
+        raise PluginError(
             f"its tokens do not begin with the {num_prompt} tokens of the prompt: keep those, or begin with sample.restart(prompt, token_ids)"
         )
     if sample.response_length != len(token_ids) - num_prompt:
-        raise ValueError(
+        raise PluginError(
             f"response_length is {sample.response_length}, but {len(token_ids) - num_prompt} tokens come after the prompt: "
             "leave it out, or correct one of them"
         )
     values["status"] = _status(sample)
     mask, logprobs = _streams(sample)
     if any(mask[:num_prompt]):
-        raise ValueError("loss_mask trains on tokens of the prompt: it must be 0 there")
+        raise PluginError("loss_mask trains on tokens of the prompt: it must be 0 there")
     if sample.remove_sample:
         mask = [0] * len(mask)
     values["loss_mask"] = mask
@@ -162,7 +163,7 @@ def taken(sample: Sample, prompt_length: int | None = None) -> Sample:
     values["metadata"] = _plain(sample.metadata)
     for name in ("prompt", "response"):
         if not isinstance(values[name], str):
-            raise ValueError(f"{name} is a {type(values[name]).__name__}: it must be text")
+            raise PluginError(f"{name} is a {type(values[name]).__name__}: it must be text")
         values[name].encode()  # a lone surrogate is a ValueError here, and would end the round when it is written
     return Sample(**values)
 
@@ -171,9 +172,11 @@ def _token_ids(sample: UserSample) -> list[int]:
     try:
         token_ids = [operator.index(token) for token in _listed(sample.token_ids, "tokens")]
     except TypeError as error:
-        raise ValueError(f"its tokens are no whole numbers ({error}): give token ids") from None
+        raise PluginError(f"its tokens are no whole numbers ({error}): give token ids") from None
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
-        raise ValueError(f"its tokens go from {min(token_ids)} to {max(token_ids)}: a token id is 0 or more, and less than 2**31")
+        raise PluginError(
+            f"its tokens go from {min(token_ids)} to {max(token_ids)}: a token id is 0 or more, and less than 2**31"
+        )
     return token_ids
 
 
@@ -184,10 +187,10 @@ def _streams(sample: UserSample) -> tuple[list[int], list[float]]:
     if mask is None:
         mask = [0] * sample.prompt_length + [1] * num_response
     if wrong := [value for value in mask if value not in (0, 1)]:
-        raise ValueError(f"loss_mask holds {wrong[0]}: only 0 and 1 are allowed")
+        raise PluginError(f"loss_mask holds {wrong[0]}: only 0 and 1 are allowed")
     logprobs = _stream(sample, sample.rollout_logprobs, sample._untouched[1], "rollout_log_probs")
     if logprobs is None and any(mask) and not sample.remove_sample:
-        raise ValueError(
+        raise PluginError(
             "it has trained tokens without log-probs: write them with engine.generate, or set rollout_log_probs to the engine's"
         )
     return [int(value) for value in mask], logprobs or [0.0] * len(mask)
@@ -200,7 +203,7 @@ def _stream(sample: UserSample, value: Any, untouched: list[Any], name: str) -> 
         return None
     stream = _listed(value, name)
     if len(stream) not in (num_tokens - num_prompt, num_tokens):
-        raise ValueError(
+        raise PluginError(
             f"{name} has {len(stream)} entries for a response of {num_tokens - num_prompt} tokens after a prompt of {num_prompt}: "
             f"give {num_tokens - num_prompt}, or {num_tokens} for all tokens"
         )
@@ -213,7 +216,7 @@ def _logprob(value: Any, position: int) -> float:
     except (TypeError, ValueError):
         logprob = math.nan
     if not (math.isfinite(logprob) and logprob <= LARGEST_LOGPROB):
-        raise ValueError(f"the log-prob of token {position} of the response is {value!r}: a finite number, 0 or less, is needed")
+        raise PluginError(f"the log-prob of token {position} of the response is {value!r}: a finite number, 0 or less, is needed")
     return logprob
 
 
@@ -221,7 +224,7 @@ def _status(sample: UserSample) -> SampleStatus:
     try:
         status = SampleStatus(sample.status)
     except ValueError:
-        raise ValueError(
+        raise PluginError(
             f"its status is {sample.status!r}, and there are only {', '.join(SampleStatus)}: set one of them"
         ) from None
     return SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
@@ -230,12 +233,12 @@ def _status(sample: UserSample) -> SampleStatus:
 def _plain(metadata: Any) -> dict[str, Any]:
     """As it will be read back."""
     if not isinstance(metadata, dict):
-        raise ValueError(f"its metadata is a {type(metadata).__name__}: it must be a dictionary")
+        raise PluginError(f"its metadata is a {type(metadata).__name__}: it must be a dictionary")
     try:
         text = json.dumps(metadata, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise PluginError(
             f"its metadata cannot be written as JSON ({error}): keep numbers, text, lists and dictionaries"
         ) from None
     return dict(json.loads(text))
@@ -245,5 +248,5 @@ def _listed(value: Any, name: str) -> list[Any]:
     """Lists, tuples, arrays and tensors as a list."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} is a {type(value).__name__}: it must be a list")
+        raise PluginError(f"{name} is a {type(value).__name__}: it must be a list")
     return list(value)

@@ -1,10 +1,15 @@
 """A run that learns nothing says so after three rounds, with the reason, also if it was resumed in between."""
 
+import io
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from flows.display import Display
 from flows.learning_signal import reason_of, zero_gradient_warning
 from storage.refs import Commit, RunKeys
 from storage.store import Store
@@ -38,6 +43,29 @@ def test_three_rounds_in_a_row_are_warned_of_after_a_resume_too(tmp_path: Path) 
     warning = zero_gradient_warning(Store(str(tmp_path)), KEYS, 5, group_relative=False)
     assert warning is not None and "all 32 groups have equal rewards (all 0.0): the reward never says 1" in warning
     assert "\n" not in warning and len(warning) <= 300
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
+def test_the_terminal_and_the_prefect_page_show_the_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: bool
+) -> None:
+    from flows import session as sessions
+    from flows.flags import parse
+
+    out, page = io.StringIO(), logging.getLogger("page of the flow run")
+    monkeypatch.setattr(sessions, "get_run_logger", lambda: page)
+    session = sessions.Session.__new__(sessions.Session)
+    session.store, session.keys = Store(str(tmp_path)), KEYS
+    session.config = parse(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
+    session.tracker = SimpleNamespace(record=lambda key, commit: True)  # type: ignore[assignment]
+    console = Console(file=out, soft_wrap=True, highlight=False)
+    session.display = Display("r", "post_train", session.config, "/store", console=console)
+    for index in range(3):
+        commit_round(session.store, index, 0.01)  # of a KL loss
+        for prefix in (KEYS.rollout(index), KEYS.step(index)):
+            session.record(prefix, session.committed(prefix))
+    assert ("WARNING: nothing was learned in the last 3 rounds" in out.getvalue()) == expected
+    assert out.getvalue().count("WARNING") == int(expected)
 
 
 def test_advantages_that_are_all_zero_count_although_a_kl_loss_gives_a_gradient(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from stages.rollout.agents.chat_format import ChatFormat
 from stages.rollout.check import check_rows
 from stages.rollout.config import RolloutConfig
 from stages.rollout.prompts.source import PromptSource, check_prompt_data
-from stages.rollout.tokenizer import PromptTokenizer, check_vocabulary
+from stages.rollout.tokenizer import check_vocabulary
 from storage.errors import DataError, ModelError, OptionError, TemplateError
 
 ADD = {"type": "function", "function": {"name": "add"}}
@@ -92,14 +92,9 @@ def test_a_prompt_without_room_for_the_longest_response_is_refused(tmp_path: Pat
     tokenizer = chat_tokenizer(QWEN25)
     config = config_of(tmp_path, [{"input": "a" * 10}, {"input": "a" * 100}], rollout_max_response_len=50)
     for num_positions, options in ((150, {}), (149, {"rollout_max_prompt_len": 90}), (149, {"rollout_max_context_len": 149})):
-        check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer_without(tokenizer), num_positions=num_positions)
+        check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer, num_positions=num_positions)
     with pytest.raises(OptionError, match=r"--rollout-max-response-len 50 .*100 tokens .*rows.jsonl row 1 .*149"):
-        check_prompt_data(config, tokenizer=tokenizer_without(tokenizer), num_positions=149)
-
-
-def tokenizer_without(tokenizer: PromptTokenizer) -> PromptTokenizer:
-    tokenizer.apply_chat_template = False
-    return tokenizer
+        check_prompt_data(config, tokenizer=tokenizer, num_positions=149)
 
 
 def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
@@ -111,7 +106,7 @@ def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
             return super().__getitem__(number)
 
     rows = Counting([b'["a","",{}]'] * 10_000)
-    check_rows("rows", rows, RolloutConfig(), tokenizer_without(chat_tokenizer(None)))
+    check_rows("rows", rows, RolloutConfig(), chat_tokenizer(None))
     assert {0, 31, 9_999} <= rows.read and 60 <= len(rows.read) <= 65
 
 

@@ -119,7 +119,7 @@ def check_random_conversations(family: str, count: int) -> None:
 
 @every_family
 def test_random_conversations_are_trained_exactly(family: str) -> None:
-    check_random_conversations(family, 3)
+    check_random_conversations(family, 2)
 
 
 @pytest.mark.full
