@@ -91,10 +91,21 @@ def secure(files: Sequence[Path], top: Path) -> None:
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:
-    """Remove files, durably, and the directories below `root` that become empty. What is not there is fine."""
-    parents = set()
+    """Remove files, durably, and the directories below `root` that become empty. What is not there is fine.
+
+    Raises:
+        StoreError: a symbolic link leads out of `root`, or this user may not delete here.
+    """
+    top, parents = Path(os.path.realpath(root)), set[Path]()
     for path in paths:
-        path.unlink(missing_ok=True)
+        if path.parent not in parents and not Path(os.path.realpath(path.parent)).is_relative_to(top):
+            raise StoreError(f"{path} is reached by a symbolic link that leads out of {root}: delete it by hand")
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be deleted ({error.strerror}): mount the store writable, or run as its owner"
+            ) from error
         parents.add(path.parent)
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         while directory != root and _remove_if_empty(directory):

@@ -19,7 +19,7 @@ from storage.disk import in_parallel
 from storage.errors import StoreError
 from storage.refs import Commit, RunKeys, commit_key
 from storage.retention import Expired, fork_key
-from storage.store import Store
+from storage.store import Store, parsed
 
 NUM_READS = 16  # small ones at a time; on an object store each waits for the network
 
@@ -138,11 +138,10 @@ def _parsed(store: Store, keys: list[str], model: type[Record]) -> dict[str, Rec
     def parse(key: str) -> Record | None:
         data = store.read(key)
         try:
-            return None if data is None else model.model_validate_json(data)
-        except ValueError as error:
+            return None if data is None else parsed(model, key, data)
+        except StoreError as error:
             raise StoreError(
-                f"{key} cannot be read ({str(error).partition(chr(10))[0]}), so nobody knows which files it names: restore it from a backup "
-                "(`penstock verify` tells what else is wrong); until then nothing is deleted"
+                f"{error}; which files it names is unknown, so nothing is deleted (`penstock verify` says more)"
             ) from error
 
     return {key: record for key, record in zip(keys, in_parallel(parse, keys, NUM_READS), strict=True) if record is not None}

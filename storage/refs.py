@@ -7,12 +7,16 @@ and the numbers people look at. Readers open only what a commit names.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from storage.keys import valid_key
 
 TRAINED, BUFFER = "part", "buffer"  # shards of a rollout: what is trained on, and what was asked for and waits for a later round
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+
+Key = Annotated[str, AfterValidator(valid_key)]  # relative to the root of the store, and inside it
 
 
 class Frozen(BaseModel):
@@ -22,9 +26,9 @@ class Frozen(BaseModel):
 
 
 class FileRecord(Frozen):
-    """One committed file. `path` is relative to the root of the store."""
+    """One committed file."""
 
-    path: str
+    path: Key
     bytes: int
     xxh3: str  # xxh3-128 of the content, hex
     rows: int | None = None  # for Parquet
@@ -58,7 +62,7 @@ class StepRef(Frozen):
 class CheckpointRef(Frozen):
     """Committed weights of one policy version."""
 
-    key: str
+    key: Key
     uri: str  # directory with the files
     format: Literal["torch_dist", "hf"]
     policy_version: int
@@ -83,7 +87,7 @@ class Commit(BaseModel):
     run: str | None = None
     index: int = 0  # rollout_id of rollouts and steps; policy version of checkpoints, evals and exports
     policy_version: int = -1
-    attempt: str | None = None  # key of the private directory that holds the files
+    attempt: Key | None = None  # key of the private directory that holds the files
     files: list[FileRecord] = Field(default_factory=list)
     inputs: dict[str, str] = Field(default_factory=dict)  # what it consumed: role -> commit key or URI
     config_hash: str = ""
@@ -94,6 +98,15 @@ class Commit(BaseModel):
     state: dict[str, Any] = Field(
         default_factory=dict
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Commit:
+        if self.attempt is not None and any(not file.path.startswith(f"{self.attempt}/") for file in self.files):
+            raise ValueError(f"it names files outside its attempt {self.attempt!r}")
+        for key in self.inputs.values():
+            if key.endswith(commit_key("")):
+                valid_key(key)
+        return self
 
     def num_samples(self, name: str = TRAINED) -> int:
         """Rows of the committed shards of one kind."""

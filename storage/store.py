@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ValidationError
 
 from storage import disk, objects
 from storage.disk import hash_file
 from storage.errors import StoreError
+from storage.keys import key_problem
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
 
-__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
+__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
 
 T = TypeVar("T")
+Record = TypeVar("Record", bound=BaseModel)
 
 _NUM_AT_ONCE = 16  # small requests to an object store
 _NUM_PROBES = 2  # tries of the probe: a wrong address should be told soon
@@ -80,7 +83,13 @@ class Store:
         return f"Store({self.uri!r})"
 
     def path(self, key: str) -> str:
-        """Full path of a key, as the file system takes it."""
+        """Return the full path of a key, as the file system takes it.
+
+        Raises:
+            StoreError: the key could name something outside the store.
+        """
+        if problem := key_problem(key):
+            raise StoreError(f"the key {key[:100]!r} {problem}: the store {self.uri} takes only keys that lie in it")
         return f"{self.root}/{key}" if key else self.root
 
     # ---- commit records -------------------------------------------------------------------------------------------------
@@ -104,8 +113,9 @@ class Store:
 
     def committed(self, prefix: str) -> Commit | None:
         """The commit of what lies under `prefix`, or None if it is not done."""
-        data = self.read(commit_key(prefix))
-        return None if data is None else Commit.model_validate_json(data)
+        key = commit_key(prefix)
+        data = self.read(key)
+        return None if data is None else parsed(Commit, key, data)
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit`; returns the commit that stands, which is another one if another attempt was faster."""
@@ -183,9 +193,16 @@ class Store:
             return None
 
     def read_json(self, key: str) -> Any | None:
-        """Parsed JSON, or None if it is not there."""
+        """Return parsed JSON, or None if it is not there.
+
+        Raises:
+            StoreError: it is not JSON.
+        """
         data = self.read(key)
-        return None if data is None else json.loads(data)
+        try:
+            return None if data is None else json.loads(data)
+        except ValueError as error:
+            raise StoreError(f"{self.path(key)} is not JSON ({error}): restore it from a backup") from error
 
     def exists(self, key: str) -> bool:
         """Whether a file or a directory is there."""
@@ -261,7 +278,11 @@ class Store:
             yield Found(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too."""
+        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too.
+
+        Raises:
+            StoreError: a key lies outside the store, also by a symbolic link; or this user may not delete here.
+        """
         if self.is_local:
             disk.delete([Path(self.path(key)) for key in keys], Path(self.root))
             return
@@ -300,6 +321,21 @@ class Store:
     def _patiently(self, call: Callable[[], T], key: str) -> T:
         """The answer of the file system; of a local one the first, of others after retries."""
         return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+
+
+def parsed(model: type[Record], key: str, data: bytes) -> Record:
+    """Return the record that was read at `key`.
+
+    Raises:
+        StoreError: it is damaged, or names something outside the store.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise StoreError(f"{key} is not a valid record ({reason[:150]}): restore it from a backup") from error
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
