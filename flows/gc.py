@@ -13,6 +13,7 @@ from rich.table import Table
 from flows.flags import parse
 from flows.runs import open_store
 from flows.words import number, size, taken
+from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
 from storage.retention import finish_expiries
@@ -53,8 +54,9 @@ def delete(store: Store, found: list[Leftover], run: str | None, older_than: flo
     """Remove what was found. Returns the keys of what went; what has come to be needed meanwhile stays."""
     for name in [run] if run else store.list("runs"):
         finish_expiries(store, RunKeys(name))  # where a kill has left the record of an expired checkpoint
-    still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than)}
-    removed = {key for key, leftover in still.items() if remove(store, leftover)}
+    now = store_time(store)
+    still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than, now=now)}
+    removed = {key for key, leftover in still.items() if remove(store, leftover, now)}
     return removed | {leftover.key for leftover in found if leftover.kind == "expired checkpoint" and leftover.key not in still}
 
 
@@ -68,7 +70,7 @@ def show(store: Store, found: list[Leftover], removed: set[str] | None) -> None:
         table.add_column(title)
     for leftover in found:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(leftover.modified))
-        kept = " (needed now, kept)" if removed is not None and leftover.key not in removed else ""
+        kept = " (in use, kept)" if removed is not None and leftover.key not in removed else ""
         table.add_row(leftover.kind + kept, leftover.key, str(len(leftover.files)), size(leftover.bytes), changed)
     console = Console()
     if not console.is_terminal:

@@ -52,6 +52,17 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     return True
 
 
+def replace(target: Path, data: bytes) -> None:
+    """Write a file whole, whatever has its name, without waiting for the disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _link(temporary: Path, target: Path, single_writer: bool) -> bool:
     """Give a written file its name, unless the name is taken."""
     if single_writer:  # also for file systems without hard links

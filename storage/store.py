@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
-from storage import disk, objects
+from storage import disk, leases, objects
 from storage.disk import hash_file
 from storage.errors import StoreError
+from storage.faults import reach
 from storage.keys import key_problem
 from storage.refs import Commit, FileRecord, RunKeys, commit_key
 
@@ -118,12 +119,23 @@ class Store:
         return None if data is None else parsed(Commit, key, data)
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
-        """Publish `commit`; returns the commit that stands, which is another one if another attempt was faster."""
-        if self.create(commit_key(prefix), commit.model_dump_json(indent=1).encode()):
-            return commit
-        winner = self.committed(prefix)
-        assert winner is not None, f"{prefix} was neither created nor there"
-        return winner
+        """Publish `commit`. Returns the commit that stands, which is another one if another attempt was faster.
+
+        Raises:
+            StoreError: its files are gone (`gc` took a writer that was stopped for long for a dead one): the stage must run again.
+        """
+        seal = None
+        if commit.attempt is not None and _is_own(commit.attempt, prefix):
+            reach("commit-before-seal")
+            seal = leases.seal(self, commit)
+            reach("commit-sealed")
+            seal.check()
+        created = self.create(commit_key(prefix), commit.model_dump_json(indent=1).encode())
+        standing = commit if created else self.committed(prefix)
+        assert standing is not None, f"{prefix} was neither created nor there"
+        if seal is not None:
+            seal.end()
+        return standing
 
     # ---- files ----------------------------------------------------------------------------------------------------------
 
@@ -145,11 +157,12 @@ class Store:
         if self.is_local:
             out = Writing(Path(self.path(attempt)))
             disk.make_directory(out.path)
-            yield out
-            out.files = self._written(out.path, attempt, mine)
-            disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
+            with leases.writer(self, attempt):
+                yield out
+                out.files = self._written(out.path, attempt, mine)
+                disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
             return
-        with objects.scratch() as scratch:
+        with objects.scratch() as scratch, leases.writer(self, attempt):
             out = Writing(Path(scratch))
             yield out
             records = self._written(out.path, attempt, mine)
@@ -216,6 +229,30 @@ class Store:
     def size(self, key: str) -> int | None:
         """Bytes of a file, or None if no file is there."""
         return objects.size(self.fs, self.path(key))
+
+    def modified(self, key: str) -> float | None:
+        """Return when a file was last written by the store's own clock, in seconds since the epoch, or None if no file is there."""
+        if self.is_local:
+            try:
+                return os.stat(self.path(key)).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        def ask() -> float:
+            self.fs.invalidate_cache()
+            return objects.modified(self.fs.info(self.path(key)))
+
+        try:
+            return self._patiently(ask, key)
+        except FileNotFoundError:
+            return None
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Write `data` at `key`, whatever is there; whole, but not durable. Only for what must not outlive its writer."""
+        if self.is_local:
+            disk.replace(Path(self.path(key)), data)
+        else:
+            objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
 
     def list(self, prefix: str) -> builtins.list[str]:
         """Names directly under `prefix`, sorted; empty if it does not exist. A store may list late what was written just now."""
@@ -321,6 +358,12 @@ class Store:
     def _patiently(self, call: Callable[[], T], key: str) -> T:
         """The answer of the file system; of a local one the first, of others after retries."""
         return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+
+
+def _is_own(attempt: str, prefix: str) -> bool:
+    """Whether an attempt was written for this commit, and not for that of another run whose files it shares."""
+    place = attempt.rpartition("/")[0]
+    return place in (prefix, prefix.rpartition("/")[0]) and leases.needs_guard(attempt)
 
 
 def parsed(model: type[Record], key: str, data: bytes) -> Record:
