@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.flags import parse
-from flows.runs import open_store
+from flows.runs import existing_run, open_store
 from flows.words import number, size, taken
+from storage.errors import OptionError
 from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
@@ -22,8 +23,8 @@ from storage.store import Store
 DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
-  Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints, journals of finished rounds,
-  half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
+  Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints and removed runs, journals of
+  finished rounds, half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
 
   RUN            only what lies under this run; the whole store if not given
   --delete       remove it; without this nothing is changed
@@ -34,16 +35,18 @@ def main(words: list[str]) -> int:
     """The command. Returns 0.
 
     Raises:
-        ValueError: no such run, or unknown words.
+        RunError: no such run.
+        OptionError: unknown words.
+        StoreError: a record is damaged, or the store cannot be written.
     """
     alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
     if len(alone) > 1:
-        raise ValueError(f"penstock gc takes one run or none; found {' '.join(alone)}")
+        raise OptionError(f"penstock gc takes one run or none; found {' '.join(alone)}")
     older_than = 3600 * number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse(rest).run)
+    store = open_store(parse(rest).run, probe=False)
     run = alone[0] if alone else None
-    if run is not None and not store.list(f"runs/{run}"):
-        raise ValueError(f"store {store.uri} has no run {run!r}: check the name, or give --store")
+    if run is not None:
+        existing_run(store, run)
     found = leftovers(store, run, older_than=older_than)
     removed = delete(store, found, run, older_than) if "--delete" in own else None
     show(store, found, removed)

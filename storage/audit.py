@@ -15,7 +15,7 @@ import numpy as np
 from storage.disk import in_parallel
 from storage.errors import RunError, StoreError
 from storage.leftovers import NUM_READS, leftovers
-from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key, is_unchanged
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
 from storage.store import Store, committed_prefixes, parsed
@@ -37,6 +37,7 @@ class Audit:
     num_prompts: int = 0  # served to rollouts
     num_epochs: int = 0  # that were begun
     num_expired: int = 0
+    num_without_digest: int = 0  # commit records of before record version 2
     num_orphans: int = 0
     orphan_bytes: int = 0
 
@@ -101,12 +102,21 @@ def _records(store: Store, keys: RunKeys, found: Audit) -> dict[str, Commit]:
         try:
             if data is not None:
                 commits[prefix] = parsed(Commit, commit_key(prefix), data)
+                _look_at_digest(commit_key(prefix), data, found)
             elif prefix.startswith("models/"):
                 found.problems.append(f"{commit_key(prefix)} is missing, a model that the run was given: convert it again")
         except StoreError as error:
             found.problems.append(_first_line(error))
     found.num_commits.update(commit.kind for commit in commits.values())
     return commits
+
+
+def _look_at_digest(key: str, data: bytes, found: Audit) -> None:
+    """A commit record is what its writer has written."""
+    unchanged = is_unchanged(data)
+    found.num_without_digest += unchanged is None
+    if unchanged is False:
+        found.problems.append(f"{key} has changed since it was written (its digest differs): restore it from a backup")
 
 
 def _tombstones(store: Store, keys: RunKeys, found: Audit) -> dict[str, Expired]:

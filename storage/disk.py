@@ -124,6 +124,12 @@ def delete(paths: Iterable[Path], root: Path) -> None:
         fsync(directory)  # what is deleted after this must not outlast it
 
 
+def remove_empty_directories(top: Path) -> None:
+    """Remove `top` and the directories below it, as far as they hold no file."""
+    for place, _, _ in os.walk(top, topdown=False):
+        _remove_if_empty(Path(place))
+
+
 def _remove_if_empty(directory: Path) -> bool:
     """Whether the directory is gone."""
     try:

@@ -20,6 +20,7 @@ from storage.errors import StoreError
 from storage.faults import reach
 from storage.leases import claim_key, condemn, holder, lease_key, live_drivers, pardon, store_time
 from storage.refs import Commit, RunKeys, commit_key
+from storage.removal import remove_run
 from storage.retention import Expired, fork_key
 from storage.store import Store, parsed
 
@@ -28,11 +29,12 @@ NUM_READS = 16  # small ones at a time; on an object store each waits for the ne
 Record = TypeVar("Record", bound=BaseModel)
 
 _COMMIT = commit_key("")
+_AT_ONCE = ("expired checkpoint", "removed run")  # somebody has decided that they go
 _TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # Store.create on a local disk
 _ATTEMPT = re.compile(r"^(?P<unit>(?P<prefix>.+)/attempt-[^/]+?)(\.parts)?/")
 _JOURNAL = re.compile(r"^(?P<unit>(?P<prefix>.+)\.journal)/")
 _GUARD = re.compile(r"^(?P<unit>.+/attempt-[^/]+)\.(lease|claim)$")  # leases.py
-_DRIVER = re.compile(r"^runs/[^/]+/drivers/[^/]+\.lease$")
+_LEASE = re.compile(r"^runs/[^/]+/(drivers/[^/]+|removing)\.lease$")
 _WEIGHTS = re.compile(r"^(?P<unit>runs/[^/]+/published/weights-[^/]+)/")  # on their way to engines by disk
 _RUN = re.compile(r"^runs/(?P<run>[^/]+)/")
 
@@ -54,7 +56,7 @@ def leftovers(store: Store, run: str | None = None, *, older_than: float, now: f
     Args:
         store: to look through.
         run: only what lies under this run; everything, converted models included, if not given.
-        older_than: seconds without a change before something counts. An expired checkpoint has no such time of grace.
+        older_than: seconds without a change before something counts. Expired checkpoints and removed runs have no such time of grace.
         now: the current time by the store's clock (`leases.store_time`); by this machine's if not given.
 
     Raises:
@@ -76,7 +78,7 @@ def leftovers(store: Store, run: str | None = None, *, older_than: float, now: f
         for (kind, unit), keys in units.items()
         if run is None or unit.startswith(f"runs/{run}/") or unit == f"runs/{run}"
     ]
-    old = [leftover for leftover in out if leftover.kind == "expired checkpoint" or leftover.modified <= limit]
+    old = [leftover for leftover in out if leftover.kind in _AT_ONCE or leftover.modified <= limit]
     return sorted(old, key=lambda leftover: (-leftover.bytes, leftover.key))
 
 
@@ -95,11 +97,14 @@ def remove(store: Store, leftover: Leftover, now: float | None = None) -> bool:
     if leftover.kind == "unfinished attempt":
         return _remove_attempt(store, leftover, now)
     run = _RUN.match(leftover.key + "/")
+    if leftover.kind == "removed run" and run:
+        remove_run(store, RunKeys(run["run"]))
+        return True
     if leftover.kind == "half-made fork" and run and store.exists(RunKeys(run["run"]).record):
         return False
     if leftover.kind == "published weights" and run and live_drivers(store, RunKeys(run["run"])):
         return False
-    if leftover.kind == "lease of a driver" and holder(store, leftover.key, now):
+    if leftover.kind == "old lease" and holder(store, leftover.key, now):
         return False
     attempt = _ATTEMPT.match(leftover.files[0])
     if attempt and leftover.kind == "expired checkpoint" and not _named_at(store, attempt["prefix"]).isdisjoint(leftover.files):
@@ -149,6 +154,8 @@ def _kind(
 ) -> tuple[str, str] | None:
     """What a file that no commit names is part of: (kind, key of the whole), or None if it belongs where it is."""
     run = _RUN.match(key)
+    if run and f"runs/{run['run']}/removed.json" in found:
+        return "removed run", f"runs/{run['run']}"
     if run and run["run"] in half_made:
         return "half-made fork", f"runs/{run['run']}"
     if journal := _JOURNAL.match(key):  # a round that is still being made reads its journal
@@ -157,8 +164,8 @@ def _kind(
         return "temporary file", key
     if guard := _GUARD.match(key):
         return ("temporary file", key) if guard["unit"] in committed else ("unfinished attempt", guard["unit"])
-    if _DRIVER.match(key):
-        return "lease of a driver", key
+    if _LEASE.match(key):
+        return "old lease", key
     if attempt := _ATTEMPT.match(key):
         return ("expired checkpoint" if attempt["unit"] in expired else "unfinished attempt"), attempt["unit"]
     if weights := _WEIGHTS.match(key):

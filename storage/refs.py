@@ -6,9 +6,11 @@ and the numbers people look at. Readers open only what a commit names.
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated, Any, Literal
 
+import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from storage.keys import valid_key
@@ -77,6 +79,9 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
+COMMIT_VERSION = 2  # of commit records; 2: digest. Older ones are read.
+
+
 class Commit(BaseModel):
     """The record that a stage is done; written last, by one conditional create, never changed."""
 
@@ -99,6 +104,9 @@ class Commit(BaseModel):
         default_factory=dict
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
 
+    record_version: int = Field(default=1, ge=1, le=COMMIT_VERSION)
+    digest: str = ""  # of all the rest (`record_digest`), set by `encoded`; records of version 1 have none
+
     @model_validator(mode="after")
     def _check_keys(self) -> Commit:
         if self.attempt is not None and any(not file.path.startswith(f"{self.attempt}/") for file in self.files):
@@ -111,6 +119,28 @@ class Commit(BaseModel):
     def num_samples(self, name: str = TRAINED) -> int:
         """Rows of the committed shards of one kind."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+
+
+def encoded(commit: Commit) -> bytes:
+    """Return a commit as it is stored. Sets its version and its digest."""
+    commit.record_version, commit.digest = COMMIT_VERSION, ""
+    record = json.loads(commit.model_dump_json())
+    record["digest"] = commit.digest = record_digest(record)
+    return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    """Return the xxh3-128, hex, of a stored commit's canonical JSON without its own digest. It shows damage; it is not a signature."""
+    content = {name: value for name, value in record.items() if name != "digest"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def is_unchanged(data: bytes) -> bool | None:
+    """Whether a stored commit is as it was written; None if it carries no digest (record version 1)."""
+    record = json.loads(data)
+    if "digest" not in record and record.get("record_version", 1) == 1:
+        return None
+    return record.get("digest") == record_digest(record)
 
 
 ORIGINS = ("base", "reference", "teacher")  # models that a run may have been given

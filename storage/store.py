@@ -28,7 +28,7 @@ from storage.disk import hash_file
 from storage.errors import StoreError
 from storage.faults import reach
 from storage.keys import key_problem
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
 
 __all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
 
@@ -130,7 +130,7 @@ class Store:
             seal = leases.seal(self, commit)
             reach("commit-sealed")
             seal.check()
-        created = self.create(commit_key(prefix), commit.model_dump_json(indent=1).encode())
+        created = self.create(commit_key(prefix), encoded(commit))
         standing = commit if created else self.committed(prefix)
         assert standing is not None, f"{prefix} was neither created nor there"
         if seal is not None:
@@ -329,6 +329,11 @@ class Store:
                 self._patiently(lambda: self.fs.rm_file(self.path(key)), key)
 
         disk.in_parallel(remove, keys, _NUM_AT_ONCE)
+
+    def prune(self, prefix: str) -> None:
+        """Remove the empty directories under `prefix`; only a local store has them."""
+        if self.is_local:
+            disk.remove_empty_directories(Path(self.path(prefix)))
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 

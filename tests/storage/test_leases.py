@@ -249,7 +249,7 @@ def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
     store.replace(key, b"")
     assert holder(store, key, now), "cut by a full disk"
     [leftover] = leftovers(store, older_than=0, now=now + 60)
-    assert (leftover.kind, remove(store, leftover, now)) == ("lease of a driver", False)
+    assert (leftover.kind, remove(store, leftover, now)) == ("old lease", False)
     assert remove(store, leftover, now + leases.TTL + 60)
 
 
