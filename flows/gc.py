@@ -18,7 +18,7 @@ from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
 from storage.retention import finish_expiries
-from storage.store import Store
+from storage.store import Store, changing
 
 DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
@@ -48,7 +48,10 @@ def main(words: list[str]) -> int:
     if run is not None:
         existing_run(store, run)
     found = leftovers(store, run, older_than=older_than)
-    removed = delete(store, found, run, older_than) if "--delete" in own else None
+    removed = None
+    if "--delete" in own:
+        with changing(store):
+            removed = delete(store, found, run, older_than)
     show(store, found, removed)
     return 0
 
@@ -59,7 +62,10 @@ def delete(store: Store, found: list[Leftover], run: str | None, older_than: flo
         finish_expiries(store, RunKeys(name))  # where a kill has left the record of an expired checkpoint
     now = store_time(store)
     still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than, now=now)}
-    removed = {key for key, leftover in still.items() if remove(store, leftover, now)}
+    simple_first = sorted(
+        still.values(), key=lambda leftover: leftover.kind == "unfinished attempt"
+    )  # those write a claim: make room
+    removed = {leftover.key for leftover in simple_first if remove(store, leftover, now)}
     return removed | {leftover.key for leftover in found if leftover.kind == "expired checkpoint" and leftover.key not in still}
 
 

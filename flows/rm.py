@@ -7,7 +7,7 @@ from flows.runs import discard, existing_run, open_store
 from flows.words import size, taken
 from storage.errors import OptionError, RunError
 from storage.removal import is_removed
-from storage.store import committed_prefixes
+from storage.store import changing, committed_prefixes
 
 USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
 
@@ -41,6 +41,7 @@ def main(words: list[str]) -> int:
         if any(kind in _ROUNDS for kind in kinds):
             num_rounds = kinds.count("steps")
             raise RunError(f"run {run!r} has {num_rounds} trained rounds, {len(kinds)} commits in all: confirm with --yes {run}")
-    freed = discard(store, keys)
+    with changing(store):
+        freed = discard(store, keys)
     print(f"run {run} was removed from {store.uri}: {size(freed)} freed")
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 from flows import flags
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
 from flows.paths import absolute, relative
-from storage.errors import InputError, OptionError, RunError
+from storage.errors import InputError, OptionError, RunError, StoreError
 from storage.keys import is_run_name
 from storage.leases import Lease, live_drivers
 from storage.refs import Commit, RunKeys
@@ -39,6 +39,12 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     Raises:
         StoreError: it cannot hold a run.
     """
+    if "://" not in config.store:
+        place = next(path for path in (Path(config.store), *Path(config.store).absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise StoreError(
+                f"store {config.store!r} is not writable: {place} is not a directory; give --store a directory or a URI"
+            )
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 

@@ -11,6 +11,7 @@ reads what the first has decided: a condemned writer fails and its stage runs ag
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -69,7 +70,12 @@ class Lease:
         _forget(self.store, [self.key])
 
     def _write(self) -> None:
-        self.store.replace(self.key, json.dumps(_this_process()).encode())
+        try:
+            self.store.replace(self.key, json.dumps(_this_process()).encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.store.replace(self.key, b"")  # a full disk has room for a name; who it is remains unknown
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW):

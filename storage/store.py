@@ -30,7 +30,7 @@ from storage.faults import reach
 from storage.keys import key_problem
 from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
 
-__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
+__all__ = ["Found", "Store", "Writing", "changing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
 
 T = TypeVar("T")
 Record = TypeVar("Record", bound=BaseModel)
@@ -362,7 +362,26 @@ class Store:
 
     def _patiently(self, call: Callable[[], T], key: str) -> T:
         """The answer of the file system; of a local one the first, of others after retries."""
-        return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+        try:
+            return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+        except PermissionError as error:
+            raise StoreError(f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner") from error
+
+
+@contextmanager
+def changing(store: Store) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into one sentence.
+
+    Raises:
+        StoreError: the store is read-only or full, or this user may not write there.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be changed ({reason}): mount it writable, make room, or run as its owner"
+        ) from error
 
 
 def _is_own(attempt: str, prefix: str) -> bool:
