@@ -1,4 +1,4 @@
-"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | verify | gc | deploy | runs | doctor`.
+"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | rm | verify | gc | deploy | runs | doctor`.
 
 Thin: a command reads flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 the request was wrong (one sentence says why).
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flows import environment
-from storage.errors import PenstockError
+from storage.errors import OptionError, PenstockError
 
 USAGE = """usage: penstock COMMAND [options]
 
@@ -21,6 +21,7 @@ USAGE = """usage: penstock COMMAND [options]
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again, --compare RUN/20 RUN/40 compares
   resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
+  rm        remove a run:  penstock rm RUN
   fork      a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   gc        list what nothing needs any more; --delete removes it
@@ -93,20 +94,17 @@ def _run_flow(name: str, words: list[str]) -> int:
 
 
 def _resume(words: list[str]) -> int:
-    from flows.flags import parse
     from flows.registry import start
-    from flows.runs import recorded
+    from flows.runs import resumed
 
     if not words or words[0].startswith("-"):
-        raise ValueError("penstock resume needs the name of a run; `penstock runs` lists them")
-    placement = parse(words[1:])
-    flow, config = recorded(placement.run, words[0])
-    return start(flow, config)
+        raise OptionError("penstock resume needs the name of a run; `penstock runs` lists them")
+    return start(*resumed(words[0], words[1:]))
 
 
 def _runs(words: list[str]) -> int:
     from flows.flags import parse
-    from flows.runs import print_runs
+    from flows.run_table import print_runs
 
     return print_runs(parse(words).run)
 
@@ -139,6 +137,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": _resume,
     "replay": _later("replay"),
     "fork": _later("fork"),
+    "rm": _later("rm"),
     "verify": _later("verify"),
     "gc": _later("gc"),
     "deploy": _later("deploy"),

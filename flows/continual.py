@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.config import PostTrainConfig
 from storage.refs import RunKeys
+from storage.removal import is_removed
 from storage.store import Store
 
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
@@ -36,9 +37,9 @@ def target(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
 
 def _target_before(store: Store, keys: RunKeys, per_start: int) -> int | None:
     """Target of the latest start, if it was one of a continual run."""
-    from flows.runs import latest_schedule
+    from flows.runs import latest_schedule, read_record
 
-    record = store.read_json(keys.record)
+    record = None if is_removed(store, keys) else read_record(store, keys)
     if record is None:
         return None
     if parent := _unstarted_fork(store, keys, record):

@@ -14,7 +14,13 @@ import time
 from pathlib import Path
 
 from flows.config import PostTrainConfig, read_toml, validated
+from storage.errors import OptionError, RunError
+from storage.leases import live_drivers
+from storage.refs import RunKeys
+from storage.store import Store
 
+MARKER, MARKED = ".penstock-demo", b"made by penstock demo; `penstock demo --fresh` may remove it\n"
+MADE = ("inputs", "store")  # in the directory, beside the marker
 RECIPES = Path(__file__).parent.parent / "configs" / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128
 
@@ -36,7 +42,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the directory and begin anew")
     options = parser.parse_args(words)
     if options.fresh:
-        shutil.rmtree(options.directory, ignore_errors=True)
+        remove_demo(options.directory)
     return demo(options.directory, seed=options.seed, num_rollout=options.num_rollout)
 
 
@@ -45,6 +51,7 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
     from flows.registry import start
 
     began = time.monotonic()
+    mark(directory)
     model, data = make_inputs(directory / "inputs", seed)
     print(
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n{MEANING}\n",
@@ -60,6 +67,59 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
         f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew."
     )
     return 0
+
+
+def remove_demo(directory: Path) -> None:
+    """Remove what an earlier demo has made in a directory, and nothing else; links are removed, not followed.
+
+    Raises:
+        OptionError: there is no sign that a demo has made what is there, or it is the home, the current or the root directory.
+        RunError: a demo runs in it.
+    """
+    if not directory.exists() and not directory.is_symlink():
+        return
+    place = directory.resolve()
+    if directory.is_symlink() or any(other.resolve().is_relative_to(place) for other in (Path.home(), Path.cwd())):
+        raise OptionError(
+            f"--fresh does not remove {directory}: it is a link, or holds the home or the current directory; give --directory"
+        )
+    marker = directory / MARKER
+    if marker.is_symlink() or not marker.is_file() or marker.read_bytes() != MARKED:
+        raise OptionError(
+            f"--fresh does not remove {directory}: no demo has made it ({MARKER} is missing); give another --directory"
+        )
+    if (directory / "store" / "runs").is_dir():
+        _refuse_if_driven(directory / "store")
+    for name in MADE:
+        made = directory / name
+        if made.is_symlink():
+            made.unlink()
+        elif made.exists():
+            shutil.rmtree(made)
+    marker.unlink()
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def _refuse_if_driven(place: Path) -> None:
+    store = Store(str(place), probe=False)
+    for run in store.list("runs"):
+        if drivers := live_drivers(store, RunKeys(run)):
+            raise RunError(f"run {run!r} in {place} is driven by {drivers[0]}: stop it before --fresh removes it")
+
+
+def mark(directory: Path) -> None:
+    """Write down that a demo makes the directory, if there is nothing in it yet.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not any(directory.iterdir()):
+            (directory / MARKER).write_bytes(MARKED)
+    except OSError as error:
+        raise OptionError(f"--directory {directory} cannot be used ({error.strerror}): give one that can be written") from error
 
 
 def make_inputs(directory: Path, seed: int) -> tuple[Path, Path]:
@@ -114,7 +174,6 @@ def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout
 def exported(config: PostTrainConfig) -> Path:
     """Directory of a finished run's exported model."""
     from flows.runs import open_store
-    from storage.refs import RunKeys
 
     store = open_store(config.run)
     commit = store.committed(RunKeys(config.run.run).export(config.run.num_rollout))

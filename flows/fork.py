@@ -14,18 +14,20 @@ command, or removed by `penstock gc`. The record's `parent` says where the run c
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from flows import flags
 from flows.config import SECTIONS, PostTrainConfig, RunConfig, flag, part, validated
-from flows.runs import create_record, open_store, recorded
+from flows.paths import absolute
+from flows.runs import create_record, open_store, read_record, recorded, run_keys, with_options
 from flows.words import number, taken
 from storage.disk import in_parallel
-from storage.refs import Commit, RunKeys, commit_key
+from storage.errors import OptionError, RunError, StoreError
+from storage.refs import Commit, RunKeys, commit_key, is_unchanged
+from storage.removal import being_removed, is_removed
 from storage.retention import fork_key
-from storage.store import Store, committed_prefixes
+from storage.store import Store, committed_prefixes, parsed
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
 
@@ -47,18 +49,18 @@ def main(words: list[str]) -> int:
     """The command. Returns 0.
 
     Raises:
-        ValueError: no such run or round, a name that is taken, or an option that does not fit.
+        RunError: no such run or round, or a name that is taken.
+        OptionError: an option does not fit.
     """
     alone, own, rest = taken(words, {"--at": True, "--name": True})
     if len(alone) != 1 or own.keys() != {"--at", "--name"}:
-        raise ValueError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
+        raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
     at = number("--at", own["--at"])
     if at != int(at):
-        raise ValueError(f"--at takes the number of a round; found {own['--at']!r}")
+        raise OptionError(f"--at takes the number of a round; found {own['--at']!r}")
     name, given = own["--name"], flags.values_of(rest)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"--name {name!r} cannot name a run: use letters, digits, dot, dash and underscore")
-    where = RunConfig.model_validate({key: value for key, value in given.get("run", {}).items() if key.startswith("store")})
+    run_keys(name)
+    where = validated({"run": {key: value for key, value in given.get("run", {}).items() if key.startswith("store")}}).run
     flow, parent = recorded(where, alone[0])
     store = open_store(where)
     _check_trained(store, RunKeys(alone[0]), int(at))
@@ -79,12 +81,17 @@ def fork(store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConf
         in words, what is shared.
 
     Raises:
-        ValueError: those rounds are not all trained, or the name is taken by something else.
+        RunError: those rounds are not all trained, the name is taken by something else, or the parent is being removed.
+        StoreError: a record of the parent has changed since it was written.
     """
+    parent, config = absolute(parent), absolute(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     entry = _parent_entry(store, parent, at, restart_data)
     plan = {"flow": flow, "config": _plain(config), "parent": entry}
     _claim(store, old, new, plan, at)
+    if is_removed(store, old) or being_removed(store, old):
+        store.delete([fork_key(new)])
+        raise RunError(f"run {old.run!r} is being removed: it cannot be forked")
     if not store.read(new.record):
         prefixes = [prefix for prefix in committed_prefixes(store, old) if _is_shared(old, prefix, at)]
         in_parallel(lambda prefix: _share(store, old, new, prefix), prefixes, _NUM_COPIES)
@@ -125,24 +132,15 @@ def changed(parent: PostTrainConfig, argv: Sequence[str], name: str, at: int) ->
     """The parent's config with the options given on the command line.
 
     Raises:
-        ValueError: an option does not fit, or fewer rounds are wanted than are shared.
+        OptionError: an option does not fit, or fewer rounds are wanted than are shared.
     """
     given = flags.values_of(argv)
     if "run" in given.get("run", {}):
-        raise ValueError("penstock fork names the new run with --name; leave out --run")
-    values = parent.model_dump(mode="json")
-    train = values["train"]
-    sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"} & {
-        *given.get("rollout", {}),
-        *given.get("train", {}),
-    }
-    if sizes:  # the config fills one in from the other; what was filled in must not contradict what is given now
-        train["global_batch_size"] = None
-    elif "global_batch_size" in given.get("train", {}):
-        train["num_steps_per_rollout"] = None
-    config = validated(flags.values_of(argv, values) | {"run": {**values["run"], "run": name}})
+        raise OptionError("penstock fork names the new run with --name; leave out --run")
+    config = with_options(parent, argv)
+    config = absolute(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
     if config.run.num_rollout < at:
-        raise ValueError(f"--num-rollout {config.run.num_rollout} is less than the {at} rounds that are shared: give more")
+        raise OptionError(f"--num-rollout {config.run.num_rollout} is less than the {at} rounds that are shared: give more")
     return config
 
 
@@ -191,16 +189,20 @@ def _parent_entry(store: Store, parent: PostTrainConfig, at: int, restart_data: 
 def _check_trained(store: Store, keys: RunKeys, at: int) -> None:
     num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     if at > num_trained:
-        raise ValueError(f"run {keys.run!r} has {num_trained} trained rounds: --at takes a number up to that; found {at}")
+        raise RunError(f"run {keys.run!r} has {num_trained} trained rounds: --at takes a number up to that; found {at}")
 
 
 def _claim(store: Store, old: RunKeys, new: RunKeys, plan: dict[str, Any], at: int) -> None:
     """Take the new run's name, or find that this very fork has it."""
     _check_trained(store, old, at)
-    standing = store.read_json(new.record)
+    standing = read_record(store, new)
+    if is_removed(store, new):
+        raise RunError(
+            f"run {new.run!r} is not removed completely: `penstock gc --delete` finishes it, or give --name another name"
+        )
     if standing is None:
         if store.list(new.prefix) and store.read(fork_key(new)) is None:
-            raise ValueError(f"something lies in {store.path(new.prefix)} that is no fork: give --name another name")
+            raise RunError(f"something lies in {store.path(new.prefix)} that is no fork: give --name another name")
         store.create(fork_key(new), json.dumps(plan, indent=1).encode())
         standing = store.read_json(fork_key(new)) or store.read_json(new.record) or {}
     if {key: standing.get(key) for key in plan} != json.loads(json.dumps(plan)):
@@ -209,7 +211,7 @@ def _claim(store: Store, old: RunKeys, new: RunKeys, plan: dict[str, Any], at: i
             if store.read(new.record)
             else "was begun as another fork and not finished (`penstock gc` removes it)"
         )
-        raise ValueError(f"run {new.run!r} {state}: give --name another name")
+        raise RunError(f"run {new.run!r} {state}: give --name another name")
 
 
 def _is_shared(old: RunKeys, prefix: str, at: int) -> bool:
@@ -220,9 +222,14 @@ def _is_shared(old: RunKeys, prefix: str, at: int) -> bool:
 def _share(store: Store, old: RunKeys, new: RunKeys, prefix: str) -> None:
     """One commit record for the new run: the same files, made from the same things under the new run's own names."""
     target = new.prefix + prefix.removeprefix(old.prefix)
-    commit = store.committed(prefix)
-    if commit is None:
+    data = store.read(commit_key(prefix))
+    if data is None:
         return  # a checkpoint that has expired since it was listed
+    commit = parsed(Commit, commit_key(prefix), data)
+    if is_unchanged(data) is False:  # a copy would get a digest of its own
+        raise StoreError(
+            f"{commit_key(prefix)} has changed since it was written: restore it from a backup (`penstock verify {old.run}`)"
+        )
     inputs = {
         role: new.prefix + key.removeprefix(old.prefix) if key.startswith(f"{old.prefix}/") else key
         for role, key in commit.inputs.items()

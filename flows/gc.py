@@ -11,18 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.flags import parse
-from flows.runs import open_store
+from flows.runs import existing_run, open_store
 from flows.words import number, size, taken
+from storage.errors import OptionError
+from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
 from storage.retention import finish_expiries
-from storage.store import Store
+from storage.store import Store, changing
 
 DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
-  Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints, journals of finished rounds,
-  half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
+  Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints and removed runs, journals of
+  finished rounds, half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
 
   RUN            only what lies under this run; the whole store if not given
   --delete       remove it; without this nothing is changed
@@ -33,18 +35,23 @@ def main(words: list[str]) -> int:
     """The command. Returns 0.
 
     Raises:
-        ValueError: no such run, or unknown words.
+        RunError: no such run.
+        OptionError: unknown words.
+        StoreError: a record is damaged, or the store cannot be written.
     """
     alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
     if len(alone) > 1:
-        raise ValueError(f"penstock gc takes one run or none; found {' '.join(alone)}")
+        raise OptionError(f"penstock gc takes one run or none; found {' '.join(alone)}")
     older_than = 3600 * number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse(rest).run)
+    store = open_store(parse(rest).run, probe=False)
     run = alone[0] if alone else None
-    if run is not None and not store.list(f"runs/{run}"):
-        raise ValueError(f"store {store.uri} has no run {run!r}: check the name, or give --store")
+    if run is not None:
+        existing_run(store, run)
     found = leftovers(store, run, older_than=older_than)
-    removed = delete(store, found, run, older_than) if "--delete" in own else None
+    removed = None
+    if "--delete" in own:
+        with changing(store):
+            removed = delete(store, found, run, older_than)
     show(store, found, removed)
     return 0
 
@@ -53,8 +60,12 @@ def delete(store: Store, found: list[Leftover], run: str | None, older_than: flo
     """Remove what was found. Returns the keys of what went; what has come to be needed meanwhile stays."""
     for name in [run] if run else store.list("runs"):
         finish_expiries(store, RunKeys(name))  # where a kill has left the record of an expired checkpoint
-    still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than)}
-    removed = {key for key, leftover in still.items() if remove(store, leftover)}
+    now = store_time(store)
+    still = {leftover.key: leftover for leftover in leftovers(store, run, older_than=older_than, now=now)}
+    simple_first = sorted(
+        still.values(), key=lambda leftover: leftover.kind == "unfinished attempt"
+    )  # those write a claim: make room
+    removed = {leftover.key for leftover in simple_first if remove(store, leftover, now)}
     return removed | {leftover.key for leftover in found if leftover.kind == "expired checkpoint" and leftover.key not in still}
 
 
@@ -68,7 +79,7 @@ def show(store: Store, found: list[Leftover], removed: set[str] | None) -> None:
         table.add_column(title)
     for leftover in found:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(leftover.modified))
-        kept = " (needed now, kept)" if removed is not None and leftover.key not in removed else ""
+        kept = " (in use, kept)" if removed is not None and leftover.key not in removed else ""
         table.add_row(leftover.kind + kept, leftover.key, str(len(leftover.files)), size(leftover.bytes), changed)
     console = Console()
     if not console.is_terminal:

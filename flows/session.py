@@ -17,13 +17,15 @@ from flows.config import PostTrainConfig, config_hash
 from flows.continual import resolved
 from flows.display import Display
 from flows.learning_signal import GROUP_RELATIVE, zero_gradient_warning
+from flows.paths import absolute
 from flows.prefect_api import wait_for_api
 from flows.preflight import preflight, warnings
 from flows.processes import Processes
-from flows.runs import code_version, open_run, open_store, run_commits
+from flows.runs import code_version, open_run, open_store, run_commits, run_keys
 from flows.stopping import listen
+from storage.leases import Lease, driver_key
 from storage.preemption import Preempted, StopRequest
-from storage.refs import CheckpointRef, Commit, commit_key
+from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.tracking import Tracker, tracking_directory, tracking_uri
 
 if TYPE_CHECKING:
@@ -38,10 +40,10 @@ class Session:
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
         preflight(flow, config)
         self.store = open_store(config.run)
-        self.config = config = resolved(self.store, config)
-        self.keys = open_run(self.store, flow, config)
-        self.stop = StopRequest()
+        self.config = config = absolute(resolved(self.store, config))
         self._entered = ExitStack()
+        self.keys = self._open_run(flow)
+        self.stop = StopRequest()
         self.stamp: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # a checkpoint that is being written
@@ -58,6 +60,17 @@ class Session:
         self.processes = Processes(config, self.store, self.keys, self.stamp, self.display.note, self._published)
         for warning in warnings(flow, config):
             self.display.note(warning)
+
+    def _open_run(self, flow: str) -> RunKeys:
+        """Show that this driver is alive, as long as the session lasts, and take the run's name or find that the run may continue."""
+        lease = Lease(self.store, driver_key(run_keys(self.config.run.run)))
+        try:
+            keys = open_run(self.store, flow, self.config, lease=lease)
+        except BaseException:
+            lease.release()
+            raise
+        self._entered.callback(lease.release)
+        return keys
 
     def __enter__(self) -> Session:
         self._entered.enter_context(listen(self.stop, self.config.run.grace_period))

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 
 from flows.flags import parse
-from flows.runs import open_store
+from flows.runs import open_store, run_keys
 from flows.words import size, taken
 from storage.audit import Audit, audit
-from storage.refs import RunKeys
+from storage.errors import OptionError
 
 USAGE = """penstock verify RUN [--no-hashes] [--store URI ...]
 
@@ -29,14 +29,15 @@ def main(words: list[str]) -> int:
     """The command. Returns 0 if the run is whole, 1 if not.
 
     Raises:
-        ValueError: no such run, or unknown words.
+        RunError: no such run.
+        OptionError: unknown words.
     """
     alone, own, rest = taken(words, {"--no-hashes": False})
     if len(alone) != 1:
-        raise ValueError("penstock verify needs the name of one run; `penstock runs` lists them")
-    store = open_store(parse(rest).run)
+        raise OptionError("penstock verify needs the name of one run; `penstock runs` lists them")
+    store = open_store(parse(rest).run, probe=False)
     start = time.monotonic()
-    found = audit(store, RunKeys(alone[0]), hashes="--no-hashes" not in own)
+    found = audit(store, run_keys(alone[0]), hashes="--no-hashes" not in own)
     print(f"{alone[0]} in {store.uri}")
     for title, text in table(found, time.monotonic() - start):
         print(f"  {title:<12} {text}")
@@ -57,6 +58,8 @@ def table(found: Audit, seconds: float) -> Sequence[tuple[str, str]]:
         ("files", f"{found.num_files}, {size(found.num_bytes)}, read in {seconds:.1f} s"),
         ("samples", f"{found.num_samples} of {found.num_prompts} prompts, over {found.num_epochs} epochs"),
     ]
+    if found.num_without_digest:
+        rows.append(("unsealed", f"{found.num_without_digest} records carry no digest: they were written before there were any"))
     if found.num_orphans:
         unused = f"{found.num_orphans} files, {size(found.orphan_bytes)}: no harm; `penstock gc` lists them"
         rows.append(("unused", unused))

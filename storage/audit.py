@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from storage.disk import in_parallel
-from storage.errors import StoreError
+from storage.errors import RunError, StoreError
 from storage.leftovers import NUM_READS, leftovers
-from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key, is_unchanged
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
-from storage.store import Store, committed_prefixes
+from storage.store import Store, committed_prefixes, parsed
 
 NUM_FILES = 8  # looked at at a time
 _KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}
@@ -37,6 +37,7 @@ class Audit:
     num_prompts: int = 0  # served to rollouts
     num_epochs: int = 0  # that were begun
     num_expired: int = 0
+    num_without_digest: int = 0  # commit records of before record version 2
     num_orphans: int = 0
     orphan_bytes: int = 0
 
@@ -50,12 +51,10 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
         hashes: read every byte of models, checkpoints and exports; else only their sizes. Samples are always read.
 
     Raises:
-        ValueError: no such run.
+        RunError: no such run.
     """
-    record = store.read_json(keys.record)
-    if record is None:
-        raise ValueError(f"store {store.uri} has no run {keys.run!r}: check the name, or give --store")
     found = Audit(keys.run)
+    record = _run_record(store, keys, found)
     commits = _records(store, keys, found)
     tombstones = _tombstones(store, keys, found)
     _look_at_files(store, commits, found, hashes)
@@ -69,25 +68,55 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
 # ---- records ----------------------------------------------------------------------------------------------------------------
 
 
+def _run_record(store: Store, keys: RunKeys, found: Audit) -> dict[str, Any]:
+    """Return run.json, or {} if it is damaged or lost, which is a problem."""
+    try:
+        record = store.read_json(keys.record)
+    except StoreError as error:
+        found.problems.append(_first_line(error))
+        return {}
+    if isinstance(record, dict):
+        return record
+    if record is None and not store.list(keys.prefix):
+        raise RunError(f"store {store.uri} has no run {keys.run!r}: check the name, or give --store")
+    state = "is missing" if record is None else "is not an object"
+    found.problems.append(f"{keys.record} {state}: restore it from a backup")
+    return {}
+
+
 def _records(store: Store, keys: RunKeys, found: Audit) -> dict[str, Commit]:
     """Every commit of the run by prefix, the model it began with included."""
     prefixes = committed_prefixes(store, keys)
     origins = {name: data for name in ORIGINS if (data := store.read(keys.origin(name)))}
     if prefixes and "base" not in origins:
         found.problems.append(f"{keys.origin('base')} is missing: the run does not say which model it began with")
-    keys_of_models = {CheckpointRef.model_validate_json(data).key for data in origins.values()}
+    keys_of_models: set[str] = set()
+    for name, data in origins.items():
+        try:
+            keys_of_models.add(parsed(CheckpointRef, keys.origin(name), data).key)
+        except StoreError as error:
+            found.problems.append(_first_line(error))
     prefixes += sorted(key.removesuffix(commit_key("")) for key in keys_of_models)
     commits: dict[str, Commit] = {}
     for prefix, data in zip(prefixes, in_parallel(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)):
         try:
             if data is not None:
-                commits[prefix] = Commit.model_validate_json(data)
+                commits[prefix] = parsed(Commit, commit_key(prefix), data)
+                _look_at_digest(commit_key(prefix), data, found)
             elif prefix.startswith("models/"):
                 found.problems.append(f"{commit_key(prefix)} is missing, a model that the run was given: convert it again")
-        except ValueError as error:
-            found.problems.append(f"{commit_key(prefix)} is no commit record: {_first_line(error)}")
+        except StoreError as error:
+            found.problems.append(_first_line(error))
     found.num_commits.update(commit.kind for commit in commits.values())
     return commits
+
+
+def _look_at_digest(key: str, data: bytes, found: Audit) -> None:
+    """A commit record is what its writer has written."""
+    unchanged = is_unchanged(data)
+    found.num_without_digest += unchanged is None
+    if unchanged is False:
+        found.problems.append(f"{key} has changed since it was written (its digest differs): restore it from a backup")
 
 
 def _tombstones(store: Store, keys: RunKeys, found: Audit) -> dict[str, Expired]:
@@ -98,8 +127,8 @@ def _tombstones(store: Store, keys: RunKeys, found: Audit) -> dict[str, Expired]
         try:
             if tombstone := expired(store, prefix):
                 out[commit_key(prefix)] = tombstone
-        except ValueError as error:
-            found.problems.append(f"{expired_key(prefix)} is no tombstone: {_first_line(error)}")
+        except StoreError as error:
+            found.problems.append(_first_line(error))
     found.num_expired = len(out)
     return out
 

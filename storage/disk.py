@@ -52,6 +52,17 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     return True
 
 
+def replace(target: Path, data: bytes) -> None:
+    """Write a file whole, whatever has its name, without waiting for the disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _link(temporary: Path, target: Path, single_writer: bool) -> bool:
     """Give a written file its name, unless the name is taken."""
     if single_writer:  # also for file systems without hard links
@@ -91,15 +102,32 @@ def secure(files: Sequence[Path], top: Path) -> None:
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:
-    """Remove files, durably, and the directories below `root` that become empty. What is not there is fine."""
-    parents = set()
+    """Remove files, durably, and the directories below `root` that become empty. What is not there is fine.
+
+    Raises:
+        StoreError: a symbolic link leads out of `root`, or this user may not delete here.
+    """
+    top, parents = Path(os.path.realpath(root)), set[Path]()
     for path in paths:
-        path.unlink(missing_ok=True)
+        if path.parent not in parents and not Path(os.path.realpath(path.parent)).is_relative_to(top):
+            raise StoreError(f"{path} is reached by a symbolic link that leads out of {root}: delete it by hand")
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be deleted ({error.strerror}): mount the store writable, or run as its owner"
+            ) from error
         parents.add(path.parent)
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         while directory != root and _remove_if_empty(directory):
             directory = directory.parent
         fsync(directory)  # what is deleted after this must not outlast it
+
+
+def remove_empty_directories(top: Path) -> None:
+    """Remove `top` and the directories below it, as far as they hold no file."""
+    for place, _, _ in os.walk(top, topdown=False):
+        _remove_if_empty(Path(place))
 
 
 def _remove_if_empty(directory: Path) -> bool:

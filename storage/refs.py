@@ -6,13 +6,19 @@ and the numbers people look at. Readers open only what a commit names.
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from storage.keys import valid_key
 
 TRAINED, BUFFER = "part", "buffer"  # shards of a rollout: what is trained on, and what was asked for and waits for a later round
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+
+Key = Annotated[str, AfterValidator(valid_key)]  # relative to the root of the store, and inside it
 
 
 class Frozen(BaseModel):
@@ -22,9 +28,9 @@ class Frozen(BaseModel):
 
 
 class FileRecord(Frozen):
-    """One committed file. `path` is relative to the root of the store."""
+    """One committed file."""
 
-    path: str
+    path: Key
     bytes: int
     xxh3: str  # xxh3-128 of the content, hex
     rows: int | None = None  # for Parquet
@@ -58,7 +64,7 @@ class StepRef(Frozen):
 class CheckpointRef(Frozen):
     """Committed weights of one policy version."""
 
-    key: str
+    key: Key
     uri: str  # directory with the files
     format: Literal["torch_dist", "hf"]
     policy_version: int
@@ -73,6 +79,9 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
+COMMIT_VERSION = 2  # of commit records; 2: digest. Older ones are read.
+
+
 class Commit(BaseModel):
     """The record that a stage is done; written last, by one conditional create, never changed."""
 
@@ -83,7 +92,7 @@ class Commit(BaseModel):
     run: str | None = None
     index: int = 0  # rollout_id of rollouts and steps; policy version of checkpoints, evals and exports
     policy_version: int = -1
-    attempt: str | None = None  # key of the private directory that holds the files
+    attempt: Key | None = None  # key of the private directory that holds the files
     files: list[FileRecord] = Field(default_factory=list)
     inputs: dict[str, str] = Field(default_factory=dict)  # what it consumed: role -> commit key or URI
     config_hash: str = ""
@@ -95,9 +104,43 @@ class Commit(BaseModel):
         default_factory=dict
     )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
 
+    record_version: int = Field(default=1, ge=1, le=COMMIT_VERSION)
+    digest: str = ""  # of all the rest (`record_digest`), set by `encoded`; records of version 1 have none
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Commit:
+        if self.attempt is not None and any(not file.path.startswith(f"{self.attempt}/") for file in self.files):
+            raise ValueError(f"it names files outside its attempt {self.attempt!r}")
+        for key in self.inputs.values():
+            if key.endswith(commit_key("")):
+                valid_key(key)
+        return self
+
     def num_samples(self, name: str = TRAINED) -> int:
         """Rows of the committed shards of one kind."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+
+
+def encoded(commit: Commit) -> bytes:
+    """Return a commit as it is stored. Sets its version and its digest."""
+    commit.record_version, commit.digest = COMMIT_VERSION, ""
+    record = json.loads(commit.model_dump_json())
+    record["digest"] = commit.digest = record_digest(record)
+    return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    """Return the xxh3-128, hex, of a stored commit's canonical JSON without its own digest. It shows damage; it is not a signature."""
+    content = {name: value for name, value in record.items() if name != "digest"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def is_unchanged(data: bytes) -> bool | None:
+    """Whether a stored commit is as it was written; None if it carries no digest (record version 1)."""
+    record = json.loads(data)
+    if "digest" not in record and record.get("record_version", 1) == 1:
+        return None
+    return record.get("digest") == record_digest(record)
 
 
 ORIGINS = ("base", "reference", "teacher")  # models that a run may have been given

@@ -15,10 +15,13 @@ import re
 import time
 from collections.abc import Collection
 
+from pydantic import model_validator
+
 from storage.refs import Commit, Frozen, RunKeys, commit_key
-from storage.store import Store
+from storage.store import Store, parsed
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
+_ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 
 
 class Expired(Frozen):
@@ -28,6 +31,12 @@ class Expired(Frozen):
     expired_at: float
     commit: Commit
 
+    @model_validator(mode="after")
+    def _check_commit(self) -> Expired:
+        if self.commit.kind != "checkpoint" or not _ATTEMPT.fullmatch(self.commit.attempt or ""):
+            raise ValueError(f"it announces {self.commit.kind} {self.commit.attempt!r}, which is not a checkpoint")
+        return self
+
 
 def expired_key(prefix: str) -> str:
     """The key of the tombstone of the checkpoint under `prefix`."""
@@ -36,8 +45,9 @@ def expired_key(prefix: str) -> str:
 
 def expired(store: Store, prefix: str) -> Expired | None:
     """The tombstone of a checkpoint, or None if it has none."""
-    data = store.read(expired_key(prefix))
-    return None if data is None else Expired.model_validate_json(data)
+    key = expired_key(prefix)
+    data = store.read(key)
+    return None if data is None else parsed(Expired, key, data)
 
 
 def expired_versions(store: Store, keys: RunKeys) -> list[int]:

@@ -7,6 +7,7 @@ prompt. Where a prompt should come from is stages/rollout/prompts/source.py's: h
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -20,11 +21,11 @@ import xxhash
 
 from storage.errors import StoreError
 from storage.refs import BUFFER, TRAINED, Commit, commit_key
-from storage.sample import check_schema
+from storage.sample import Status, check_schema
 from storage.store import Store
 
 _BATCH = 4096  # samples read at a time
-_COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata"]
+_COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata", "reward", "status"]
 _NO_FILE = -1  # of a prompt that a data source of the user's has issued itself
 _MOST = 10  # problems told of one round
 
@@ -49,11 +50,15 @@ def read_round(store: Store, prefix: str, commit: Commit) -> Round:
     served: dict[int, Source] = {}
     waiting: dict[int, Source] = {}
     siblings: dict[int, set[str]] = defaultdict(set)
+    rewards: list[float | None] = []
+    statuses: Counter[str] = Counter()
     issue_of = _issue_reader(prefix, commit)
     try:
         with store.reading(commit) as directory:
             for row in _rows(directory, commit, TRAINED):
                 ids.append(row["sample_id"])
+                rewards.append(row["reward"])
+                statuses[row["status"]] += 1
                 if (issue := issue_of(row["group_id"])) is None:
                     problems.append(
                         f"{prefix}: sample {row['sample_id']} has group {row['group_id']!r}, which is no issue number"
@@ -76,9 +81,34 @@ def read_round(store: Store, prefix: str, commit: Commit) -> Round:
         problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
     if not problems and len(ids) != commit.num_samples():
         problems.append(f"{prefix} has {len(ids)} samples, committed are {commit.num_samples()}")
+    if not problems:
+        problems += _wrong_summary(prefix, commit, rewards, statuses)
     hashes = np.array([xxhash.xxh3_64_intdigest(one.encode()) for one in ids], dtype=np.uint64)
     dropped = {int(group["group_id"]): _source(group) for group in commit.state.get("dropped", [])}
     return Round(problems[:_MOST], hashes, served, waiting, dropped)
+
+
+def _wrong_summary(prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]) -> list[str]:
+    """The numbers of a commit that its samples contradict. A sample without a reward counts 0 in an evaluation, and not in a rollout."""
+    graded = [reward for reward in rewards if reward is not None]
+    name, most = prefix.rpartition("/")[2], max(len(rewards), 1)
+    ratios = {"truncated_ratio": statuses[Status.TRUNCATED] / most, "failed_ratio": statuses[Status.FAILED] / most}
+    if commit.kind == "eval":
+        expected = {f"eval/{name}": sum(graded) / most, f"eval/{name}/num_samples": float(len(rewards))}
+        expected |= {f"eval/{name}-{ratio}": value for ratio, value in ratios.items()}
+    else:
+        expected = {"rollout/raw_reward": sum(graded) / max(len(graded), 1), "rollout/num_samples": float(len(rewards))}
+        expected |= {f"rollout/{ratio}": value for ratio, value in ratios.items()}
+    tolerance = 1e-9 * max([1.0, *map(abs, graded)])
+    return [
+        f"{commit_key(prefix)} says {metric} {stated:g}, but its samples give {expected[metric]:g}"
+        for metric, stated in commit.summary.items()
+        if metric in expected and not _is_close(stated, expected[metric], tolerance)
+    ]
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    return one == other or abs(one - other) <= tolerance or (math.isnan(one) and math.isnan(other))
 
 
 def _issue_reader(prefix: str, commit: Commit) -> Callable[[str], int | None]:

@@ -21,15 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ValidationError
 
-from storage import disk, objects
+from storage import disk, leases, objects
 from storage.disk import hash_file
 from storage.errors import StoreError
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.faults import reach
+from storage.keys import key_problem
+from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
 
-__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
+__all__ = ["Found", "Store", "Writing", "changing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
 
 T = TypeVar("T")
+Record = TypeVar("Record", bound=BaseModel)
 
 _NUM_AT_ONCE = 16  # small requests to an object store
 _NUM_PROBES = 2  # tries of the probe: a wrong address should be told soon
@@ -80,7 +84,13 @@ class Store:
         return f"Store({self.uri!r})"
 
     def path(self, key: str) -> str:
-        """Full path of a key, as the file system takes it."""
+        """Return the full path of a key, as the file system takes it.
+
+        Raises:
+            StoreError: the key could name something outside the store.
+        """
+        if problem := key_problem(key):
+            raise StoreError(f"the key {key[:100]!r} {problem}: the store {self.uri} takes only keys that lie in it")
         return f"{self.root}/{key}" if key else self.root
 
     # ---- commit records -------------------------------------------------------------------------------------------------
@@ -104,16 +114,28 @@ class Store:
 
     def committed(self, prefix: str) -> Commit | None:
         """The commit of what lies under `prefix`, or None if it is not done."""
-        data = self.read(commit_key(prefix))
-        return None if data is None else Commit.model_validate_json(data)
+        key = commit_key(prefix)
+        data = self.read(key)
+        return None if data is None else parsed(Commit, key, data)
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
-        """Publish `commit`; returns the commit that stands, which is another one if another attempt was faster."""
-        if self.create(commit_key(prefix), commit.model_dump_json(indent=1).encode()):
-            return commit
-        winner = self.committed(prefix)
-        assert winner is not None, f"{prefix} was neither created nor there"
-        return winner
+        """Publish `commit`. Returns the commit that stands, which is another one if another attempt was faster.
+
+        Raises:
+            StoreError: its files are gone (`gc` took a writer that was stopped for long for a dead one): the stage must run again.
+        """
+        seal = None
+        if commit.attempt is not None and _is_own(commit.attempt, prefix):
+            reach("commit-before-seal")
+            seal = leases.seal(self, commit)
+            reach("commit-sealed")
+            seal.check()
+        created = self.create(commit_key(prefix), encoded(commit))
+        standing = commit if created else self.committed(prefix)
+        assert standing is not None, f"{prefix} was neither created nor there"
+        if seal is not None:
+            seal.end()
+        return standing
 
     # ---- files ----------------------------------------------------------------------------------------------------------
 
@@ -135,11 +157,12 @@ class Store:
         if self.is_local:
             out = Writing(Path(self.path(attempt)))
             disk.make_directory(out.path)
-            yield out
-            out.files = self._written(out.path, attempt, mine)
-            disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
+            with leases.writer(self, attempt):
+                yield out
+                out.files = self._written(out.path, attempt, mine)
+                disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
             return
-        with objects.scratch() as scratch:
+        with objects.scratch() as scratch, leases.writer(self, attempt):
             out = Writing(Path(scratch))
             yield out
             records = self._written(out.path, attempt, mine)
@@ -183,9 +206,16 @@ class Store:
             return None
 
     def read_json(self, key: str) -> Any | None:
-        """Parsed JSON, or None if it is not there."""
+        """Return parsed JSON, or None if it is not there.
+
+        Raises:
+            StoreError: it is not JSON.
+        """
         data = self.read(key)
-        return None if data is None else json.loads(data)
+        try:
+            return None if data is None else json.loads(data)
+        except ValueError as error:
+            raise StoreError(f"{self.path(key)} is not JSON ({error}): restore it from a backup") from error
 
     def exists(self, key: str) -> bool:
         """Whether a file or a directory is there."""
@@ -199,6 +229,30 @@ class Store:
     def size(self, key: str) -> int | None:
         """Bytes of a file, or None if no file is there."""
         return objects.size(self.fs, self.path(key))
+
+    def modified(self, key: str) -> float | None:
+        """Return when a file was last written by the store's own clock, in seconds since the epoch, or None if no file is there."""
+        if self.is_local:
+            try:
+                return os.stat(self.path(key)).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        def ask() -> float:
+            self.fs.invalidate_cache()
+            return objects.modified(self.fs.info(self.path(key)))
+
+        try:
+            return self._patiently(ask, key)
+        except FileNotFoundError:
+            return None
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Write `data` at `key`, whatever is there; whole, but not durable. Only for what must not outlive its writer."""
+        if self.is_local:
+            disk.replace(Path(self.path(key)), data)
+        else:
+            objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
 
     def list(self, prefix: str) -> builtins.list[str]:
         """Names directly under `prefix`, sorted; empty if it does not exist. A store may list late what was written just now."""
@@ -261,7 +315,11 @@ class Store:
             yield Found(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too."""
+        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too.
+
+        Raises:
+            StoreError: a key lies outside the store, also by a symbolic link; or this user may not delete here.
+        """
         if self.is_local:
             disk.delete([Path(self.path(key)) for key in keys], Path(self.root))
             return
@@ -271,6 +329,11 @@ class Store:
                 self._patiently(lambda: self.fs.rm_file(self.path(key)), key)
 
         disk.in_parallel(remove, keys, _NUM_AT_ONCE)
+
+    def prune(self, prefix: str) -> None:
+        """Remove the empty directories under `prefix`; only a local store has them."""
+        if self.is_local:
+            disk.remove_empty_directories(Path(self.path(prefix)))
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
@@ -299,7 +362,47 @@ class Store:
 
     def _patiently(self, call: Callable[[], T], key: str) -> T:
         """The answer of the file system; of a local one the first, of others after retries."""
-        return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+        try:
+            return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+        except PermissionError as error:
+            raise StoreError(f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner") from error
+
+
+@contextmanager
+def changing(store: Store) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into one sentence.
+
+    Raises:
+        StoreError: the store is read-only or full, or this user may not write there.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be changed ({reason}): mount it writable, make room, or run as its owner"
+        ) from error
+
+
+def _is_own(attempt: str, prefix: str) -> bool:
+    """Whether an attempt was written for this commit, and not for that of another run whose files it shares."""
+    place = attempt.rpartition("/")[0]
+    return place in (prefix, prefix.rpartition("/")[0]) and leases.needs_guard(attempt)
+
+
+def parsed(model: type[Record], key: str, data: bytes) -> Record:
+    """Return the record that was read at `key`.
+
+    Raises:
+        StoreError: it is damaged, or names something outside the store.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise StoreError(f"{key} is not a valid record ({reason[:150]}): restore it from a backup") from error
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from stages.convert.targets import Target, room
-from storage import disk
+from storage import disk, leases
 from storage.refs import FileRecord
 from storage.store import hash_file
 
@@ -75,7 +75,7 @@ class Parts(Generic[P]):
                 self.target.store.delete([self._key(part)])  # it was of files that are there no more
                 self.target.store.create(self._key(part), record)
 
-        with room(self.target.store):
+        with room(self.target.store), leases.writer(self.target.store, self.target.attempt):
             disk.in_parallel(one, mine, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
     def left(self, parts: Sequence[P] | None = None) -> list[P]:

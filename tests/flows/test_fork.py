@@ -53,7 +53,7 @@ def test_a_fork_shares_the_past_and_goes_its_own_way(store: Store, capsys: pytes
     commit, original = store.committed(keys.step(2)), store.committed(old.step(2))
     assert commit is not None and original is not None
     assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout(2))})
-    assert commit.model_copy(update={"run": "r", "inputs": original.inputs}) == original
+    assert commit.model_copy(update={"run": "r", "inputs": original.inputs, "digest": original.digest}) == original
     record = store.read_json(keys.record)
     assert {name: record["parent"][name] for name in ("run", "at", "restart_data", "restarts", "parent")} == {
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}

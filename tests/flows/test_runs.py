@@ -1,15 +1,36 @@
 """A run's record: identity stays, schedule changes are recorded, placement is free, and nothing is found that is not there."""
 
+import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flows import runs
+from flows.cli import main
+from flows.config import PostTrainConfig, config_hash
 from flows.flags import parse
-from flows.runs import latest_schedule, open_run, open_store, recorded
+from flows.paths import FILES, FUNCTIONS, absolute
+from flows.run_table import print_runs
+from flows.runs import check_run, latest_schedule, open_run, open_store, recorded, resumed
+from storage.errors import OptionError, RunError
+from storage.leases import Lease, driver_key
+from storage.refs import Commit, RunKeys
+from storage.store import Store
+
+KEYS = RunKeys("r")
 
 
-def config(store: Path, *words: str):
+def config(store: Path, *words: str) -> PostTrainConfig:
     return parse(["--hf-checkpoint", "model", "--run", "r", "--store", str(store), *words])
+
+
+def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
+    for kind, key, version in (("rollout", KEYS.rollout(r), r), ("step", KEYS.step(r), r + 1)):
+        fields = {"run": "r", "index": r, "policy_version": version, "config_hash": config_hash(absolute(config))}
+        store.commit(key, Commit(kind=kind, **fields))
 
 
 def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
@@ -17,9 +38,10 @@ def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
     store = open_store(first.run)
     keys = open_run(store, "post_train", first)
     assert open_run(store, "post_train", first).run == keys.run, "the same command again is welcome"
-    with pytest.raises(ValueError, match=r"run 'r' has --lr 0.001, this command says 0.01"):
+    commit_round(store, first)
+    with pytest.raises(RunError, match=r"run 'r' has --lr 0.001, this command says 0.01"):
         open_run(store, "post_train", config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"))
-    with pytest.raises(ValueError, match=r"was started by `post_train`, not `sft`"):
+    with pytest.raises(RunError, match=r"was started by `post_train`, not `sft`"):
         open_run(store, "sft", first)
 
 
@@ -33,12 +55,282 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
         open_run(store, "post_train", config(tmp_path, "--num-rollout", rounds))
     assert store.list(f"{keys.prefix}/changes") == ["000000.json", "000001.json"]
     assert latest_schedule(store, keys)["run.num_rollout"] == 7
-    flow, resumed = recorded(first.run, "r")
-    assert (flow, resumed.run.num_rollout, resumed.train) == ("post_train", 7, first.train)
+    flow, again = recorded(first.run, "r")
+    assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, first.train)
+
+
+def test_changes_of_the_schedule_at_once_are_all_kept(tmp_path: Path) -> None:
+    first = config(tmp_path, "--num-rollout", "3")
+    store = open_store(first.run)
+    keys = open_run(store, "post_train", first)
+    barrier = threading.Barrier(6)
+
+    def start(rounds: int) -> None:
+        barrier.wait()
+        open_run(store, "post_train", config(tmp_path, "--num-rollout", str(rounds)))
+
+    threads = [threading.Thread(target=start, args=(rounds,)) for rounds in range(10, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = store.list(f"{keys.prefix}/changes")
+    kept = [store.read_json(f"{keys.prefix}/changes/{name}")["schedule"]["run.num_rollout"] for name in names]
+    assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
+    assert latest_schedule(store, keys)["run.num_rollout"] == kept[-1]
+
+
+def test_a_change_whose_number_was_taken_meanwhile_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have listed the same changes before either has written."""
+    first = config(tmp_path, "--num-rollout", "3")
+    store = open_store(first.run)
+    keys = open_run(store, "post_train", first)
+    open_run(store, "post_train", config(tmp_path, "--num-rollout", "4"))
+    monkeypatch.setattr(runs, "_changes", lambda store, keys: [])
+    open_run(store, "post_train", config(tmp_path, "--num-rollout", "5"))
+    monkeypatch.undo()
+    assert latest_schedule(store, keys)["run.num_rollout"] == 5
+    store.create(f"{keys.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
+    assert latest_schedule(store, keys)["run.num_rollout"] == 5
 
 
 def test_an_unknown_run_names_those_that_exist(tmp_path: Path) -> None:
     first = config(tmp_path)
     open_run(open_store(first.run), "post_train", first)
-    with pytest.raises(ValueError, match=r"has no run 'x' \(it has: r\)"):
+    with pytest.raises(RunError, match=r"has no run 'x' \(it has: r\)"):
         recorded(first.run, "x")
+    for name in ("../r", "a/b", "", "x" * 300, ".hidden"):
+        with pytest.raises(RunError):
+            recorded(first.run, name)
+
+
+# ---- a lost record ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
+    """A run with a committed round and without run.json."""
+    first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    store.delete([KEYS.record])
+    return store, first
+
+
+@pytest.mark.parametrize("words", [["--lr", "1e-2"], ["--seed", "5"]])
+def test_a_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, words: list[str]) -> None:
+    store, _ = lost
+    other = config(tmp_path, "--num-rollout", "3", *words)
+    for call in (lambda: check_run(store, "post_train", other), lambda: open_run(store, "post_train", other)):
+        with pytest.raises(RunError, match=r"run\.json is lost: restore it"):
+            call()
+    assert not store.exists(KEYS.record)
+
+
+def test_a_lost_record_is_written_again_by_the_very_options_of_the_run(lost) -> None:
+    store, first = lost
+    with pytest.raises(RunError):
+        open_run(store, "sft", first)
+    with pytest.raises(RunError, match=r"run\.json is lost"):
+        recorded(first.run, "r")
+    open_run(store, "post_train", first)
+    assert recorded(first.run, "r")[1].train == first.train
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = config(tmp_path)
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    record = json.loads(store.read(KEYS.record) or b"")
+    damaged = [b"{", b"[]", b"null", b"{}", b"\xff\xfe", json.dumps(record | {"config": []}).encode()]
+    damaged += [json.dumps(record | {"config": {"train": {"no_such_option": 1}}}).encode()]
+    damaged += [json.dumps(record | {"parent": parent}).encode() for parent in ({"run": "../x", "at": 1}, {"run": "p"}, [])]
+    for content in damaged:
+        Path(store.path(KEYS.record)).write_bytes(content)
+        assert main(["resume", "r", "--store", str(tmp_path)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and len(err) < 400, err
+
+
+def test_runs_shows_damaged_runs_beside_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = config(tmp_path, "--num-rollout", "3")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    record = json.loads(store.read(KEYS.record) or b"")
+    bad = [b"{", b"[]", b"{}", json.dumps({**record, "created_at": "x"}).encode(), json.dumps({**record, "parent": 3}).encode()]
+    for number, content in enumerate(bad):
+        store.create(f"runs/bad{number}/run.json", content)
+    store.create("runs/change/run.json", json.dumps(record).encode())
+    store.create("runs/change/changes/000000.json", b"[]")
+    store.create("runs/lost/steps/000000.commit.json", Commit(kind="step").model_dump_json().encode())
+    store.create("runs/commit/run.json", json.dumps(record).encode())
+    store.create("runs/commit/steps/000000.commit.json", b"{}")
+    store.create("runs/commit/rollouts/000000.commit.json", b"{")
+    assert print_runs(first.run) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    damaged = {"lost", "change", "commit", *(f"bad{number}" for number in range(len(bad)))}
+    assert {line.split()[0] for line in lines if "post_train" in line} == {"r"}
+    assert sorted(line.split()[0] for line in lines if line.split()[1:] == ["damaged"]) == sorted(damaged)
+    assert sorted(line.split()[0] for line in lines if " is damaged: " in line) == sorted(damaged)
+
+
+# ---- resume -----------------------------------------------------------------------------------------------------------------
+
+
+def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
+    first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3", "--n-samples-per-prompt", "4")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    where = ["--store", str(tmp_path)]
+    flow, again = resumed("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
+    assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == ("post_train", 40, 5, 2)
+    assert (again.train.lr, again.run.run) == (1e-3, "r")
+    open_run(store, flow, again)
+    assert latest_schedule(store, KEYS)["run.num_rollout"] == 40
+    for words in (["--lr", "1e-2"], ["--rollout-batch-size", "8"], ["--global-batch-size", "64"], ["--rollout-shuffle"]):
+        flow, other = resumed("r", [*where, *words])
+        with pytest.raises(RunError, match=words[0]):
+            check_run(store, flow, other)
+    with pytest.raises(OptionError, match="--run"):
+        resumed("r", [*where, "--run", "s"])
+    with pytest.raises(OptionError):
+        resumed("r", [*where, "--num-rollout", "-1"])
+
+
+# ---- a run without a committed round ----------------------------------------------------------------------------------------
+
+
+def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path) -> None:
+    first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
+        store.create(f"{KEYS.prefix}/{key}", b"{}")
+    check_run(store, "sft", second)
+    lease = Lease(store, driver_key(KEYS))
+    open_run(store, "sft", second, lease=lease)
+    assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
+    lease.release()
+    flow, again = recorded(first.run, "r")
+    assert (flow, again.train.lr) == ("sft", 1e-2)
+    commit_round(store, second)
+    with pytest.raises(RunError, match="--lr"):
+        open_run(store, "sft", first)
+
+
+def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
+    first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
+    store = open_store(first.run)
+    driver = Lease(store, driver_key(KEYS))
+    open_run(store, "post_train", first, lease=driver)
+    other = Lease(store, driver_key(KEYS))
+    for call in (lambda: check_run(store, "post_train", second), lambda: open_run(store, "post_train", second, lease=other)):
+        with pytest.raises(RunError, match=f"process {os.getpid()}"):
+            call()
+    assert recorded(first.run, "r")[1].train.lr == 1e-3
+    driver.release()
+    open_run(store, "post_train", second, lease=other)
+    assert recorded(first.run, "r")[1].train.lr == 1e-2
+    other.release()
+
+
+def test_of_two_starts_with_different_options_at_once_at_most_one_goes_on(tmp_path: Path) -> None:
+    first = config(tmp_path, "--lr", "1e-3")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    for _ in range(8):
+        barrier, won = threading.Barrier(2), []
+
+        def start(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
+            lease = Lease(store, driver_key(KEYS))
+            barrier.wait()
+            try:
+                open_run(store, "post_train", config(tmp_path, "--lr", lr), lease=lease)
+                won.append(lr)
+            except RunError:
+                pass
+            barrier.wait()
+            lease.release()
+
+        threads = [threading.Thread(target=start, args=(lr,)) for lr in ("0.25", "0.5")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) <= 1
+        if won:
+            assert recorded(first.run, "r")[1].train.lr == float(won[0])
+        open_run(store, "post_train", first)
+
+
+# ---- paths ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
+    from flows.config import options
+
+    known = {(section, name) for table in (FILES, FUNCTIONS) for section, names in table.items() for name in names}
+    found = {(s, n) for s, n, _ in options() if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))}
+    elsewhere = {("convert", "convert_load"), ("convert", "convert_save"), ("convert", "origin_hf_dir")}  # of `penstock convert`
+    elsewhere |= {("eval", "eval_prompt_data"), ("rollout", "streaming_data"), ("train", "balance_data")}
+    assert found - known == elsewhere & found
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PostTrainConfig]:
+    """The config of a command typed in a directory."""
+
+    def parsed(directory: str, *words: str) -> PostTrainConfig:
+        (tmp_path / directory).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / directory)
+        files = ["--prompt-data", "data/*.jsonl@[0:5]", "s3://bucket/x.jsonl", "--custom-rm-path", "reward.py:score"]
+        files += ["--eval-prompt-data", "e", "e.jsonl", "--dynamic-sampling-filter-path", "pkg.module:name"]
+        return config(tmp_path / "store", *files, *words)
+
+    return parsed
+
+
+def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = typed("project")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    here = str(tmp_path / "project")
+    typed("elsewhere")
+    flow, again = resumed("r", ["--store", store.root])
+    assert again.convert.hf_checkpoint == f"{here}/model"
+    assert again.rollout.prompt_data == [f"{here}/data/*.jsonl@[0:5]", "s3://bucket/x.jsonl"]
+    assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
+    assert again.rollout.dynamic_sampling_filter_path == "pkg.module:name"
+    assert again.eval.eval_prompt_data == [("e", f"{here}/e.jsonl")]
+    check_run(store, flow, again)
+    open_run(store, flow, again)
+    open_run(store, flow, typed("project"))
+    assert store.list(f"{KEYS.prefix}/changes") == [], "nothing has changed"
+    with pytest.raises(RunError, match="--custom-rm-path"):
+        check_run(store, flow, typed("project", "--custom-rm-path", "other.py:score"))
+
+
+def test_a_project_that_was_moved_goes_on(typed) -> None:
+    first = typed("project")
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    moved = typed("moved")
+    open_run(store, "post_train", moved)
+    assert latest_schedule(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
+
+
+def test_a_record_with_relative_paths_goes_on_in_its_directory(typed) -> None:
+    first = typed("project")
+    store = open_store(first.run)
+    old = {"flow": "post_train", "config": first.model_dump(mode="json", exclude={"run": {"store_options"}}), "created_at": 0.0}
+    store.create(KEYS.record, json.dumps(old).encode())
+    commit_round(store, first)
+    assert open_run(store, "post_train", first).run == "r"
+    assert store.list(f"{KEYS.prefix}/changes") == []
+    assert recorded(first.run, "r")[1].rollout.custom_rm_path == "reward.py:score"
+    store.delete([KEYS.record])
+    open_run(store, "post_train", first)

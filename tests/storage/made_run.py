@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from flows.config import PostTrainConfig
+from flows.config import PostTrainConfig, config_hash
 from flows.flags import parse
 from flows.runs import open_run
 from stages.rollout.beginning import beginning_of
@@ -57,8 +57,9 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:
         state = {"epoch": 0, "cursor": 0, "issued": state["issued"], "segments": []}
     prompts, after = source.take(source.restore(state), config.rollout.rollout_batch_size)
-    samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt)
+    samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt, reward=0.25)
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
+    fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
     return commit_samples(
         store, keys.rollout(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
     )
@@ -67,7 +68,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
 def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int, reward: float) -> Commit:
     source = PromptSource.open(config.rollout.model_copy(update={"rollout_shuffle": False}))
     prompts, after = source.take(source.restore(None), len(source))
-    samples = _samples(prompts, version, 1, f"eval-{version:06d}-sums-")
+    samples = _samples(prompts, version, 1, f"eval-{version:06d}-sums-", reward)
     fields = {"kind": "eval", "run": keys.run, "index": version, "policy_version": version, "summary": {"eval/sums": reward}}
     return commit_samples(
         store, keys.eval(version, "sums"), samples, state={"data_source": after.model_dump(mode="json")}, **fields
@@ -96,13 +97,14 @@ def commit_samples(store: Store, prefix: str, samples: list[Sample], **fields) -
     return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
 
 
-def _samples(prompts, rollout_id: int, num_samples: int, id_prefix: str = "") -> list[Sample]:
+def _samples(prompts, rollout_id: int, num_samples: int, id_prefix: str = "", reward: float = 0.0) -> list[Sample]:
     return [
         Sample(
             sample_id=f"{id_prefix}{prompt.issue:09d}-{index:02d}",
             group_id=f"{id_prefix}{prompt.issue:09d}",
             trajectory_id=f"{id_prefix}{prompt.issue:09d}-{index:02d}",
             rollout_id=rollout_id,
+            reward=reward,
             status=Status.COMPLETED,
             policy_versions=(rollout_id, rollout_id),
             metadata={"source": {"epoch": prompt.epoch, "file": prompt.file, "row": prompt.row}},

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_of, make_run, roll_one, write_data
 
-from flows import verify
+from flows import fork, verify
 from flows.config import PostTrainConfig
 from storage.audit import audit
-from storage.refs import Commit, RunKeys, commit_key
+from storage.errors import StoreError
+from storage.refs import Commit, RunKeys, commit_key, is_unchanged, record_digest
 from storage.retention import expire_checkpoints
 from storage.shards import read_samples
 from storage.store import Store
@@ -118,15 +119,31 @@ def test_a_lost_file_is_found(made, hashes: bool) -> None:
     assert "is missing" in audit(store, keys, hashes=hashes).problems[0]
 
 
+def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
+    """Other metrics, by somebody who also computes the digest anew."""
+
+    def change(record: dict) -> None:
+        record["summary"].update(summary)
+        record["digest"] = record_digest(record)
+
+    return change
+
+
 TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
     ("steps/000003", lambda r: r.update(policy_version=3), "policy version 3; it must be 4"),
     ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "made from rollout"),
     ("checkpoints/000004", lambda r: r["inputs"].update(step="runs/r/steps/000009.commit.json"), "is not there"),
     ("rollouts/000002", lambda r: r.update(index=3), "says that it is rollout 3"),
-    ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is no commit record"),
+    ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is not a valid record (kind"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples lead to"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "number 9 is missing"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "has forgotten data"),
+    ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "its digest differs"),
+    ("steps/000003", lambda r: r.update(seconds={"x": 1.0}), "its digest differs"),
+    ("steps/000003", lambda r: r.pop("digest"), "its digest differs"),
+    ("evals/000004/sums", lambda r: r["summary"].update({"eval/sums": 4.5}), "says eval/sums 4.5, but its samples give 4"),
+    ("rollouts/000002", sealed_again({"rollout/raw_reward": 0.5}), "says rollout/raw_reward 0.5, but its samples give 0.25"),
+    ("rollouts/000002", sealed_again({"rollout/num_samples": 5.0}), "says rollout/num_samples 5, but its samples give 6"),
     ("evals/000004/sums", lambda r: r.update(index=5, policy_version=5), "says that it is eval 5"),
 ]
 
@@ -203,3 +220,49 @@ def test_the_command_says_what_is_wrong(made, capsys: pytest.CaptureFixture[str]
     assert "1 problems" in out and "checkpoints/000004" in err and "is missing" in err
     with pytest.raises(ValueError, match="has no run 'x'"):
         verify.main(["x", "--store", store.root])
+
+
+def test_records_of_before_the_digest_still_load_and_verify_counts_them(made, capsys: pytest.CaptureFixture[str]) -> None:
+    store, keys, _ = made
+
+    def older(record: dict) -> None:
+        del record["digest"], record["record_version"]
+
+    rewrite(store, keys.step(3), older)
+    commit = store.committed(keys.step(3))
+    assert commit is not None and (commit.record_version, commit.digest) == (1, "")
+    found = audit(store, keys)
+    assert (found.problems, found.num_without_digest) == ([], 1)
+    assert verify.main([keys.run, "--store", store.root]) == 0
+    assert "1 records carry no digest" in capsys.readouterr().out
+    rewrite(store, keys.step(3), lambda record: record.update(record_version=3))
+    with pytest.raises(StoreError):
+        store.committed(keys.step(3))
+
+
+@pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])
+def test_a_digest_survives_being_written_and_read(tmp_path: Path, value: float) -> None:
+    store = Store(str(tmp_path))
+    state = {"x": value, "n": [1, (2, value)], "text": "ü\u2028", "deep": {"b": None, "a": True}}
+    commit = store.commit("steps/000000", Commit(kind="step", summary={"m": value}, state=state))
+    data = store.read(commit_key("steps/000000")) or b""
+    assert is_unchanged(data) and store.committed("steps/000000").digest == commit.digest != ""
+    assert not is_unchanged(data.replace(b'"step"', b'"eval"'))
+
+
+def test_a_fork_does_not_copy_an_edited_record(made) -> None:
+    store, keys, _ = made
+    rewrite(store, keys.step(1), lambda record: record["summary"].update(x=1.0))
+    with pytest.raises(StoreError, match=r"steps/000001.commit.json has changed"):
+        fork.main([keys.run, "--at", "3", "--name", "f", "--store", store.root])
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", None])
+def test_a_damaged_or_lost_run_record_is_a_problem_and_no_crash(made, content: bytes | None) -> None:
+    store, keys, _ = made
+    store.delete([keys.record])
+    if content is not None:
+        store.create(keys.record, content)
+    assert [problem for problem in audit(store, keys).problems if "run.json" in problem]
+    Path(store.path(f"{keys.prefix}/base.json")).write_bytes(b"{}")
+    assert [problem for problem in audit(store, keys).problems if "base.json" in problem]

@@ -99,7 +99,7 @@ def test_killed_anywhere_the_next_call_finishes(tmp_path: Path, data: Path) -> N
         assert 3 in kept(store, keys)
         expire_checkpoints(store, keys, keep=1)
         assert kept(store, keys) == [3] and expired_versions(store, keys) == [1, 2]
-        assert {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints/")} == {
+        assert {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints")} == {
             "000001.expired.json",
             "000002.expired.json",
             "000003",
@@ -240,7 +240,7 @@ def test_an_expiry_that_was_killed_is_listed_at_once_and_finished(store: Store, 
 def test_a_record_that_nobody_can_read_stops_gc(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
     Path(store.path(commit_key(keys.rollout(0)))).write_text("{")
-    with pytest.raises(StoreError, match=r"rollouts/000000.commit.json cannot be read .*until then nothing is deleted"):
+    with pytest.raises(StoreError, match=r"rollouts/000000.commit.json .*nothing is deleted"):
         leftovers(store, older_than=0)
 
 

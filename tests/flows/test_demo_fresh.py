@@ -1,0 +1,108 @@
+"""`penstock demo --fresh` removes what a demo has made, and nothing else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flows import demo
+from flows.cli import main
+from flows.demo import MARKED, MARKER, mark, remove_demo
+from storage.errors import OptionError, RunError
+from storage.leases import Lease, driver_key
+from storage.refs import RunKeys
+from storage.store import Store
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """What a demo leaves."""
+    directory = tmp_path / "demo"
+    mark(directory)
+    (directory / "inputs" / "model").mkdir(parents=True)
+    (directory / "store" / "runs" / "demo-sft-seed0").mkdir(parents=True)
+    (directory / "inputs" / "model" / "weights").write_text("x")
+    return directory
+
+
+def test_what_a_demo_has_made_goes(made: Path) -> None:
+    remove_demo(made)
+    assert not made.exists()
+    remove_demo(made)
+
+
+def test_what_else_lies_in_its_directory_stays(made: Path, tmp_path: Path) -> None:
+    (made / "notes.txt").write_text("mine")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (made / "inputs" / "link").symlink_to(outside)
+    (made / "store").rename(tmp_path / "moved")
+    (made / "store").symlink_to(outside)
+    remove_demo(made)
+    assert [path.name for path in made.iterdir()] == ["notes.txt"]
+    assert (outside / "precious").exists() and (tmp_path / "moved").exists()
+
+
+def refused(directory: Path) -> None:
+    before = sorted(directory.rglob("*")) if directory.is_dir() else []
+    with pytest.raises((OptionError, RunError), match=str(directory)):
+        remove_demo(directory)
+    assert (sorted(directory.rglob("*")) if directory.is_dir() else []) == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"something else"])
+def test_a_directory_that_no_demo_has_made_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    directory = tmp_path / "thesis"
+    (directory / "store").mkdir(parents=True)
+    (directory / "store" / "chapter").write_text("x")
+    if content is not None:
+        (directory / MARKER).write_bytes(content)
+    refused(directory)
+    mark(directory)
+    refused(directory)
+
+
+def test_links_home_and_the_current_directory_are_refused(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(made)
+    refused(link)
+    (made / MARKER).rename(made / "aside")
+    (made / MARKER).symlink_to(made / "aside")
+    refused(made)
+    (made / MARKER).unlink()
+    (made / MARKER).write_bytes(MARKED)
+    for place in (made, made / "inputs"):
+        with monkeypatch.context() as patch:
+            patch.setenv("HOME", str(place))
+            refused(made)
+            patch.undo()
+            patch.chdir(place)
+            refused(made)
+    with pytest.raises(OptionError):
+        remove_demo(Path("/"))
+    (tmp_path / "file").write_bytes(MARKED)
+    refused(tmp_path / "file")
+
+
+def test_a_demo_that_runs_is_refused(made: Path) -> None:
+    lease = Lease(Store(str(made / "store")), driver_key(RunKeys("demo-sft-seed0")))
+    with pytest.raises(RunError, match=f"process {os.getpid()}"):
+        remove_demo(made)
+    lease.release()
+    remove_demo(made)
+
+
+def test_the_command_refuses_in_one_sentence_and_a_directory_with_other_files_is_not_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert main(["demo", "--fresh", "--directory", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(tmp_path) in err and (tmp_path / "mine").exists()
+    monkeypatch.setattr(demo, "make_inputs", lambda *arguments: (_ for _ in ()).throw(OptionError("stop here")))
+    assert main(["demo", "--directory", str(tmp_path)]) == 2
+    assert not (tmp_path / MARKER).exists()
+    assert main(["demo", "--directory", str(tmp_path / "new")]) == 2
+    assert (tmp_path / "new" / MARKER).read_bytes() == MARKED
+    assert main(["demo", "--directory", str(tmp_path / "mine")]) == 2

@@ -1,0 +1,137 @@
+"""No key leaves the store: not by its text, not by a symbolic link, and not out of a record that somebody has edited."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_run import config_of, make_run, write_data
+
+from flows import gc
+from storage.audit import audit
+from storage.errors import StoreError
+from storage.keys import key_problem
+from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.retention import expire_checkpoints, expired_key, finish_expiries
+from storage.store import Store
+
+BAD = ["/etc/passwd", "../x", "a/../../x", "a//b", "a/", "/", ".", "a/./b", "a\0b", "..", "x" * 256, "a/" * 600 + "b"]
+KEYS = RunKeys("r")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_every_way_into_the_store_refuses_a_key_that_leads_out(store: Store, key: str) -> None:
+    before = list(store.walk(""))
+    for call in (store.path, store.read, store.size, store.exists, store.list, lambda k: store.create(k, b"x")):
+        with pytest.raises(StoreError):
+            call(key)
+    with pytest.raises(StoreError):
+        store.delete([key])
+    with pytest.raises(StoreError), store.writing(key):
+        pass
+    assert list(store.walk("")) == before
+
+
+def test_a_key_is_taken_if_and_only_if_it_is_relative_normalized_and_inside() -> None:
+    """Compared with what the operating system makes of the same path."""
+    rng, root = random.Random(0), Path("/s/t/o/r/e")
+    pieces = ["a", "b.json", "..", ".", "", "...", " ", "\0", "ü", "a..b", "~", "-"]
+    taken = 0
+    for _ in range(4000):
+        key = "/".join(rng.choices(pieces, k=rng.randint(1, 5)))
+        ours = key_problem(key) is None
+        plain = "\0" not in key and (root / key).as_posix() == f"{root}/{key}" and ".." not in Path(key).parts
+        assert ours == (plain or key == ""), repr(key)
+        taken += ours
+    assert 500 < taken < 3500
+
+
+def test_delete_does_not_follow_links_out_of_the_store(store: Store, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (outside / "other").write_text("x")
+    Path(store.root, "runs").mkdir(parents=True)
+    Path(store.root, "runs", "link").symlink_to(outside)
+    Path(store.root, "runs", "file").symlink_to(outside / "other")
+    with pytest.raises(StoreError):
+        store.delete(["runs/link/precious"])
+    store.delete(["runs/file"])
+    assert sorted(path.name for path in outside.iterdir()) == ["other", "precious"]
+    assert not Path(store.root, "runs", "file").is_symlink(), "the link itself lies in the store"
+
+
+def test_a_store_behind_a_link_is_one_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    store = Store(str(tmp_path / "link"))
+    store.create("a/b", b"x")
+    store.delete(["a/b"])
+    assert list(store.walk("")) == []
+
+
+@pytest.fixture(scope="module")
+def with_a_tombstone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in which checkpoint 1 of run `r` has expired."""
+    root = tmp_path_factory.mktemp("made")
+    store = Store(str(root / "store"))
+    keys = make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
+    expire_checkpoints(store, keys, keep=1)
+    return Path(store.root)
+
+
+def tampered(store: Store, key: str, change: Callable[[dict], object]) -> None:
+    path = Path(store.path(key))
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["commit"]["files"][0].update(path="../precious"),
+        lambda record: record["commit"].update(attempt="../x", files=[]),
+        lambda record: record["commit"]["files"][0].update(path="runs/other/run.json"),
+        lambda record: record["commit"].update(attempt="runs/other", files=[]),
+        lambda record: record["commit"]["inputs"].update(step="../../x.commit.json"),
+        lambda record: record["commit"].update(kind="rollout"),
+    ],
+)
+def test_gc_deletes_nothing_that_an_edited_tombstone_names(
+    store: Store, tmp_path: Path, with_a_tombstone: Path, change: Callable[[dict], object]
+) -> None:
+    shutil.copytree(with_a_tombstone, store.root, dirs_exist_ok=True)
+    keys = KEYS
+    (tmp_path / "precious").write_text("x")
+    store.create("runs/other/run.json", b"{}")
+    store.create(f"{keys.checkpoint(1)}/attempt-x/left", b"x")  # so that gc finds it unfinished
+    tampered(store, expired_key(keys.checkpoint(1)), change)
+    before = sorted(found.key for found in store.walk(""))
+    with pytest.raises(StoreError):
+        finish_expiries(store, keys)
+    with pytest.raises(StoreError):
+        gc.main(["--delete", "--older-than", "0", "--store", store.root])
+    assert (tmp_path / "precious").exists()
+    assert sorted(found.key for found in store.walk("")) == before
+    assert any("expired.json" in problem for problem in audit(store, keys).problems)
+
+
+def test_a_commit_that_names_files_elsewhere_is_damaged(store: Store) -> None:
+    with pytest.raises(ValueError):
+        FileRecord(path="/etc/passwd", bytes=1, xxh3="")
+    record = Commit(kind="step").model_dump(mode="json")
+    file = {"path": "b/part", "bytes": 1, "xxh3": ""}
+    for number, change in enumerate(
+        ({"attempt": "../x"}, {"attempt": "a", "files": [file]}, {"inputs": {"x": "/y.commit.json"}})
+    ):
+        store.create(commit_key(KEYS.step(number)), json.dumps(record | change).encode())
+        with pytest.raises(StoreError):
+            store.committed(KEYS.step(number))

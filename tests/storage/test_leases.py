@@ -1,0 +1,303 @@
+"""`gc --delete` beside a writer, in every order: either the whole commit stands, or the writer loses and writes again. Never a hole."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flows import gc
+from storage import leases
+from storage.errors import StoreError
+from storage.faults import VARIABLE
+from storage.leases import Lease, claim_key, holder, lease_key, live_drivers, store_time
+from storage.leftovers import Leftover, leftovers, remove
+from storage.refs import Commit, RunKeys, commit_key
+from storage.store import Store
+
+KEYS = RunKeys("r")
+PREFIX = KEYS.rollout(0)
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return Store(str(tmp_path / "store"))
+    if request.param == "memory":
+        return Store(f"memory://{tmp_path.name}")
+    return request.getfixturevalue("s3_store")(tmp_path.name)
+
+
+@pytest.fixture
+def lapsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lease has ended, as that of a writer that was stopped for long."""
+    monkeypatch.setattr(leases, "TTL", -10.0)
+
+
+@pytest.fixture
+def stopped_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """`with stopped_at(point, call) as result:` runs `call` in a thread, which stands still at `point` as long as the block runs."""
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "faults"))
+
+    @contextmanager
+    def stop(point: str, call: Callable[[], object]) -> Iterator[Future[object]]:
+        armed, reached = tmp_path / "faults" / point, tmp_path / "faults" / f"{point}.reached"
+        armed.touch()
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(call)
+            try:
+                while not reached.exists():
+                    assert not result.done(), result.exception()
+                    time.sleep(0.001)
+                yield result
+            finally:
+                reached.unlink(missing_ok=True)
+                armed.unlink(missing_ok=True)
+
+    return stop
+
+
+def write(store: Store, content: bytes = b"data") -> Commit:
+    """What a stage does: look for the commit, write, commit."""
+    if commit := store.committed(PREFIX):
+        return commit
+    attempt = store.new_attempt(PREFIX)
+    with store.writing(attempt) as out:
+        (out.path / "part").write_bytes(content)
+        (out.path / "other").write_bytes(content)
+    return store.commit(PREFIX, Commit(kind="rollout", attempt=attempt, files=out.files))
+
+
+def collect(store: Store) -> set[str]:
+    """`gc --delete --older-than 0`, a minute later by the store's clock. Returns what went."""
+    now = store_time(store) + 60
+    return {leftover.key for leftover in leftovers(store, older_than=0, now=now) if remove(store, leftover, now)}
+
+
+def assert_whole(store: Store) -> None:
+    commit = store.committed(PREFIX)
+    assert commit is not None
+    with store.reading(commit) as directory:
+        assert (directory / "part").exists()
+
+
+# ---- interleavings ----------------------------------------------------------------------------------------------------------
+
+
+def test_gc_leaves_a_live_writer_alone(store: Store, stopped_at: Callable) -> None:
+    with stopped_at("commit-before-seal", lambda: write(store)) as result:
+        assert collect(store) == set()
+        assert len(leftovers(store, older_than=0, now=time.time() + 60)) == 1, "it is listed"
+    assert result.result() == store.committed(PREFIX)
+    assert_whole(store)
+    assert {found.key for found in store.walk(PREFIX)} == {file.path for file in result.result().files}, "no lease, no claim"
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_gc_before_the_seal_wins_and_the_writer_writes_again(store: Store, stopped_at: Callable) -> None:
+    with stopped_at("commit-before-seal", lambda: write(store)) as result:
+        assert len(collect(store)) == 1
+        assert not list(store.walk(PREFIX))
+    with pytest.raises(StoreError):
+        result.result()
+    assert store.committed(PREFIX) is None, "no commit without its files"
+    write(store, b"again")
+    assert_whole(store)
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_gc_after_the_seal_keeps_the_attempt(store: Store, stopped_at: Callable) -> None:
+    with stopped_at("commit-sealed", lambda: write(store)) as result:
+        assert collect(store) == set()
+    result.result()
+    assert_whole(store)
+    assert collect(store) == set()
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_a_writer_that_comes_while_gc_deletes_loses(store: Store, stopped_at: Callable) -> None:
+    with stopped_at("commit-before-seal", lambda: write(store)) as writer:
+        with stopped_at("gc-condemned", lambda: collect(store)) as collector:
+            os.unlink(Path(os.environ[VARIABLE]) / "commit-before-seal.reached")
+            with pytest.raises(StoreError):
+                writer.result(timeout=60)
+            assert len(list(store.walk(PREFIX))) >= 2, "gc has deleted nothing yet"
+        assert len(collector.result()) == 1
+    assert store.committed(PREFIX) is None
+    assert not list(store.walk(PREFIX))
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_a_commit_between_listing_and_condemning_is_seen(store: Store, stopped_at: Callable) -> None:
+    with stopped_at("commit-before-seal", lambda: write(store)) as writer:
+        with stopped_at("gc-before-condemn", lambda: collect(store)) as collector:
+            os.unlink(Path(os.environ[VARIABLE]) / "commit-before-seal.reached")
+            writer.result(timeout=60)
+        assert collector.result() == set()
+    assert_whole(store)
+    assert collect(store) == set(), "not even a claim is left"
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_a_killed_gc_leaves_what_the_next_one_finishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = store.new_attempt(PREFIX)
+    with store.writing(attempt) as out:
+        (out.path / "part").write_bytes(b"x")
+    delete = Store.delete
+
+    def killed(self: Store, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if any(key.startswith(attempt) for key in keys):
+            raise KeyboardInterrupt
+        delete(self, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            collect(store)
+    with pytest.raises(StoreError):
+        store.commit(PREFIX, Commit(kind="rollout", attempt=attempt, files=out.files))
+    assert collect(store) == {attempt}
+    assert not list(store.walk(PREFIX))
+
+
+@pytest.mark.usefixtures("lapsed")
+def test_a_writer_killed_after_its_seal_is_collected_in_the_end(store: Store) -> None:
+    attempt = store.new_attempt(PREFIX)
+    with store.writing(attempt) as out:
+        (out.path / "part").write_bytes(b"x")
+    leases.seal(store, Commit(kind="rollout", attempt=attempt, files=out.files))
+    assert collect(store) == set()
+    [leftover] = leftovers(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
+    assert remove(store, leftover, time.time() + 2 * leases.SEAL_LIMIT)
+    assert not list(store.walk(PREFIX))
+
+
+def test_a_writer_that_was_stopped_after_its_seal_does_not_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "SEAL_LIMIT", -1.0)
+    with pytest.raises(StoreError):
+        write(store)
+    assert store.committed(PREFIX) is None
+
+
+# ---- leases -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_lasts_until_it_is_released(store: Store) -> None:
+    key = leases.driver_key(KEYS)
+    lease = Lease(store, key)
+    assert len(live_drivers(store, KEYS)) == 1 and live_drivers(store, KEYS, but=key) == []
+    lease.release()
+    assert live_drivers(store, KEYS) == [] and not store.exists(key)
+
+
+def test_a_lease_is_renewed_and_ends_by_the_stores_own_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock plays no part
+    now = store_time(store)
+    lease = Lease(store, leases.driver_key(KEYS))
+    lease.stop()
+    assert holder(store, lease.key, now + leases.TTL - 10)
+    assert holder(store, lease.key, now + leases.TTL + 10) is None
+    monkeypatch.setattr(leases, "RENEW", 0.01)
+    calls = threading.Semaphore(0)
+    replace = Store.replace
+    monkeypatch.setattr(Store, "replace", lambda self, key, data: (replace(self, key, data), calls.release()))
+    lease = Lease(store, leases.driver_key(KEYS))
+    for _ in range(3):
+        assert calls.acquire(timeout=60)
+    lease.release()
+
+
+def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    monkeypatch.setattr(leases, "RENEW", 0.01)
+    failures = iter([OSError(28, "No space left on device"), StoreError("away")])
+    replace, renewed = Store.replace, threading.Event()
+
+    def fail_twice(self: Store, key: str, data: bytes) -> None:
+        if threading.current_thread().name == "lease" and (failure := next(failures, None)):
+            raise failure
+        replace(self, key, data)
+        if threading.current_thread().name == "lease":
+            renewed.set()
+
+    monkeypatch.setattr(Store, "replace", fail_twice)
+    lease = Lease(store, leases.driver_key(KEYS))
+    assert renewed.wait(60)
+    lease.release()
+
+
+def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
+    store, key = Store(str(tmp_path)), leases.driver_key(KEYS)
+    pid = os.fork()
+    if not pid:
+        Lease(store, key).stop()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    now = store_time(store)
+    assert holder(store, key, now) is None
+    content = json.loads(store.read(key) or b"")
+    assert content["pid"] == pid
+    store.replace(key, json.dumps(content | {"boot": "another machine's"}).encode())
+    assert holder(store, key, now), "of another machine only the age is known"
+    store.replace(key, b"")
+    assert holder(store, key, now), "cut by a full disk"
+    [leftover] = leftovers(store, older_than=0, now=now + 60)
+    assert (leftover.kind, remove(store, leftover, now)) == ("old lease", False)
+    assert remove(store, leftover, now + leases.TTL + 60)
+
+
+def test_weights_on_their_way_to_engines_stay_while_a_driver_lives(store: Store) -> None:
+    weights = f"{KEYS.prefix}/published/weights-1/model.safetensors"
+    store.create(weights, b"x")
+    lease = Lease(store, leases.driver_key(KEYS))
+    assert collect(store) == set() and store.exists(weights)
+    lease.release()
+    assert collect(store) == {weights.rpartition("/")[0]}
+
+
+def test_a_writer_that_fails_leaves_no_lease(store: Store) -> None:
+    attempt = store.new_attempt(PREFIX)
+    with pytest.raises(ZeroDivisionError), store.writing(attempt) as out:
+        (out.path / "part").write_bytes(b"x")
+        assert store.exists(lease_key(attempt))
+        _ = 1 / 0
+    assert not store.exists(lease_key(attempt)) and not store.exists(claim_key(attempt))
+
+
+def test_the_loser_of_a_race_leaves_no_lease_and_its_files_are_found(store: Store) -> None:
+    winner, attempts = write(store), []
+    for _ in range(2):
+        attempts.append(store.new_attempt(PREFIX))
+        with store.writing(attempts[-1]) as out:
+            (out.path / "part").write_bytes(b"late")
+        assert store.commit(PREFIX, Commit(kind="rollout", attempt=attempts[-1], files=out.files)) == winner
+    assert collect(store) == set(attempts)
+    assert_whole(store)
+
+
+def test_a_guard_that_a_kill_left_beside_a_commit_is_found(store: Store) -> None:
+    commit = write(store)
+    keys = {lease_key(commit.attempt or ""), claim_key(commit.attempt or "")}
+    for key in keys:
+        store.create(key, leases.SEALED)
+    assert collect(store) == keys
+    assert store.exists(commit_key(PREFIX))
+    assert_whole(store)
+
+
+def test_the_command_uses_the_stores_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A machine whose clock is two days ahead removes nothing that is young."""
+    store = Store(str(tmp_path))
+    store.create(f"{PREFIX}/attempt-x/part", b"x")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 2 * 86400)
+    assert gc.main(["--delete", "--store", store.root]) == 0
+    assert store.exists(f"{PREFIX}/attempt-x/part"), capsys.readouterr().out
+    assert isinstance(leftovers(store, older_than=0)[0], Leftover)

@@ -1,0 +1,182 @@
+"""`penstock rm`: removes a run whole, after any kill; never one that somebody drives, or whose files a fork needs."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from made_run import config_of, make_run, write_data
+
+from flows import fork, gc, rm
+from flows.cli import main
+from flows.flags import parse
+from flows.runs import open_run, recorded
+from storage.audit import audit
+from storage.errors import OptionError, RunError
+from storage.leases import Lease, driver_key
+from storage.leftovers import leftovers
+from storage.refs import RunKeys
+from storage.removal import being_removed, is_removed, remove_run, removed_key
+from storage.retention import fork_key
+from storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    store = Store(str(root / "store"))
+    make_run(store, config_of(store, write_data(root / "data.jsonl")), 3, save=(2,), score=(0,))
+    make_run(store, config_of(store, root / "data.jsonl", "empty"), 0, score=(0,))
+    make_run(store, config_of(store, root / "data.jsonl", "other"), 1)
+    return root
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Store:
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return Store(str(tmp_path / "store"))
+
+
+def command(store: Store, *words: str) -> int:
+    return rm.main([*words, "--store", store.root])
+
+
+def files(store: Store, prefix: str = "") -> set[str]:
+    return {found.key for found in store.walk(prefix)}
+
+
+def test_a_run_without_rounds_goes_at_once_and_one_with_rounds_only_by_its_name(store: Store) -> None:
+    others = {key for key in files(store) if not key.startswith(("runs/r/", "runs/empty/"))}
+    (Path(store.root) / "runs/empty/rollouts/000000/attempt-x").mkdir(parents=True)
+    assert command(store, "empty") == 0
+    assert not (Path(store.root) / "runs/empty").exists()
+    with pytest.raises(RunError, match="confirm with --yes r"):
+        command(store, "r")
+    with pytest.raises(OptionError, match="--yes other"):
+        command(store, "r", "--yes", "other")
+    assert audit(store, KEYS).problems == []
+    assert command(store, "r", "--yes", "r") == 0
+    assert files(store) == others and store.list("runs") == ["other"]
+    assert audit(store, RunKeys("other")).problems == []
+
+
+@pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])
+def test_what_is_not_a_run_is_refused(store: Store, words: list[str]) -> None:
+    before = files(store)
+    with pytest.raises((RunError, OptionError)):
+        command(store, *words)
+    assert files(store) == before
+
+
+def test_a_run_that_is_driven_stays(store: Store) -> None:
+    lease = Lease(store, driver_key(KEYS))
+    with pytest.raises(RunError, match="is driven by process"):
+        command(store, "r", "--yes", "r")
+    assert being_removed(store, KEYS) is None and not is_removed(store, KEYS)
+    lease.release()
+    assert command(store, "r", "--yes", "r") == 0
+
+
+def test_a_driver_that_starts_meanwhile_is_seen_or_sees(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(store, tmp_path / "data.jsonl")
+    lease = Lease(store, driver_key(KEYS))
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
+    with pytest.raises(RunError, match="is being removed"):
+        open_run(store, "post_train", config, lease=lease)
+    with pytest.raises(RunError, match="is being removed"):
+        command(store, "r", "--yes", "r")
+    remover.release()
+    open_run(store, "post_train", config, lease=lease)
+    lease.release()
+
+
+def test_a_run_whose_files_a_fork_needs_stays(store: Store) -> None:
+    assert fork.main(["r", "--at", "2", "--name", "f", "--store", store.root]) == 0
+    assert fork.main(["f", "--at", "1", "--name", "g", "--store", store.root]) == 0
+    assert command(store, "f", "--yes", "f") == 0, "it has no files of its own"
+    with pytest.raises(RunError, match="its fork 'g'"):
+        command(store, "r", "--yes", "r")
+    Path(store.path("runs/g/run.json")).write_text("{")  # its commits tell
+    with pytest.raises(RunError, match="its fork 'g'"):
+        command(store, "r", "--yes", "r")
+    assert command(store, "g", "--yes", "g") == 0
+    assert command(store, "r", "--yes", "r") == 0
+
+
+def test_a_fork_that_is_being_made_is_seen_or_sees(store: Store) -> None:
+    store.create(fork_key(RunKeys("f")), b'{"parent": {"run": "r"}}')
+    with pytest.raises(RunError, match="its fork 'f'"):
+        command(store, "r", "--yes", "r")
+    store.delete([fork_key(RunKeys("f"))])
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease")
+    with pytest.raises(RunError, match="is being removed"):
+        fork.main(["r", "--at", "2", "--name", "f", "--store", store.root])
+    assert files(store, "runs/f") == set()
+    remover.release()
+
+
+class Dying(Store):
+    """The same store, for a process that dies before it deletes file number `left`."""
+
+    def __init__(self, store: Store, left: int) -> None:
+        super().__init__(store.uri, probe=False)
+        self.left = left
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self.left <= 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            super().delete([key])
+
+
+@pytest.mark.parametrize("finish", ["rm", "gc", "start"])
+def test_killed_anywhere_it_is_finished_later(store: Store, tmp_path: Path, finish: str, capsys, monkeypatch) -> None:
+    others = {key for key in files(store) if not key.startswith("runs/r/")}
+    whole = len(files(store, KEYS.prefix))
+    config = config_of(store, tmp_path / "data.jsonl")
+    shutil.copytree(store.root, tmp_path / "kept")
+    for left in (0, 1, whole // 2, whole):
+        shutil.rmtree(store.root)
+        shutil.copytree(tmp_path / "kept", store.root)
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(Lease, "release", lambda self: self.stop())  # a killed process releases nothing
+            remove_run(Dying(store, left), KEYS)
+        store.delete([f"{KEYS.prefix}/removing.lease"])  # it has ended with its process
+        assert is_removed(store, KEYS)
+        with pytest.raises(RunError, match="was removed"):
+            recorded(config.run, "r")
+        assert main(["runs", "--store", store.root]) == 0 and "removed" in capsys.readouterr().out
+        finishes: dict[str, Callable[[], object]] = {
+            "rm": lambda: command(store, "r"),
+            "gc": lambda: gc.main(["--delete", "--store", store.root]),
+            "start": lambda: open_run(store, "post_train", config),
+        }
+        finishes[finish]()
+        assert files(store) == others | ({KEYS.record} if finish == "start" else set()), left
+        assert leftovers(store, "r", older_than=0) == []
+
+
+def test_in_an_object_store(tmp_path: Path, s3_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = s3_store(tmp_path.name)
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
+    from storage.tracking import tracking_directory
+
+    outbox = tracking_directory(store, "r")
+    outbox.mkdir(parents=True)
+    (outbox / "outbox.jsonl").write_text("{}")
+    monkeypatch.setattr(rm, "open_store", lambda config, probe: store)
+    assert rm.main(["r", "--yes", "r"]) == 0
+    assert files(store, "runs") == set() and not outbox.exists()
+
+
+def test_the_command_is_one_sentence_and_exit_code_2_when_it_refuses(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rm", "r", "--store", store.root]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--yes r" in err
+    assert main(["rm", "empty", "--store", store.root]) == 0
+    assert "removed" in capsys.readouterr().out
+    assert parse(["--store", store.root]).run.store == store.root and not store.exists(removed_key(RunKeys("empty")))
