@@ -69,8 +69,7 @@ def full_at(place: str | Path) -> Iterator[None]:
 
 def store_full(place: str | Path) -> StoreFull:
     """The error of a disk that has no room left, with what its file system says of it."""
-    while not os.path.isdir(place):
-        place = os.path.dirname(place) or "/"
+    place = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     return StoreFull(f"no room is left in {place} ({free / 1e6:.0f} MB free): free some space there, or raise the quota")
 
