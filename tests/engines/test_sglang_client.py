@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
-from engines.cluster import free_port
+from engines.ports import free_port
 from engines.sglang.client import EngineClient
 from engines.sglang.generation import parse_generation
 from storage.routed_experts import ExpertsFormat
