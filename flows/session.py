@@ -133,6 +133,11 @@ class Session:
         self.display.finish(commits)
         return self.display.results(commits)
 
+    @property
+    def places(self) -> list[str]:
+        """Directories of this machine that a stage writes to, besides the temporary one."""
+        return [self.store.root] if self.store.is_local else []
+
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage has failed: say so. What the next attempt finds is judged by `trainer_at` and `engines_at`."""
         if isinstance(error, Preempted):

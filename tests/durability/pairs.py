@@ -31,6 +31,12 @@ PATIENCE = (
     420.0  # seconds without a commit, after which a run hangs: Ray's own longest wait is 60 s, a stage is retried three times
 )
 APPEARS = 20.0  # seconds that a target is waited for; a process that is away that long was not there to kill
+SLOW = (
+    "--rollout-max-response-len",
+    "160",
+    "--sglang-max-running-requests",
+    "4",
+)  # rounds of 10 s and more: faults fall into them
 SETTLE = 60.0  # seconds after a pair in which the run may commit something before the next pair comes anyway
 
 
@@ -91,7 +97,7 @@ def one_run(root: Path, seed: int, num_pairs: int, num_rounds: int) -> dict[str,
     rng = random.Random(seed)
     with World(root) as world:
         world.environment["PYTHONFAULTHANDLER"] = "1"
-        pipeline = Pipeline(world, f"pairs-{seed}", str(root / "store"), tiny_flags(world, num_rounds))
+        pipeline = Pipeline(world, f"pairs-{seed}", str(root / "store"), [*tiny_flags(world, num_rounds), *SLOW])
         progress = Progress(pipeline)
         start, pairs = time.monotonic(), []
         while len(pairs) < num_pairs and (not pairs or pipeline.returncode() != 0):
