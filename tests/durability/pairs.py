@@ -37,7 +37,7 @@ SLOW = (
     "--sglang-max-running-requests",
     "4",
 )  # rounds of 10 s and more: faults fall into them
-SETTLE = 60.0  # seconds after a pair in which the run may commit something before the next pair comes anyway
+SETTLE = 25.0  # seconds after a pair in which the run may commit something before the next pair comes anyway
 
 
 class Progress:
