@@ -306,7 +306,7 @@ class Pipeline:
 
         match target:
             case "driver" | "driver, standing Ray":
-                return [psutil.Process(self.pid)]
+                return ours[:1]
             case "tree":
                 return ours
             case "engine":

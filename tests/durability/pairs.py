@@ -4,7 +4,7 @@
 
 The second fault finds the run while it recovers from the first one: a replacement engine that loads, a Ray that starts, a driver that
 looks for its commits. Every run must end by itself, without a finding of `penstock verify`, and all its rounds must replay bit for bit.
-A run that commits nothing for PATIENCE seconds hangs: the stacks of its threads are appended to its log, and the program fails.
+A run that commits nothing for PATIENCE seconds after a pair hangs: the stacks of its threads are appended to its log, and the program fails.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import Pipeline, World, tiny_flags
 
 TARGETS = ("engine", "scheduler", "trainer", "raylet", "gcs", "runtime-env-agent", "prefect", "driver", "tree")
-PATIENCE = (
-    420.0  # seconds without a commit, after which a run hangs: Ray's own longest wait is 60 s, a stage is retried three times
-)
-APPEARS = 20.0  # seconds that a target is waited for; a process that is away that long was not there to kill
-SLOW = (
-    "--rollout-max-response-len",
-    "160",
-    "--sglang-max-running-requests",
-    "4",
-)  # rounds of 10 s and more: faults fall into them
-SETTLE = 25.0  # seconds after a pair in which the run may commit something before the next pair comes anyway
+PATIENCE = 420.0  # seconds after a fault without a commit: a hang. Ray's longest wait is 60 s, and a stage is retried
+APPEARS = 20.0  # seconds that the first target of a pair is waited for; the second one is whatever is there after the gap
+SLOW = ("--rollout-max-response-len", "64", "--sglang-max-running-requests", "4")  # rounds of 10 s and more on two cores
 
 
 class Progress:
@@ -46,6 +39,11 @@ class Progress:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.count, self.since = 0, time.monotonic()
+
+    def begin(self) -> int:
+        """Allow PATIENCE seconds from now on. Returns the number of commits."""
+        self.since = time.monotonic()
+        return self.look()
 
     def look(self) -> int:
         """Return the number of commits. Raises AssertionError if it has not changed for PATIENCE seconds."""
@@ -63,33 +61,42 @@ class Progress:
         return count
 
 
-def fire(pipeline: Pipeline, progress: Progress, target: str) -> int:
-    """Kill a target as soon as it is there. Returns the number of killed processes; 0 if it did not appear."""
-    deadline = time.monotonic() + APPEARS
+def fire(pipeline: Pipeline, progress: Progress, targets: Sequence[str], patience: float) -> tuple[str, int]:
+    """Kill the first of the targets that is there, waiting for one if need be. Returns it, and the number of killed processes."""
+    deadline = time.monotonic() + patience
 
-    def there() -> bool:
+    def present() -> str | None:
         progress.look()
-        return bool(pipeline.victims(target)) or time.monotonic() > deadline
+        return next((target for target in targets if pipeline.victims(target)), None)
 
-    ended = not pipeline.run_until(there)
-    return 0 if ended or pipeline.returncode() is not None else pipeline.strike(target, patience=0)
+    while (target := present()) is None and time.monotonic() < deadline:
+        pipeline.run_until(lambda: True)
+        if pipeline.returncode() is not None and pipeline.returncode() != 0:
+            pipeline.start()
+    if target is None or pipeline.returncode() is not None:
+        return targets[0], 0
+    return target, pipeline.strike(target, patience=0)
 
 
 def one_pair(pipeline: Pipeline, progress: Progress, rng: random.Random) -> dict[str, Any]:
     """Kill two targets one after the other, at a random moment. Returns a record of it."""
-    first, second = rng.sample(TARGETS, 2)
+    order = rng.sample(TARGETS, len(TARGETS))
     moment, gap = rng.uniform(0, 10), rng.uniform(1, 10)
-    due = time.monotonic() + moment
-    pipeline.run_until(lambda: progress.look() >= 0 and time.monotonic() > due)
-    record: dict[str, Any] = {"targets": [first, second], "gap": round(gap, 1)}
+    let_run(pipeline, progress, moment)
     start, starts = time.monotonic(), pipeline.num_starts
-    killed = [fire(pipeline, progress, first)]
-    due = time.monotonic() + gap
+    first, num_first = fire(pipeline, progress, order[:1], APPEARS)
+    let_run(pipeline, progress, gap)
+    second, num_second = fire(pipeline, progress, [target for target in order if target != first], 0)
+    record: dict[str, Any] = {"targets": [first, second], "gap": round(gap, 1), "killed": [num_first, num_second]}
+    before = progress.begin()
+    pipeline.run_until(lambda: progress.look() > before, timeout=2 * PATIENCE)
+    return {**record, "seconds": round(time.monotonic() - start, 1), "starts": pipeline.num_starts - starts}
+
+
+def let_run(pipeline: Pipeline, progress: Progress, seconds: float) -> None:
+    """Let the run go on for so long; it is started again if it was killed."""
+    due = time.monotonic() + seconds
     pipeline.run_until(lambda: progress.look() >= 0 and time.monotonic() > due)
-    killed.append(fire(pipeline, progress, second))
-    before, due = progress.look(), time.monotonic() + SETTLE
-    pipeline.run_until(lambda: progress.look() > before or time.monotonic() > due)
-    return {**record, "killed": killed, "seconds": round(time.monotonic() - start, 1), "starts": pipeline.num_starts - starts}
 
 
 def one_run(root: Path, seed: int, num_pairs: int, num_rounds: int) -> dict[str, Any]:
