@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engines.local_ray import ClusterLost, import_ray, keep_signals, start_ray
+from engines.scratch import own_directory
 from storage.errors import EngineError, LayoutError
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Cluster:
         if address is None and "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         if address is None:
+            own_directory()  # before anything that inherits TMPDIR
             import_ray()
         import ray
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from engines.scratch import LONGEST_FOR_RAY, own_directory
 from storage.errors import PenstockError
 
 OBJECT_STORE_BYTES = 200 << 20  # refs and numbers pass through Ray; samples and weights never do
@@ -57,6 +58,7 @@ def start_ray(**options: Any) -> None:
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
+                    _temp_dir=_ray_directory(),
                     **options,
                 )
             return
@@ -68,9 +70,15 @@ def start_ray(**options: Any) -> None:
             reason = str(error).partition("\n")[0]
             if not tries_left:
                 raise ClusterLost(
-                    f"Ray did not start in {START_TRIES} tries ({reason}): see the newest folder of /tmp/ray"
+                    f"Ray did not start in {START_TRIES} tries ({reason}): see the logs in {_ray_directory() or '/tmp/ray'}"
                 ) from error
             logger.warning("Ray did not start (%s); starting it again (%d tries left)", reason, tries_left)
+
+
+def _ray_directory() -> str | None:
+    """Where Ray keeps sockets and logs: in this process's directory, or in Ray's usual place where that path would be too long."""
+    directory = str(own_directory() / "ray")
+    return directory if len(directory) <= LONGEST_FOR_RAY else None
 
 
 def _end_half_started(others: set[int]) -> None:

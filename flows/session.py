@@ -14,6 +14,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
+from engines import scratch
 from flows.config import PostTrainConfig, config_hash
 from flows.continual import resolved
 from flows.display import Display
@@ -65,6 +66,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None and not issubclass(kind, Preempted):
+            scratch.keep()  # Ray's and the engines' logs are there
         signal.setitimer(signal.ITIMER_REAL, 0)  # what is left to do has limits of its own, and must not be cut short
         for end in (self._abandon_checkpoint, self._stack.close, self.processes.end):
             end()

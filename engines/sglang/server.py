@@ -19,6 +19,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from engines.ports import free_port
+from engines.scratch import own_directory
 from engines.sglang import control
 from engines.sglang.args import command_line
 
@@ -187,6 +188,7 @@ class SGLangServer:
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
+            "TMPDIR": str(own_directory()),  # its sockets and empty files go with this process
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # none: a CPU engine, also on a machine with GPUs

@@ -49,7 +49,9 @@ class Lineage:
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic", "sqlalchemy", "urllib3.connectionpool"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # tracebacks of what is raised as well; the tracker says it in one line
+            logging.getLogger(name).setLevel(
+                logging.CRITICAL
+            )  # tracebacks of what is raised as well; the tracker says it in one line
         self.run = run
         self.store_uri = store_uri
         self.identity = hashlib.sha256(f"{store_uri}\n{run}".encode()).hexdigest()[:16]
