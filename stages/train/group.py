@@ -151,7 +151,7 @@ class TrainerGroup:
         if self.spec.config.actor_num_nodes == 1:
             self._meeting_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
             return f"file://{self._meeting_file}"
-        return self._call("address")[0]
+        return self._call("address", ranks=1)[0]
 
     # ---- questions ------------------------------------------------------------------------------------------------------
 
@@ -215,8 +215,8 @@ class TrainerGroup:
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call all ranks; their answers by rank. The first failure, or the deadline, kills the group and is raised."""
+    def _call(self, method: str, *args: Any, timeout: float | None = None, ranks: int | None = None) -> list[Any]:
+        """Call all ranks, or the first `ranks`; their answers by rank. The first failure, or the deadline, kills the group and is raised."""
         import ray
 
         with self.alone:
@@ -224,7 +224,7 @@ class TrainerGroup:
             if not actors:  # another thread has killed them since the caller saw to it that they run
                 raise RankDied(f"the trainer's ranks have died before {method!r}")
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
-            calls = [actor.call.remote(self._owner, method, *args) for actor in actors]
+            calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
             waiting = calls
             try:
                 while waiting:
