@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engines.local_ray import ClusterLost, import_ray, keep_signals, start_ray
-from engines.scratch import own_directory
+from engines.scratch import kept, own_directory
 from storage.errors import EngineError, LayoutError
 
 T = TypeVar("T")
@@ -106,6 +107,8 @@ class Cluster:
         with self._idle:  # Ray ends the process if it is shut down under a call
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * LOOK_EVERY)
         ray.shutdown()
+        if self._node is not None and not kept():
+            shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self._groups, self._gpus = [], []
 
     def alive(self) -> bool:

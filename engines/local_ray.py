@@ -70,15 +70,15 @@ def start_ray(**options: Any) -> None:
             reason = str(error).partition("\n")[0]
             if not tries_left:
                 raise ClusterLost(
-                    f"Ray did not start in {START_TRIES} tries ({reason}): see the logs in {_ray_directory() or '/tmp/ray'}"
+                    f"Ray did not start in {START_TRIES} tries ({reason}): see the logs in {_ray_directory()}"
                 ) from error
             logger.warning("Ray did not start (%s); starting it again (%d tries left)", reason, tries_left)
 
 
-def _ray_directory() -> str | None:
-    """Where Ray keeps sockets and logs: in this process's directory, or in Ray's usual place where that path would be too long."""
+def _ray_directory() -> str:
+    """Where Ray keeps sockets and logs: in this process's directory, or in Ray's usual place if that path is too long for sockets."""
     directory = str(own_directory() / "ray")
-    return directory if len(directory) <= LONGEST_FOR_RAY else None
+    return directory if len(directory) <= LONGEST_FOR_RAY else "/tmp/ray"
 
 
 def _end_half_started(others: set[int]) -> None:

@@ -19,17 +19,25 @@ PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # beside the lock: the owner has failed, and its logs may be wanted
 KEEP_SECONDS = 24 * 3600  # for which a start leaves what is kept; `penstock gc` asks for it anyway
-LONGEST_FOR_RAY = 40  # characters: Ray adds 62 for its sockets, and 107 are the most that the kernel takes
+LONGEST_FOR_RAY = 40  # characters: Ray adds up to 66 for its sockets, and 107 are the most that the kernel takes
+LONGEST_BASE = 70  # so that a socket directly in our directory is within them
 
 _own: tuple[Path, int, int] | None = None  # directory, descriptor of its lock, process
 
 
 def own_directory() -> Path:
-    """Return this process's temporary directory; the first call makes it, sets TMPDIR and removes those of dead owners."""
+    """Return this process's temporary directory; the first call makes it, sets TMPDIR and removes those of dead owners.
+
+    A process that was started with the directory of a living owner as TMPDIR (an engine's actor on a driver's own Ray) uses that.
+    """
     global _own
     if _own is not None and _own[2] == os.getpid():
         return _own[0]
     base = Path(tempfile.gettempdir())
+    if (base / LOCK).is_file() and base not in abandoned(base.parent):
+        return base
+    if len(str(base)) > LONGEST_BASE:
+        base = Path("/tmp")
     for directory in abandoned(base, kept_for=KEEP_SECONDS):
         remove(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
@@ -43,6 +51,11 @@ def keep() -> None:
     """Leave this process's directory at its exit, for the logs in it: it has failed."""
     if _own is not None and _own[2] == os.getpid() and _own[0].is_dir():
         (_own[0] / KEPT).touch()
+
+
+def kept() -> bool:
+    """Whether this process's directory stays at its exit."""
+    return _own is not None and (_own[0] / KEPT).exists()
 
 
 def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:

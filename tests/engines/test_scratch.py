@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,13 @@ def owner(base: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path
         process.communicate()
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: sockets have room for 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
+        yield Path(directory)
+
+
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     with owner(tmp_path) as (_, directory):
         assert directory.parent == tmp_path and (directory / "left").exists()
@@ -71,6 +79,22 @@ def test_the_logs_of_a_failed_process_stay_for_a_day_and_gc_finds_them(tmp_path:
     os.utime(failed / scratch.KEPT, (0, 0))
     with owner(tmp_path):
         assert not failed.exists()
+
+
+def test_a_child_uses_the_directory_of_its_living_owner(tmp_path: Path) -> None:
+    with owner(tmp_path) as (_, directory):
+        with owner(directory) as (_, child):
+            assert child == directory
+        assert (directory / "left").exists(), "a child removes nothing"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
+    base = tmp_path / ("x" * scratch.LONGEST_BASE)
+    base.mkdir()
+    with owner(base) as (_, directory):
+        assert directory.parent == Path("/tmp")
+    assert not directory.exists()
 
 
 def test_other_directories_are_never_taken_for_ours(tmp_path: Path) -> None:
