@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,33 +12,12 @@ from storage import disk
 from storage.errors import StoreFull
 from storage.refs import Commit
 from storage.store import Store
+from storage.tracking.outbox import Outbox
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def fill(place: Path) -> Path:
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        while True:
-            try:
-                file.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-                return filler
-
-
-def test_a_commit_on_a_full_disk_names_the_place_and_succeeds_once_there_is_room(small_disk: Path) -> None:
+def test_a_commit_on_a_full_disk_names_the_place_and_succeeds_once_there_is_room(
+    small_disk: Path, fill: Callable[[Path], Path]
+) -> None:
     store = Store(str(small_disk / "store"))
     commit = Commit(kind="step", index=0)
     store.commit("runs/x/steps/000000", commit)
@@ -59,3 +37,16 @@ def test_full_disk_and_spent_quota_are_told_alike_and_other_errors_pass(tmp_path
         raise OSError(code, "no room")
     with pytest.raises(PermissionError), disk.full_at(tmp_path):
         raise PermissionError(errno.EACCES, "not allowed")
+
+
+def test_a_line_that_a_full_disk_cuts_is_offered_again_and_harms_no_other(small_disk: Path, fill: Callable[[Path], Path]) -> None:
+    outbox = Outbox(small_disk)
+    outbox.append("first", {})
+    filler = fill(small_disk)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            outbox.append("second", {"text": "x" * 6000})  # longer than what is left of the file's last page
+    filler.unlink()
+    assert outbox.append("second", {"text": "x" * 6000}) and outbox.append("third", {})
+    assert [line["key"] for line, _ in outbox.lines(0)] == ["first", "second", "third"]
+    assert [line["key"] for line, _ in Outbox(small_disk).lines(0)] == ["first", "second", "third"]
