@@ -91,10 +91,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Ray of the session's own. A process can have only one: a test that runs a whole flow does so in a subprocess."""
     from engines.cluster import Cluster
 
+    tmp_path_factory.getbasetemp()  # chosen before the TMPDIR of this process becomes one that ends with it
     cluster = Cluster.start(namespace="penstock-tests", num_cpus=4)
     yield cluster
     cluster.stop()

@@ -111,13 +111,14 @@ def listen_at(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def _store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Rank 0's store, served on the given socket; the store closes it."""
+def _store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.Store:
+    """Rank 0's store, served on the given socket, which it closes; the other ranks find it by its address."""
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
-    return dist.TCPStore(
+    server = dist.TCPStore(
         host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
     )
+    return dist.PrefixStore("default_pg", server)  # as torch's own rendezvous does
 
 
 def shutdown_parallel() -> None:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 import engines.cluster
 from engines.cluster import Cluster, ClusterLost, Slot, cpu_count, cpu_threads
@@ -40,7 +39,8 @@ def silent_ray(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         limits.append(timeout)
         return [], calls
 
-    monkeypatch.setattr(ray, "wait", wait)
+    # Not the real one: whether Ray asks for a token is decided at its import, and later tests of this process start a Ray with one.
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait))
     monkeypatch.setattr(engines.cluster, "time", SimpleNamespace(monotonic=lambda: sum(limits)))
     return limits
 
@@ -99,7 +99,7 @@ def test_an_engine_that_is_starting_when_our_ray_dies_is_not_waited_for(
     """The hang of issue 11, item 17: a replacement engine starts, our Ray dies, and the start would be awaited for its whole limit."""
     actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "the start"))
     actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: actor))
-    monkeypatch.setattr(ray, "remote", lambda cls: actor_class)
+    monkeypatch.setattr(sys.modules["ray"], "remote", lambda cls: actor_class, raising=False)
     cluster = Cluster(node=ScriptedNode(looks=20))
     engine = Engine(cluster, ServerSpec(model_path="/model", start_timeout=900), 0, Slot(), "owner")
     with pytest.raises(ClusterLost):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from engines import local_ray
 from engines.local_ray import START_TRIES, ClusterLost, start_ray
@@ -29,7 +31,9 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
                 started.append(subprocess.Popen([gcs_server, "60"]))
                 raise Exception("The current node timed out during startup.")
 
-        monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))  # see test_cluster.py
+        monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+        monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
         return started
 
     return script
@@ -65,7 +69,9 @@ def test_wrong_options_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         raise ValueError("num_cpus must be positive")
 
     monkeypatch.setattr(local_ray, "_end_half_started", lambda others: pytest.fail("nothing was started"))
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+    monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")
     with pytest.raises(ValueError, match="num_cpus"):
         start_ray(num_cpus=-1)
     assert len(calls) == 1
