@@ -1,29 +1,33 @@
-"""Ray: starting and ending it, who runs on which GPU, who outlives the driver, free ports and the thread budget.
+"""Ray: starting and ending it, who runs on which GPU, who outlives the driver, and the thread budget.
 
 By default the driver owns a Ray of its own (`ray.init` on this machine), which dies with it. An address joins a standing one, where
 trainer and engines are named and detached: they outlive a killed driver, and the next one finds them and asks what they hold. Ray here
 only holds processes; what is true is in the store.
+
+Every wait for Ray goes through `wait`, `get` or `call`, which look twice a second whether our own Ray lives: Ray itself would wait for
+a dead one, or end this process after a minute.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import secrets
-import signal
-import socket
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from engines.local_ray import ClusterLost, import_ray, keep_signals, start_ray
+from engines.scratch import kept, own_directory
+from storage.errors import EngineError, LayoutError
+
 T = TypeVar("T")
 
-OBJECT_STORE_BYTES = 200 << 20  # refs and numbers pass through Ray; samples and weights never do
 LOOK_EVERY = 0.5  # seconds between looks at our own Ray while something is awaited
-HELPERS = ("start_monitor", "start_log_monitor", "start_api_server")  # of Ray's node: what starts processes that we do not need
 GPU_SHARE = 0.45  # of a GPU, in Ray's accounting: a trainer rank and an engine fit on the same one, and a probe beside them
 
 
@@ -39,16 +43,17 @@ class Slot:
         return {**self.options, "runtime_env": {"env_vars": variables}}
 
 
-class ClusterLost(ConnectionError):
-    """The driver's own Ray is gone, and everything in it; a new one must be started."""
-
-
 class Cluster:
     """A connection to Ray. Make one with `Cluster.start`; `stop` ends every process it placed."""
 
-    def __init__(self, owned: bool, namespace: str = "penstock") -> None:
-        self.owned = owned
+    def __init__(self, namespace: str = "penstock", node: Any | None = None) -> None:
+        self.owned = node is not None
         self.namespace = namespace
+        self._node = node  # Ray's record of the processes that it has started for us; None of a standing Ray
+        self._lost = threading.Event()  # for good: a later Ray of this process does not revive what was placed on this one
+        self._stopped = False
+        self._idle = threading.Condition()
+        self._num_calls = 0  # into Ray, right now
         self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle, the GPU's number on its node), in order
         self._groups: list[Any] = []
 
@@ -59,13 +64,17 @@ class Cluster:
         """Start a Ray that ends with this process, or join the one at `address` ("auto", "host:port", "ray://...").
 
         Raises:
-            ValueError: nothing answers at `address`.
+            EngineError: nothing answers at `address`.
+            ClusterLost: no Ray could be started here, in START_TRIES tries.
         """
         # Ray 2.60 listens on all interfaces whatever address it is told: a token of our own keeps other people out.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is None and "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        if address is None:
+            own_directory()  # before anything that inherits TMPDIR
+            import_ray()
         import ray
 
         assert not ray.is_initialized(), "this process has a Ray already: stop the other Cluster first"
@@ -74,44 +83,44 @@ class Cluster:
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, ray.exceptions.RayError) as error:
-                raise ValueError(
+                raise EngineError(
                     f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same "
-                    "RAY_AUTH_MODE and token, or leave the address out to get a Ray that ends with this process"
+                    "RAY_AUTH_MODE and token, or leave --ray-address out to get a Ray that ends with this process"
                 ) from error
-            _keep_signals()
-            return cls(owned=False, namespace=namespace)
-        with _without_helpers():
-            ray.init(
-                address="local",
-                num_cpus=num_cpus or cpu_count(),
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                **quiet,
-            )
-        _keep_signals()
-        return cls(owned=True, namespace=namespace)
+            keep_signals()
+            return cls(namespace)
+        start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
+        keep_signals()
+        return cls(namespace, ray._private.worker._global_node)
 
     def stop(self) -> None:
-        """End what was placed and leave Ray, ending it if it is ours. Safe to call twice."""
+        """End what was placed and leave Ray, ending it if it is ours. Safe to call twice. Threads that still wait get ClusterLost."""
         import ray
 
-        if ray.is_initialized():
-            if self.alive():
-                for group in self._groups:
-                    ray.util.remove_placement_group(group)
-            ray.shutdown()
+        if self._stopped:
+            return
+        self._stopped = True
+        with suppress(ClusterLost):
+            for group in self._groups:
+                self.call(ray.util.remove_placement_group, group)
+        self._lost.set()
+        with self._idle:  # Ray ends the process if it is shut down under a call
+            self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * LOOK_EVERY)
+        ray.shutdown()
+        if self._node is not None and not kept():
+            shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self._groups, self._gpus = [], []
 
     def alive(self) -> bool:
         """Whether our own Ray's processes run. Of a standing Ray only the calls themselves can tell."""
-        import ray
+        if self._node is not None and not self._lost.is_set() and self._node.dead_processes():
+            self._lost.set()
+        return not self._lost.is_set()
 
-        if not self.owned:
-            return True
-        node = ray._private.worker._global_node
-        return node is not None and not node.dead_processes()
+    def check(self) -> None:
+        """Raise ClusterLost if our own Ray has died."""
+        if not self.alive():
+            raise ClusterLost("the run's own Ray has died with the trainer and the engines: they are restarted")
 
     def lasting(self, name: str) -> dict[str, Any]:
         """Options for an actor of this run that is to outlive the driver: none on our own Ray, where nothing can."""
@@ -132,21 +141,23 @@ class Cluster:
         """`ray.wait` for one of the calls: those done (none if time is up) and those still running.
 
         Raises:
-            ClusterLost: our Ray has died meanwhile. Ray itself would notice after a minute, and end this process.
+            ClusterLost: our Ray has died meanwhile.
         """
         import ray
 
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
-            done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, LOOK_EVERY)))
-            if done or left <= LOOK_EVERY:
+            with self._in_ray():
+                done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, LOOK_EVERY)))
+            if done:
                 return done, waiting
-            if not self.alive():
-                raise ClusterLost("the run's own Ray has died, and the trainer and the engines with it; they are started anew")
+            self.check()  # before the deadline: callers that poll with short time limits must learn of it as well
+            if left <= LOOK_EVERY:
+                return done, waiting
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
-        """`ray.get` of one call, which also notices that our Ray has died.
+        """`ray.get` of one call.
 
         Raises:
             ray.exceptions.GetTimeoutError: time is up.
@@ -155,14 +166,54 @@ class Cluster:
         import ray
 
         self.wait([call], timeout)
-        return ray.get(call, timeout=0)
+        with self._in_ray():
+            return ray.get(call, timeout=0)
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call something of Ray's that has no time limit of its own (placing an actor, killing one, counting GPUs).
+
+        It runs in a thread, which is abandoned if our Ray dies meanwhile.
+
+        Raises:
+            ClusterLost: see `wait`.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                with self._in_ray():
+                    result.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="ray-call", daemon=True).start()
+        while True:
+            try:
+                return result.result(LOOK_EVERY)
+            except TimeoutError:
+                if result.done():  # its own
+                    raise
+                self.check()
+
+    @contextmanager
+    def _in_ray(self) -> Iterator[None]:
+        """Count a call into Ray, and refuse it if our Ray has died."""
+        with self._idle:
+            self.check()
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_calls -= 1
+                self._idle.notify_all()
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the whole cluster."""
         import ray
 
-        return int(ray.cluster_resources().get("GPU", 0))
+        return int(self.call(ray.cluster_resources).get("GPU", 0))
 
     def place(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
         """Slots for `count` processes, on the GPUs `offset`, `offset + 1`, ... of this cluster's order.
@@ -171,7 +222,7 @@ class Cluster:
         cluster, or with `gpus_each=0`, a slot is just a process: the thread budget is the caller's.
 
         Raises:
-            ValueError: the cluster has fewer GPUs, or the GPUs of one slot lie on two nodes.
+            LayoutError: the cluster has fewer GPUs, or the GPUs of one slot lie on two nodes.
         """
         if gpus_each == 0 or self.num_gpus == 0:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
@@ -199,7 +250,7 @@ class Cluster:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        reference = remote(**options)(fn).remote(*args, **kwargs)
+        reference = self.call(remote(**options)(fn).remote, *args, **kwargs)
         try:
             return self.get(reference, timeout)
         except ray.exceptions.GetTimeoutError as error:
@@ -214,9 +265,9 @@ class Cluster:
         from ray.util.placement_group import placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        nodes = {placement_group_table(group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
+        nodes = {self.call(placement_group_table, group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
         if len(nodes) > 1:
-            raise ValueError(f"one process was to use {len(gpus)} GPUs, which lie on {len(nodes)} nodes: use fewer GPUs each")
+            raise LayoutError(f"one process was to use {len(gpus)} GPUs, which lie on {len(nodes)} nodes: use fewer GPUs each")
         group, bundle, _ = gpus[0]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
@@ -230,7 +281,7 @@ class Cluster:
         if missing <= 0:
             return
         if needed > self.num_gpus:
-            raise ValueError(
+            raise LayoutError(
                 f"the cluster has {self.num_gpus} GPUs, {needed} are needed: use fewer, or colocate trainer and engines"
             )
         self._hold(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
@@ -254,15 +305,15 @@ class Cluster:
 
         if missing:
             lasting = {} if self.owned else {"name": name, "lifetime": "detached"}
-            group = placement_group([{"GPU": 1}] * missing, strategy="PACK", **lasting)
+            group = self.call(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **lasting)
         else:
             group = ray.util.get_placement_group(name)
             missing = group.bundle_count
         self._groups.append(group)
         try:
-            ray.get(group.ready(), timeout=60)
+            self.get(self.call(group.ready), timeout=60)
         except ray.exceptions.GetTimeoutError as error:
-            raise ValueError(
+            raise LayoutError(
                 f"{missing} more GPUs are needed, but other processes of this Ray hold them: wait or use fewer"
             ) from error
         probes = [
@@ -271,33 +322,9 @@ class Cluster:
             .remote()
             for bundle in range(missing)
         ]
-        found = ray.get(probes, timeout=120)
+        found = [self.get(probe, timeout=120) for probe in probes]
         order = sorted(range(missing), key=lambda bundle: (found[bundle][0], len(found[bundle][1]), found[bundle][1]))
         self._gpus += [(group, bundle, found[bundle][1]) for bundle in order]
-
-
-@contextmanager
-def _without_helpers() -> Iterator[None]:
-    """In this block `ray.init` leaves out three processes of no use to one driver on one machine: the autoscaler's monitor, the one that
-    sends logs to drivers, and the dashboard's server, which Ray 2.60 starts without a dashboard too. It has no options for that; they took
-    2.4 s of processor time, and 4 s of a start on 2 cores.
-    """
-    from ray._private.node import Node
-
-    starters = {name: starter for name in HELPERS if (starter := getattr(Node, name, None))}
-    for name in starters:
-        setattr(Node, name, lambda self, **options: None)
-    try:
-        yield
-    finally:
-        for name, starter in starters.items():
-            setattr(Node, name, starter)
-
-
-def _keep_signals() -> None:
-    """Python's handler of SIGTERM in its place again: `ray.init` puts one of its own there, which prints a stack and ends the process."""
-    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _where_am_i() -> tuple[str, str]:
@@ -306,19 +333,6 @@ def _where_am_i() -> tuple[str, str]:
 
     context = ray.get_runtime_context()
     return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
-
-
-def free_port(highest: int = 65_535) -> int:
-    """A TCP port of this machine up to `highest` that nobody listens on right now."""
-    ports = [0] if highest >= 65_535 else random.sample(range(20_000, highest + 1), 50)  # 0: the system chooses
-    for port in ports:
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue  # taken
-            return int(sock.getsockname()[1])
-    raise RuntimeError(f"50 ports between 20000 and {highest} were tried and none is free: what holds them?")
 
 
 def cpu_count() -> int:

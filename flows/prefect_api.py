@@ -24,6 +24,7 @@ from flows.service import HOST, Service, answers, choose_port, log_directory
 PREFECT_PORT = 4200  # what people expect; another free port is taken if it is busy and was not asked for
 PATIENCE = 120.0  # seconds that the end of a run waits for an API that is away
 EXIT_PATIENCE = 5.0  # and that the exit of its process does, with log lines still to send
+START_TRIES = 3  # of our own server before it has answered for the first time
 CLIENT_RETRIES = 7  # of a request: 2 + 4 + ... + 128 s with jitter; the client's own 5 give up after about 60 s, logs and all
 HEARTBEAT_SECONDS = 30  # a flow run's sign of life, the shortest that Prefect allows (180 if nobody says)
 _UNTIL_EXIT = ExitStack()
@@ -189,6 +190,16 @@ def _without_retries() -> bool:
     return PREFECT_CLIENT_MAX_RETRIES.value() == 0
 
 
+def _wait_first_ready(server: Service) -> None:
+    """Wait until the server answers for the first time; one that dies before is started again, START_TRIES times in all."""
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            return server.wait_ready()
+        except RuntimeError:
+            if not tries_left or not server.keep():  # or it runs and does not answer
+                raise
+
+
 def _start_watched(server: Service) -> None:
     """Start the server from the thread that watches it: the kernel ends a child with the thread that started it."""
     started: list[Exception] = []
@@ -197,7 +208,7 @@ def _start_watched(server: Service) -> None:
     def watch() -> None:
         try:
             server.start()
-            server.wait_ready()
+            _wait_first_ready(server)
         except Exception as error:
             started.append(error)
             return

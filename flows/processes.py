@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flows.config import PostTrainConfig
 from flows.fork import bridge
+from storage.errors import OptionError
 from storage.refs import CheckpointRef, RunKeys
 from storage.store import Store
 
@@ -259,7 +260,7 @@ class Processes:
         args = returning_experts(rollout.sglang) if train.use_rollout_routing_replay else rollout.sglang
         if rollout.rollout_sampling_seeds:
             if not has_gpus and not rollout.rollout_external_engine_addrs:
-                raise ValueError(
+                raise OptionError(
                     "--rollout-sampling-seeds: SGLang repeats a seed's tokens on GPUs alone, and there is none: leave it out"
                 )
             args = repeatable(args)

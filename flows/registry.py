@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from flows.config import PostTrainConfig
-from storage.errors import StoreError
+from storage.errors import InputError, StoreError
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # module flows/<name>.py holds the flow of that name
 STOPPED = 143  # the exit code of a run that ended because it was asked to (SIGTERM); the same command goes on
@@ -20,7 +20,7 @@ def start(name: str, config: PostTrainConfig) -> int:
     """Run a flow in this process. Returns the exit code: 0 done, 1 failed (the reason was printed), 143 asked to stop.
 
     Raises:
-        ValueError: the request is wrong; nothing was started.
+        InputError: the request is wrong; nothing was started.
     """
     from prefect.exceptions import TerminationSignal
 
@@ -32,7 +32,7 @@ def start(name: str, config: PostTrainConfig) -> int:
     try:
         preflight(name, config)
     except StoreError as error:
-        raise ValueError(str(error)) from error
+        raise InputError(str(error)) from error
     ensure_prefect_api()
     body = _Body(getattr(importlib.import_module(f"flows.{name}"), name))
     try:

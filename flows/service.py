@@ -9,7 +9,6 @@ import ctypes
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from engines.ports import free_port, is_free, is_reserved_here, reserve
+from storage.errors import OptionError
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 120.0
@@ -135,38 +137,26 @@ def answers(address: str, timeout: float = 2.0) -> bool:
 
 
 def choose_port(name: str, given: int | None, usual: int) -> int:
-    """The port to use: the given one, else (or if 0 is given) a free one.
+    """The port to use: the given one, else (or if 0 is given) a free one. No other run will choose it while this process lives.
 
     Raises:
-        ValueError: the given port is taken.
+        OptionError: the given port is taken.
     """
     if given:
-        if not _free(given):
-            raise ValueError(
+        if not (reserve([given]) or (is_reserved_here(given) and is_free(given))):
+            raise OptionError(
                 f"port {given} on {HOST} is taken: give --{name}-port another one, or leave it out and a free one is found"
             )
         return given
-    if given is None and _free(usual):
+    if given is None and reserve([usual]):
         return usual
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def log_directory(port: int) -> Path:
     """Where the services beside a Prefect server at `port` log."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "penstock" / "services" / str(port)
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

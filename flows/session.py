@@ -13,6 +13,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
+from engines import scratch
 from flows.config import PostTrainConfig, config_hash
 from flows.continual import resolved
 from flows.display import Display
@@ -78,6 +79,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None and not issubclass(kind, Preempted):
+            scratch.keep()  # Ray's and the engines' logs are there
         signal.setitimer(signal.ITIMER_REAL, 0)  # what is left to do has limits of its own, and must not be cut short
         for end in (self._abandon_checkpoint, self._stack.close, self.processes.end):
             end()
@@ -155,6 +158,11 @@ class Session:
         commits = run_commits(self.store, self.keys)
         self.display.finish(commits)
         return self.display.results(commits)
+
+    @property
+    def places(self) -> list[str]:
+        """Directories of this machine that a stage writes to, besides the temporary one."""
+        return [self.store.root] if self.store.is_local else []
 
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage has failed: say so. What the next attempt finds is judged by `trainer_at` and `engines_at`."""

@@ -18,7 +18,9 @@ from prefect.tasks import exponential_backoff
 
 from flows.conversion import converted, taken_in
 from flows.prefect_api import summary_artifact
+from flows.room import run_with_room
 from flows.session import Session
+from storage.errors import StoreFull
 from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from storage.retention import expire_checkpoints
 
@@ -29,7 +31,7 @@ class Stage:
     """A Prefect task whose first argument is the session, made of a plain function.
 
     It begins only while nobody has asked the run to stop. A failure is shown and tried again: every attempt looks for the stage's
-    commit first, and asks trainer and engines what they hold.
+    commit first, and asks trainer and engines what they hold. A full disk is waited for (room.py) before it counts as a failure.
     """
 
     def __init__(self, name: str, body: Callable[..., Any], *, after_save: bool = False) -> None:
@@ -66,7 +68,7 @@ class Stage:
         @functools.wraps(body)
         def told(session: Session, *args: Any) -> Any:
             try:
-                return body(session, *args)
+                return run_with_room(lambda: body(session, *args), session.places, session.stop, session.display.note)
             except BaseException as error:
                 session.failed(body.__name__, error)
                 raise
@@ -81,8 +83,8 @@ def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any
 
 
 def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
-    """A wrong request stays wrong; everything else (a dead process, a full disk, a timeout) may pass."""
-    return not isinstance(state.data, ValueError)
+    """A wrong request stays wrong, and a disk that was full for minutes stays full; everything else (a dead process, a timeout) may pass."""
+    return not isinstance(state.data, (ValueError, StoreFull))
 
 
 @stage("convert")

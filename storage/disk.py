@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import xxhash
 
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreFull
 from storage.refs import FileRecord
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ NO_HARD_LINKS = (
     errno.ENOSYS,
     errno.EMLINK,
 )  # of link(2) on FAT, some FUSE and CIFS mounts
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------------
@@ -37,18 +40,19 @@ NO_HARD_LINKS = (
 
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     """Write a file whole and durably, unless its name is taken. True if this call wrote it."""
-    make_directory(target.parent)
-    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if not _link(temporary, target, single_writer):
-            return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(target.parent)
+    with full_at(target.parent):
+        make_directory(target.parent)
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if not _link(temporary, target, single_writer):
+                return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync(target.parent)
     return True
 
 
@@ -61,6 +65,24 @@ def replace(target: Path, data: bytes) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def full_at(place: str | Path) -> Iterator[None]:
+    """In this block an OSError that says "no room" (ENOSPC, EDQUOT) becomes a StoreFull that names `place`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise store_full(place) from error
+
+
+def store_full(place: str | Path) -> StoreFull:
+    """The error of a disk that has no room left, with what its file system says of it."""
+    place = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    return StoreFull(f"no room is left in {place} ({free / 1e6:.0f} MB free): free some space there, or raise the quota")
 
 
 def _link(temporary: Path, target: Path, single_writer: bool) -> bool:
@@ -93,12 +115,13 @@ def make_directory(path: Path) -> None:
 
 def secure(files: Sequence[Path], top: Path) -> None:
     """Make written files durable: their data, and every name on the way to them from `top`."""
-    in_parallel(fsync, files, _NUM_READERS)
     directories = {top}
     for file in files:
         directories.update(parent for parent in file.parents if parent.is_relative_to(top))
-    for directory in directories:
-        fsync(directory)
+    with full_at(top):
+        in_parallel(fsync, files, _NUM_READERS)
+        for directory in directories:
+            fsync(directory)
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:

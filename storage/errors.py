@@ -79,3 +79,9 @@ class StoreError(PenstockError, RuntimeError):
     """The store: not reachable, not writable, full, or a file that is not what was committed."""
 
     code = "store"
+
+
+class StoreFull(StoreError):
+    """A disk has no room left: ENOSPC or EDQUOT. Retrying can help once somebody has made room."""
+
+    code = "store-full"

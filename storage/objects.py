@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-from storage.disk import CHUNK, damaged, hash_file, in_parallel, wrong_size
-from storage.errors import StoreError
+from storage.disk import CHUNK, damaged, full_at, hash_file, in_parallel, wrong_size
+from storage.errors import StoreError, StoreFull
 from storage.refs import FileRecord
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ def _fetch(fs: fsspec.AbstractFileSystem, path: str, target: Path, at: int, num_
         return data
 
     data = retried(whole, f"downloading {path}")
-    with target.open("r+b") as file:
+    with full_at(target.parent), target.open("r+b") as file:
         file.seek(at)
         file.write(data)
 
@@ -318,12 +318,12 @@ def scratch(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
     """A directory of this process for files on their way.
 
     Raises:
-        StoreError: the disk cannot take `num_bytes`.
+        StoreFull: the disk cannot take `num_bytes`.
     """
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     if num_bytes > free:
-        raise StoreError(
+        raise StoreFull(
             f"{num_bytes / 1e9:.1f} GB are to be fetched and {place} has {free / 1e9:.1f} GB free: set TMPDIR to a larger disk"
         )
     return tempfile.TemporaryDirectory(prefix="penstock-")

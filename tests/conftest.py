@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,10 +91,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Ray of the session's own. A process can have only one: a test that runs a whole flow does so in a subprocess."""
     from engines.cluster import Cluster
 
+    tmp_path_factory.getbasetemp()  # chosen before the TMPDIR of this process becomes one that ends with it
     cluster = Cluster.start(namespace="penstock-tests", num_cpus=4)
     yield cluster
     cluster.stop()
@@ -110,3 +112,32 @@ def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.Tem
     pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), args=args, log_dir=log_dir))
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own; of one megabyte, or of the size that an indirect parameter says."""
+    place, size = tmp_path / "small", getattr(request, "param", "1m")
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.fixture
+def fill() -> Callable[[Path], Path]:
+    """Takes all the room that a file system has left; to delete the file that it returns gives it back."""
+
+    def take(place: Path) -> Path:
+        filler = place / "filler"
+        with filler.open("wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(4096))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    return filler
+
+    return take

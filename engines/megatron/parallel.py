@@ -5,7 +5,10 @@ Who starts the ranks and where they run is for `stages/train/group.py` and `engi
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,7 @@ def init_parallel(
     threads: int = 1,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    listener: socket.socket | None = None,
 ) -> None:
     """Join the world and build Megatron's process groups. Once per process.
 
@@ -71,6 +75,7 @@ def init_parallel(
         threads: CPU threads of this process; fp32 sums on a CPU depend on it.
         backend: "nccl" or "gloo"; by default whichever fits the machine.
         timeout: of collectives.
+        listener: of rank 0, with a `tcp://` address: a socket that listens there (`listen_at`). torch's own would listen on all interfaces.
     """
     open_door()
     from megatron.core import parallel_state, tensor_parallel
@@ -86,7 +91,11 @@ def init_parallel(
             f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size {layout.tensor}, which needs GPUs: "
             "without NCCL parts of unequal length cannot be gathered; make it smaller"
         )
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    if urlsplit(init_method).scheme == "file":  # all ranks are on this machine, so gloo's connections need no other interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = None if listener is None else _store_at(listener, world_size, timeout)
+    meeting = {"init_method": init_method} if store is None else {"store": store}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)  # type: ignore[arg-type]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -96,6 +105,21 @@ def init_parallel(
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def listen_at(host: str) -> socket.socket:
+    """Return a socket that listens on one address of this machine, on a port that the kernel chooses and nobody else can take."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.Store:
+    """Rank 0's store, served on the given socket, which it closes; the other ranks find it by its address."""
+    host, port = listener.getsockname()[:2]
+    descriptor = listener.detach()
+    server = dist.TCPStore(
+        host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )
+    return dist.PrefixStore("default_pg", server)  # as torch's own rendezvous does
 
 
 def shutdown_parallel() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engines.cluster import Cluster, Slot
+from engines.cluster import Cluster, ClusterLost, Slot
 from engines.sglang import control
 from engines.sglang.server import ServerSpec, SGLangServer, last_lines
 
@@ -63,7 +64,8 @@ class Engine:
         deadline = time.monotonic() + NAME_FREED
         while True:
             try:
-                self.actor = remote_class.options(**options).remote(self.spec, self.index, self.slot.gpu_ids, self.owner)
+                new_actor = remote_class.options(**options).remote
+                self.actor = self.cluster.call(new_actor, self.spec, self.index, self.slot.gpu_ids, self.owner)
                 break
             except ValueError as error:
                 if "name" not in options:
@@ -85,6 +87,7 @@ class Engine:
         Raises:
             RuntimeError: it could not start, with its last log lines.
             GivenUp: `given_up` said so meanwhile; the server goes on starting.
+            ClusterLost: our Ray has died meanwhile.
         """
         while self._url is None:
             if self._starting is None:
@@ -148,18 +151,19 @@ class Engine:
         """End the server. Its actor's death takes it along, whatever either of them is doing (see `launch.py`)."""
         import ray
 
-        ray.kill(self.actor, no_restart=True)
         self._url = self._starting = None
+        self.cluster.call(ray.kill, self.actor, no_restart=True)
 
     def release(self) -> None:
-        """End the server, unless another driver has taken it over."""
+        """End the server, unless another driver has taken it over, or it has ended with our Ray."""
         if not self.cluster.owned:
             try:
                 self.alive()
             except RuntimeError as error:
                 logger.warning("engine %d is left alone: %s", self.index, error)
                 return
-        self.kill()
+        with suppress(ClusterLost):
+            self.kill()
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
@@ -210,5 +214,5 @@ def end_engines_from(cluster: Cluster, index: int) -> None:
     import ray
 
     while (actor := cluster.find(name_of(index))) is not None:
-        ray.kill(actor, no_restart=True)
+        cluster.call(ray.kill, actor, no_restart=True)
         index += 1

@@ -9,11 +9,15 @@ without CUDA they are forked.
 
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started this one
@@ -95,8 +99,46 @@ def leave_memory_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+def keep_load_files_in_tmpdir() -> None:
+    """SGLang 0.5.21 keeps its counters of running requests in files of /dev/shm, and a killed server leaves them there for ever. In TMPDIR
+    they go with the process that has started this one. (It is a memory-mapped file of some kilobytes a server.)"""
+    try:
+        from sglang.srt.managers import load_snapshot
+    except ImportError:  # an older release has none
+        return
+    path_in_shm = load_snapshot.shm_path_for
+
+    def path_in_tmpdir(ipc_name: str) -> str:
+        return str(Path(tempfile.gettempdir()) / Path(path_in_shm(ipc_name)).name)
+
+    load_snapshot.shm_path_for = path_in_tmpdir
+
+
+def meet_on_loopback() -> None:
+    """torch's TCPStore listens on all interfaces, whatever address it is given: hand it a socket that is bound to loopback instead.
+
+    Ranks of one server meet there; without this anybody who reaches the machine could write to the store.
+    """
+    from torch.distributed import TCPStore
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
+    create = rendezvous._create_c10d_store
+
+    def create_on_loopback(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+        if rank != 0 or hostname != "127.0.0.1" or rendezvous._torchelastic_use_agent_store():
+            return create(hostname, port, rank, world_size, timeout, use_libuv)
+        listener = socket.create_server((hostname, port)).detach()
+        return TCPStore(
+            hostname, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener, use_libuv=use_libuv
+        )
+
+    rendezvous._create_c10d_store = create_on_loopback
+
+
 die_with_parent()
 HAS_CUDA = prepare_imports()
+meet_on_loopback()
+keep_load_files_in_tmpdir()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

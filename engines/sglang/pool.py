@@ -46,6 +46,7 @@ class EnginePool:
         self.spec = spec
         self.health = health or HealthCheck()
         self.listener = listener
+        self._check = cluster.check
         self._lock = threading.RLock()
         self._engines: list[AnyEngine] = []
         owner = uuid.uuid4().hex
@@ -71,6 +72,7 @@ class EnginePool:
 
         Raises:
             RuntimeError: at entry, or out of the function: more than `health.max_restarts` engines have died; with the last log lines.
+            ClusterLost: likewise: our Ray has died.
         """
         with self._lock:
             supervisor = self._supervisor(version, publish)
@@ -79,7 +81,7 @@ class EnginePool:
                 yield supervisor.live
 
     def _supervisor(self, version: str, publish: Publish) -> Supervisor:
-        return Supervisor(self._engines, version, publish, self.health, self.listener)
+        return Supervisor(self._engines, version, publish, self.health, self.listener, self._check)
 
     def bring_to(self, version: str, publish: Publish) -> None:
         """Let every engine serve `version`, as at the beginning of `serving`."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engines.cluster import free_port
+from engines.ports import free_port
 from engines.sglang import control
 from engines.sglang.args import command_line, router_flags
 from engines.sglang.server import last_lines

@@ -18,12 +18,15 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from engines.cluster import free_port
+from engines.ports import free_port
+from engines.scratch import own_directory
 from engines.sglang import control
 from engines.sglang.args import command_line
 
 LAUNCHER = Path(__file__).with_name("launch.py")  # run as a script: importing it would make this process a server's
-HIGHEST_PORT = 55_535  # SGLang 0.5.15.post1 puts its gRPC port 10,000 above and refuses to start beyond 65535
+# Ports that SGLang derives from its own: gRPC (0.5.15.post1 refuses to start beyond 65535), and those of attention with data parallelism.
+DERIVED_PORTS = (10_000, *range(233, 241))
+HIGHEST_PORT = 65_535 - max(DERIVED_PORTS)
 
 
 class ServerSpec(BaseModel):
@@ -157,11 +160,12 @@ class SGLangServer:
 
     def _launch(self) -> None:
         spec = self.spec
-        self._port = spec.port + self.index if spec.port else free_port(HIGHEST_PORT)
+        self._port = spec.port + self.index if spec.port else free_port(HIGHEST_PORT, DERIVED_PORTS)
         ours = {
             "model_path": spec.model_path,
             "host": spec.host,
             "port": self._port,
+            "nccl_port": free_port(),  # where its ranks meet; SGLang would choose one and bind it seconds later
             "tp_size": spec.tensor_parallel,
             "weight_version": spec.weight_version,
         }
@@ -184,6 +188,7 @@ class SGLangServer:
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
+            "TMPDIR": str(own_directory()),  # its sockets and empty files go with this process
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # none: a CPU engine, also on a machine with GPUs

@@ -46,6 +46,7 @@ class Supervisor:
         publish: gives the weights to servers at these addresses, which then report `version`. Called from several threads, one at a time.
         health: intervals and the budget.
         listener: of changes, a router for instance.
+        check: raises if what all engines depend on is gone (`Cluster.check`).
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Supervisor:
         publish: Publish,
         health: HealthCheck,
         listener: Listener = lambda urls: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.engines = engines
         self.version = version
         self.publish = publish
         self.health = health
         self.listener = listener
+        self.check = check
         self._live: dict[int, str] = {}  # number of an engine -> its address
         self._lock = threading.Lock()  # one change at a time: an engine begun or ended, weights published
         self._ended = threading.Event()
@@ -112,7 +115,9 @@ class Supervisor:
 
         Raises:
             RuntimeError: too many engines have died; with the last log lines of the last one. Or whatever kept a newcomer from its weights.
+            ClusterLost: our Ray has died, whether or not a thread that watches an engine has noticed.
         """
+        self.check()
         if self._failure is not None:
             raise self._failure
         return list(self._live.values())

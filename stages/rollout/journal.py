@@ -83,12 +83,15 @@ class Journal:
 
     def remove(self) -> None:
         """The round is committed: nobody needs this any more. What a failure leaves behind is for `penstock gc`."""
-        if not self._num_entries:
-            return
-        try:
-            self.store.delete([found.key for found in self.store.walk(self.prefix)])
-        except (StoreError, OSError) as error:
-            logger.warning("the journal %s stays: %s", self.prefix, error)
+        with self._lock:  # a flush may still run in its thread, and would write an entry of a round that is over
+            self._pending.clear()
+            self.interval = 0.0
+            if not self._num_entries:
+                return
+            try:
+                self.store.delete([found.key for found in self.store.walk(self.prefix)])
+            except (StoreError, OSError) as error:
+                logger.warning("the journal %s stays: %s", self.prefix, error)
 
     async def keep(self) -> None:
         """Flush at every interval, until cancelled."""

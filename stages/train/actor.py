@@ -45,6 +45,7 @@ class TrainActor:
         self.store = Store(self.spec.store, self.spec.store_options, probe=False)
         self._owner = owner
         self._joined = False
+        self._listener: socket.socket | None = None  # where the other ranks meet this one
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
 
     # ---- who leads ------------------------------------------------------------------------------------------------------
@@ -75,7 +76,9 @@ class TrainActor:
         config = self.spec.config
         patience = timedelta(seconds=config.train_timeout)  # one rank may fetch gigabytes while the others wait for it
         ranks = (self.rank, self.build.num_ranks)
-        init_parallel(*ranks, init_method, layout_of(config), config.seed, self.build.threads, timeout=patience)
+        listener, self._listener = self._listener, None
+        layout = layout_of(config)
+        init_parallel(*ranks, init_method, layout, config.seed, self.build.threads, timeout=patience, listener=listener)
         self.models: Models = build_models(self.spec)
         self._joined = True
 
@@ -100,10 +103,14 @@ class TrainActor:
         )
 
     def address(self) -> str:
-        """Where the other ranks can meet this one."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{socket.gethostbyname(socket.gethostname())}:{probe.getsockname()[1]}"
+        """Where the other ranks can meet this one: it listens there from now on, on that address alone."""
+        import ray
+
+        from engines.megatron.parallel import listen_at
+
+        self._listener = listen_at(ray.util.get_node_ip_address())
+        host, port = self._listener.getsockname()[:2]
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def digest(self) -> dict[str, str]:
         """Hashes of this rank's parameter shards, the critic's included."""

@@ -13,17 +13,18 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from engines.cluster import Cluster, ClusterLost, cpu_threads
 from stages.train.spec import Beside, Build, Fenced, PolicyState, RankDied, RankInfo, Saved, Trained, TrainerSpec
 from storage.refs import Commit
 
 if TYPE_CHECKING:
-    from engines.cluster import Cluster
     from engines.weights.publisher import Transport
 
 SHORT_CALL = 60.0  # seconds for a question that touches no weights
@@ -65,16 +66,14 @@ class TrainerGroup:
 
             build, incarnation = self._build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
-            self._actors = [
+            actors: list[Any] = []
+            for rank, slot in enumerate(self.cluster.place(build.num_ranks)):
                 # Ray gives an actor one OpenMP thread unless told otherwise, and the number of threads changes fp32 sums. Inductor's
                 # pool of compile processes outlives a killed rank (seen with torch 2.11): one thread compiles in the rank itself.
-                actor.options(
-                    **slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1"),
-                    max_restarts=0,
-                    **self.cluster.lasting(_name(rank)),
-                ).remote(build, rank, incarnation, self._owner)
-                for rank, slot in enumerate(self.cluster.place(build.num_ranks))
-            ]
+                environment = slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1")
+                options = actor.options(**environment, max_restarts=0, **self.cluster.lasting(_name(rank)))
+                actors.append(self.cluster.call(options.remote, build, rank, incarnation, self._owner))
+            self._actors = actors
             self._ranks = self._call("info")
             self._call("join", self._meeting_place())
 
@@ -88,8 +87,9 @@ class TrainerGroup:
             self._actors = []
         if self._meeting_file is not None:
             self._meeting_file.unlink(missing_ok=True)
-        if actors and self.cluster.alive() and not self._led_by_another(actors[0]):
-            _end(actors)
+        if actors and not self._led_by_another(actors[0]):
+            with suppress(ClusterLost):  # they have ended with it
+                self._end(actors)
 
     def _led_by_another(self, actor: Any) -> bool:
         """On a standing Ray another driver may lead these ranks by now: they are not ours to kill."""
@@ -124,7 +124,7 @@ class TrainerGroup:
         if len(ranks) == len(found) == build.num_ranks and len(alike) == 1 and alike.pop()[:2] == (build.hash, True):
             self._actors, self._ranks = alive, ranks
             return True
-        _end(alive)
+        self._end(alive)
         deadline = time.monotonic() + SHORT_CALL
         while any(self._left_behind()):  # a name is free again when Ray has noticed the death
             if time.monotonic() > deadline:
@@ -142,8 +142,6 @@ class TrainerGroup:
         return found
 
     def _build(self) -> Build:
-        from engines.cluster import cpu_threads
-
         config = self.spec.config
         threads = cpu_threads(config.trainer_threads, sharers=config.actor_num_gpus_per_node)
         return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_code())
@@ -153,7 +151,7 @@ class TrainerGroup:
         if self.spec.config.actor_num_nodes == 1:
             self._meeting_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
             return f"file://{self._meeting_file}"
-        return self._call("address")[0]
+        return self._call("address", ranks=1)[0]
 
     # ---- questions ------------------------------------------------------------------------------------------------------
 
@@ -217,8 +215,8 @@ class TrainerGroup:
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call all ranks; their answers by rank. The first failure, or the deadline, kills the group and is raised."""
+    def _call(self, method: str, *args: Any, timeout: float | None = None, ranks: int | None = None) -> list[Any]:
+        """Call all ranks, or the first `ranks`; their answers by rank. The first failure, or the deadline, kills the group and is raised."""
         import ray
 
         with self.alone:
@@ -226,7 +224,7 @@ class TrainerGroup:
             if not actors:  # another thread has killed them since the caller saw to it that they run
                 raise RankDied(f"the trainer's ranks have died before {method!r}")
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
-            calls = [actor.call.remote(self._owner, method, *args) for actor in actors]
+            calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
             waiting = calls
             try:
                 while waiting:
@@ -236,13 +234,13 @@ class TrainerGroup:
                             f"{len(waiting)} of {len(calls)} trainer ranks gave no answer to {method!r} in time and are killed: "
                             "raise --train-timeout if the work is only slow"
                         )
-                    ray.get(done)  # raises at once what this rank raised; the others may be stuck in a collective
-                return ray.get(calls)
+                    self.cluster.get(done[0])  # raises at once what this rank raised; the others may be stuck in a collective
+                return [self.cluster.get(call) for call in calls]
             except ray.exceptions.RayError as error:
                 if isinstance(cause := getattr(error, "cause", None), Fenced):
                     self._fenced, self._actors = cause, []
                     raise cause from error
-                dead = _dead(calls)
+                dead = self._dead(calls)
                 self._drop(actors)
                 if dead is not None:
                     raise RankDied(self._obituary(dead, method, error)) from error
@@ -250,6 +248,30 @@ class TrainerGroup:
             except BaseException:
                 self._drop(actors)
                 raise
+
+    def _end(self, actors: list[Any]) -> None:
+        import ray
+
+        for actor in actors:
+            self.cluster.call(ray.kill, actor)
+
+    def _dead(self, calls: list[Any]) -> int | None:
+        """The rank whose process has gone, if one has. A death often shows first as a broken connection in another rank."""
+        import ray
+
+        deadline, waiting = time.monotonic() + LEADER_CALL, calls
+        while waiting and time.monotonic() < deadline:
+            waiting = self.cluster.wait(waiting, deadline - time.monotonic())[1]
+        for rank, call in enumerate(calls):
+            try:
+                self.cluster.get(call, timeout=0)
+            except ray.exceptions.RayActorError:
+                return rank
+            except ClusterLost:
+                raise
+            except Exception:  # what it raised, or no answer yet: alive in either case
+                continue
+        return None
 
     def _obituary(self, rank: int, method: str, error: Exception) -> str:
         """Who died, and what its log said last."""
@@ -266,28 +288,6 @@ class TrainerGroup:
 
 def _name(rank: int) -> str:
     return f"trainer-{rank}"
-
-
-def _end(actors: list[Any]) -> None:
-    import ray
-
-    for actor in actors:
-        ray.kill(actor)
-
-
-def _dead(calls: list[Any]) -> int | None:
-    """The rank whose process has gone, if one has. A death often shows first as a broken connection in another rank."""
-    import ray
-
-    ray.wait(calls, num_returns=len(calls), timeout=LEADER_CALL)
-    for rank, call in enumerate(calls):
-        try:
-            ray.get(call, timeout=0)
-        except ray.exceptions.RayActorError:
-            return rank
-        except Exception:  # what it raised, or no answer yet: alive in either case
-            continue
-    return None
 
 
 @cache

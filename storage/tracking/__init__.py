@@ -8,6 +8,7 @@ twice changes nothing. What MLflow gets per commit is in storage/tracking/lineag
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from storage.tracking.outbox import Outbox
 _COALESCE = 2.0  # seconds between deliveries, so that many small rounds travel as one request
 _LONGEST_WAIT = 60.0  # seconds between tries while the server is away
 _BATCH = 64  # lines a delivery
+_LONGEST_PROBLEM = 200  # characters; MLflow's own messages hold whole pages of HTML and SQL
+logger = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -113,9 +116,14 @@ class Tracker:
                     raise BlockingIOError("another process delivers for this run")
                 lineage = lineage or Lineage(self.tracking_uri, self._experiment, self.run, self._store_uri)
                 position = self._deliver(lineage, position)
+                if self.problem is not None:
+                    logger.warning("MLflow answers again: everything is delivered")
                 self.problem, self._page, wait = None, lineage.page, 1.0
             except Exception as error:  # any transport's or database's error: keep the lines, say why, try again later
-                self.problem, lineage, position = f"{type(error).__name__}: {error}", None, 0
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_PROBLEM]
+                if self.problem is None:
+                    logger.warning("MLflow does not take this run's metrics (%s); they wait in the outbox until it does", reason)
+                self.problem, lineage, position = reason, None, 0
                 self._closing.wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
             else:

@@ -48,8 +48,10 @@ class Lineage:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for every part of the run
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        for name in ("mlflow", "alembic", "sqlalchemy", "urllib3.connectionpool"):
+            logging.getLogger(name).setLevel(
+                logging.CRITICAL
+            )  # tracebacks of what is raised as well; the tracker says it in one line
         self.run = run
         self.store_uri = store_uri
         self.identity = hashlib.sha256(f"{store_uri}\n{run}".encode()).hexdigest()[:16]

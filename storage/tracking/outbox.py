@@ -10,6 +10,7 @@ The rule for the reader: deliver, then `mark_delivered`. A kill in between deliv
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -30,6 +31,7 @@ class Outbox:
         self._lock_path = directory / "delivery.lock"
         self._lock: int | None = None
         self._append_lock = threading.Lock()
+        self._torn = False  # whether the last line is a part of one
         self._lines.touch()
         self._end_torn_line()
         self._keys = {line["key"] for line, _ in self.lines(0)}
@@ -41,7 +43,11 @@ class Outbox:
             if key in self._keys:
                 return False
             with self._lines.open("ab", buffering=0) as file:  # one write: a line of another process never lands inside it
-                file.write(data)
+                whole = b"\n" + data if self._torn else data
+                written = file.write(whole)
+                self._torn = written < len(whole) and (written > 0 or self._torn)
+                if written < len(whole):  # a disk that fills takes a part, and says so only at the next write
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._lines))
             self._keys.add(key)
         return True
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from engines.cluster import free_port
+from engines.ports import free_port
 from flows.demo_model import make_tiny_data, make_tiny_model
 from storage.audit import audit
 from storage.faults import VARIABLE
@@ -273,9 +273,9 @@ class Pipeline:
         """Let it go on from there."""
         (self.faults / f"{point}.reached").unlink()
 
-    def strike(self, target: str) -> int:
-        """SIGKILL the target's processes. Returns how many there were."""
-        deadline = time.monotonic() + (60 if target == "prefect" else 15)
+    def strike(self, target: str, patience: float | None = None) -> int:
+        """SIGKILL the target's processes. Returns how many there were; 0 if none appeared within `patience` seconds."""
+        deadline = time.monotonic() + ((60 if target == "prefect" else 15) if patience is None else patience)
         while not (victims := self.victims(target)):  # about to be started (again)
             if time.monotonic() > deadline:
                 return 0
@@ -307,15 +307,21 @@ class Pipeline:
 
         match target:
             case "driver" | "driver, standing Ray":
-                return [psutil.Process(self.pid)]
+                return ours[:1]
             case "tree":
                 return ours
             case "engine":
                 return running("engines/sglang/launch.py")
+            case "scheduler":  # of an engine: the process that holds the model
+                return running("sglang::scheduler")
             case "trainer":  # a conversion and an export happen in a process of their own
                 return running("ray::convert_hf", "ray::export_hf") or running("ray::TrainActor")
             case "ray":
-                return [process for process in ours if process.name() in ("gcs_server", "raylet")]
+                return [process for process in ours if name(process) in ("gcs_server", "raylet")]
+            case "raylet" | "gcs":
+                return [process for process in ours if name(process).startswith(target)]
+            case "runtime-env-agent":
+                return running("ray::RuntimeEnvAgent")
             case "prefect":
                 return [
                     process
@@ -383,6 +389,14 @@ def command(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline()).strip()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def name(process: psutil.Process) -> str:
+    """A process's name; empty if it is gone."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
         return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from engines.cluster import free_port
+from engines.ports import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

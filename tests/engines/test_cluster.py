@@ -3,27 +3,108 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engines.cluster import cpu_count, cpu_threads, free_port
+import engines.cluster
+from engines.cluster import Cluster, ClusterLost, Slot, cpu_count, cpu_threads
+from engines.sglang.engine import Engine
+from engines.sglang.server import ServerSpec
 
-if TYPE_CHECKING:
-    from engines.cluster import Cluster
+
+class ScriptedNode:
+    """Ray's record of its processes: all live for the first `looks` looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def dead_processes(self) -> list[str]:
+        self.looks -= 1
+        return [] if self.looks >= 0 else ["raylet"]
 
 
-def test_free_port_can_be_bound() -> None:
-    ports = {free_port() for _ in range(5)} | {free_port(highest=20_100)}
-    assert min(ports) <= 20_100
-    for port in ports:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", port))
+@pytest.fixture
+def silent_ray(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Ray never answers, and the clock shows how long it was waited for: the list of its time limits, in seconds."""
+    limits: list[float] = []
+
+    def wait(calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        limits.append(timeout)
+        return [], calls
+
+    # Not the real one: whether Ray asks for a token is decided at its import, and later tests of this process start a Ray with one.
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(engines.cluster, "time", SimpleNamespace(monotonic=lambda: sum(limits)))
+    return limits
+
+
+@pytest.mark.parametrize("timeout", [None, 100.0, 0.5, 0.1, 0.0])
+def test_every_wait_ends_with_our_ray_however_short_its_time_limit(silent_ray: list[float], timeout: float | None) -> None:
+    cluster = Cluster(node=ScriptedNode(looks=7))
+    with pytest.raises(ClusterLost) as lost:
+        for _ in range(1000):
+            cluster.wait(["a call"], timeout)
+    assert lost.value.code == "cluster-lost"
+    assert len(silent_ray) <= 7
+
+
+def test_a_wait_on_a_living_ray_ends_with_its_time_limit(silent_ray: list[float]) -> None:
+    cluster = Cluster(node=ScriptedNode(looks=float("inf")))
+    assert cluster.wait(["a call"], timeout=3.2) == ([], ["a call"])
+    assert sum(silent_ray) == pytest.approx(3.2)
+
+
+def test_a_lost_ray_stays_lost_and_is_not_called_any_more(silent_ray: list[float]) -> None:
+    node = ScriptedNode(looks=0)
+    cluster = Cluster(node=node)
+    assert not cluster.alive()
+    node.looks = 1000  # the processes of the next Ray of this process
+    assert not cluster.alive()
+    for use in (lambda: cluster.wait(["a call"]), lambda: cluster.get("a call"), lambda: cluster.call(list)):
+        with pytest.raises(ClusterLost):
+            use()
+    assert not silent_ray
+
+
+def test_a_call_that_never_returns_is_abandoned_when_our_ray_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.cluster, "LOOK_EVERY", 0.01)
+    cluster, never = Cluster(node=ScriptedNode(looks=5)), threading.Event()
+    with pytest.raises(ClusterLost):
+        cluster.call(never.wait)
+    never.set()
+
+
+def test_a_call_returns_or_raises_what_the_function_does() -> None:
+    cluster = Cluster(node=ScriptedNode(looks=float("inf")))
+    assert cluster.call(max, 3, 4) == 4
+    for error in (TimeoutError("of the function"), ValueError("wrong")):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            cluster.call(fail)
+
+
+def test_an_engine_that_is_starting_when_our_ray_dies_is_not_waited_for(
+    silent_ray: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hang of issue 11, item 17: a replacement engine starts, our Ray dies, and the start would be awaited for its whole limit."""
+    actor = SimpleNamespace(start=SimpleNamespace(remote=lambda: "the start"))
+    actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: actor))
+    monkeypatch.setattr(sys.modules["ray"], "remote", lambda cls: actor_class, raising=False)
+    cluster = Cluster(node=ScriptedNode(looks=20))
+    engine = Engine(cluster, ServerSpec(model_path="/model", start_timeout=900), 0, Slot(), "owner")
+    with pytest.raises(ClusterLost):
+        engine.url()
+    assert sum(silent_ray) < 20
 
 
 def test_thread_budget() -> None:

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,29 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def penstock(prefect_api: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+def temporary() -> Iterator[Path]:
+    """A TMPDIR of the test's own; a short one, for sockets have room for 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def penstock(prefect_api: dict[str, str], tmp_path: Path, temporary: Path) -> Callable[..., str]:
     """Calls the command, which must succeed; what it prints."""
+    environment = {**prefect_api, "TMPDIR": str(temporary)}
 
     def call(*words: str) -> str:
         command = [sys.executable, "-m", "flows.cli", *words]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=prefect_api)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return result.stdout
 
     return call
 
 
-def test_convert_eval_and_runs(penstock: Callable[..., str], tiny_model: Path, tmp_path: Path) -> None:
+def test_convert_eval_and_runs_leave_nothing_else(
+    penstock: Callable[..., str], temporary: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     store = Store(str(tmp_path / "store"))
     said = penstock("convert", "--hf-checkpoint", str(tiny_model), "--store", store.uri)
     assert "is converted" in said and len([name for name in store.list("models") if name.endswith("commit.json")]) == 1
@@ -58,6 +69,8 @@ def test_convert_eval_and_runs(penstock: Callable[..., str], tiny_model: Path, t
         assert {f"eval/{name}", f"eval/{name}-pass@1", f"eval/{name}-pass@4"} <= set(commit.summary)
     assert json.loads(store.read("runs/look/run.json") or b"{}")["flow"] == "evaluate"
     assert "look" in penstock("runs", "--store", store.uri)
+    assert list(temporary.iterdir()) == []
+    assert not list(Path(store.root).rglob("*.journal")) and not [path for path in Path(store.root).rglob("*.tmp")]
 
 
 def test_doctor_finds_everything_here(penstock: Callable[..., str]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,21 @@ def stopped(folder: Path) -> Path:
     return folder / "faults" / f"{POINT}.reached"
 
 
+def server_of(pid: int) -> psutil.Process | None:
+    """The run's own Prefect server, once it is there: a run that finds it dead starts it again at any moment."""
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "server" in child.cmdline():
+                return child
+    return None
+
+
 def test_the_runs_own_server_is_killed_and_comes_back(home: Path, tiny_model: Path, tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     process, log = convert(tiny_model, tmp_path, ["-m", "flows.cli"])
     try:
         until(stopped(tmp_path).exists, 120, log)
-        [server] = [child for child in psutil.Process(process.pid).children() if "server" in child.cmdline()]
+        server = until(lambda: server_of(process.pid), 120, log)
         server.kill()
         stopped(tmp_path).unlink()
         assert process.wait(timeout=180) == 0, log.read_text()
@@ -83,8 +93,8 @@ def test_the_runs_own_server_is_killed_and_comes_back(home: Path, tiny_model: Pa
         process.kill()
     assert "is converted" in log.read_text()
     assert history(home) == [("Completed", 1)]
-    assert not Path(f"/proc/{server.pid}").exists()
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert not server.is_running()
+    until(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before, 60, log)
 
 
 @pytest.fixture
@@ -109,7 +119,7 @@ def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_mode
         until(lambda: "is converted" in log.read_text(), 120, log)
         start = time.monotonic()
         assert process.wait(timeout=120) == 0, log.read_text()
-        assert time.monotonic() - start < 30, "it waited for a server that is gone"  # left to itself, Prefect waits minutes
+        assert time.monotonic() - start < 90, "it waited for a server that is gone"  # left to itself, Prefect waits minutes
     finally:
         process.kill()
     assert "convert is complete, but its end could not be reported to Prefect" in log.read_text()

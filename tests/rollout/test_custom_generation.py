@@ -316,7 +316,7 @@ def test_what_blocks_costs_its_sample_alone(bench: Bench, form: str, monkeypatch
     {form} generate(args, sample, sampling_params, engine):
         {pause}
         if sample.metadata["i"] == 1:
-            time.sleep(3)
+            time.sleep(60)
         {pause}
         {say}
         return sample
@@ -325,7 +325,7 @@ def test_what_blocks_costs_its_sample_alone(bench: Bench, form: str, monkeypatch
     samples = bench.run(code, n=3, generate_timeout=0.8)
     assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED], samples
     assert ("blocks its event loop" if form == "async def" else "takes more than 0.8 s") in samples[1].metadata["error"]
-    assert time.monotonic() - start < 2.9
+    assert time.monotonic() - start < 30, "what blocks takes a minute"
     assert bench.one(CALCULATOR).status is Status.COMPLETED  # nothing is left behind
 
 
@@ -463,7 +463,7 @@ def test_a_slow_tool_does_not_hold_up_the_end_of_a_round(bench: Bench, monkeypat
 
     start = time.monotonic()
     assert [sample.status for sample in asyncio.run(stopped())] == [Status.ABORTED] * 2
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60, "the tool takes ten minutes"
 
 
 def test_what_is_finished_stays_as_it_is(bench: Bench) -> None:

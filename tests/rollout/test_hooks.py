@@ -84,7 +84,7 @@ def test_a_failing_sample_hook_costs_this_sample(body: str, words: str, tmp_path
     start = time.monotonic()
     hook.sample_hook(one)
     hook.sample_hook(other)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30, "the hook that hangs takes a minute"
     assert one.status is Status.FAILED
     reason = one.metadata.pop("error")
     assert words in reason and "sample_hook of " in reason and "my_hooks.py" in reason and "\n" not in reason

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from engine_driver import KEYS, NUM_PROMPTS, NUM_SAMPLES, WAVE
 
-from engines.cluster import free_port
+from engines.ports import free_port
 from storage.refs import BUFFER
 from storage.sample import Status
 from storage.shards import read_samples

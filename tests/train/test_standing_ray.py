@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from random_rollouts import commit_rollouts
 
-from engines.cluster import Cluster, free_port
+from engines.cluster import Cluster
+from engines.ports import free_port
 from stages.convert.to_torch_dist import convert_hf
 from storage.refs import RunKeys
 from storage.store import Store

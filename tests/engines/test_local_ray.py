@@ -1,0 +1,77 @@
+"""Starting a Ray of our own while parts of it die."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from engines import local_ray
+from engines.local_ray import START_TRIES, ClusterLost, start_ray
+
+
+@pytest.fixture
+def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[subprocess.Popen[bytes]]]:
+    """Let so many calls of `ray.init` fail as they do when the raylet is killed meanwhile: the control service is left running."""
+    gcs_server = Path(shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server"))
+
+    def script(num_failures: int) -> list[subprocess.Popen[bytes]]:
+        started: list[subprocess.Popen[bytes]] = []
+
+        def init(**options: Any) -> None:
+            if len(started) < num_failures:
+                started.append(subprocess.Popen([gcs_server, "60"]))
+                raise Exception("The current node timed out during startup.")
+
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))  # see test_cluster.py
+        monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+        monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
+        return started
+
+    return script
+
+
+def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(half_started: Callable[[int], list[Any]]) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        left = half_started(START_TRIES - 1)
+        start_ray()
+        assert len(left) == START_TRIES - 1
+        assert [process.wait(10) for process in left] == [-9] * len(left), "the half-started ones were ended"
+        assert psutil.pid_exists(other.pid) and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_ray_that_never_starts_is_told_after_so_many_tries(half_started: Callable[[int], list[Any]]) -> None:
+    left = half_started(100)
+    with pytest.raises(ClusterLost, match=r"in 3 tries.*timed out during startup"):
+        start_ray()
+    assert len(left) == START_TRIES
+    for process in left:
+        process.wait(10)
+
+
+def test_wrong_options_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def init(**options: Any) -> None:
+        calls.append(options)
+        raise ValueError("num_cpus must be positive")
+
+    monkeypatch.setattr(local_ray, "_end_half_started", lambda others: pytest.fail("nothing was started"))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+    monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")
+    with pytest.raises(ValueError, match="num_cpus"):
+        start_ray(num_cpus=-1)
+    assert len(calls) == 1

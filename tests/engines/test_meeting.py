@@ -1,0 +1,60 @@
+"""Where ranks meet: a store of torch's that listens on one address, on a port that nobody can take between choice and use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.sglang.pool import EnginePool
+
+pytestmark = pytest.mark.integration
+RANK = """
+import sys, psutil, torch.distributed as dist
+from datetime import timedelta
+from engines.megatron.parallel import init_parallel, listen_at, shutdown_parallel
+rank, address = int(sys.argv[1]), sys.argv[2]
+listener = listen_at("127.0.0.1") if rank == 0 else None
+if listener is not None:
+    address = "tcp://127.0.0.1:%d" % listener.getsockname()[1]
+    print(address, flush=True)
+init_parallel(rank, 2, address, timeout=timedelta(seconds=100), listener=listener, backend="gloo")
+dist.barrier()
+print(*sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}), flush=True)
+dist.barrier()
+shutdown_parallel()
+"""
+
+
+def test_ranks_meet_on_one_address_alone() -> None:
+    def rank(number: int, address: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RANK, str(number), address]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment)
+
+    ranks = [rank(0, "")]
+    try:
+        assert ranks[0].stdout is not None
+        ranks.append(rank(1, ranks[0].stdout.readline().strip()))
+        for process in ranks:
+            out, _ = process.communicate(timeout=200)
+            assert process.returncode == 0 and out.split() == ["127.0.0.1"]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_an_engine_listens_on_loopback_alone(engine_pool: EnginePool) -> None:
+    assert engine_pool.urls
+    server = psutil.Process(engine_pool.pids()[0])
+    family = [server, *server.children(recursive=True)]
+    listening = {
+        connection.laddr.ip for process in family for connection in process.net_connections() if connection.status == "LISTEN"
+    }
+    assert listening == {"127.0.0.1"}
+    mapped = {area.path for process in family for area in process.memory_maps()}
+    assert not any(path.startswith("/dev/shm/sglang_loads_") for path in mapped), "a killed engine would leave it"

@@ -1,0 +1,68 @@
+"""Ports that are chosen now and bound later: no two runs get the same one, and a killed run gives its ports back."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines import ports
+from engines.ports import free_port, is_free, reserve
+
+CHOOSE = """
+import sys
+from engines.ports import free_port
+print(*(free_port(20_400) for _ in range(60)), flush=True)
+sys.stdin.read()
+"""
+
+
+def chooser() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHOOSE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_runs_that_choose_at_once_get_different_ports_and_a_killed_one_gives_them_back() -> None:
+    runs = [chooser() for _ in range(3)]
+    try:
+        chosen = [[int(word) for word in run.stdout.readline().split()] for run in runs if run.stdout]
+        everything = [port for ports in chosen for port in ports]
+        assert len(everything) == 180 == len(set(everything)), "without reservations 180 of 401 numbers collide"
+        assert not reserve(chosen[0][:1])
+        runs[0].kill()
+        runs[0].wait()
+        assert reserve(chosen[0][:1])
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+
+
+def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
+    port = free_port()
+    assert not reserve([port])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert not is_free(port)
+
+
+def test_a_port_with_a_taken_neighbour_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        assert not reserve([taken - 1, taken])
+        assert reserve([taken - 1]), "a refused reservation holds nothing"
+    assert not is_free(70_000)
+    monkeypatch.setattr(ports, "is_free", lambda port: False)
+    with pytest.raises(RuntimeError, match="none is free"):
+        free_port()

@@ -1,0 +1,113 @@
+"""The temporary directory of a process: removed at its exit, and by the next process after a kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines import scratch
+from engines.scratch import abandoned, remove
+
+PROGRAM = """
+import sys, tempfile
+from pathlib import Path
+from engines.scratch import keep, own_directory
+directory = own_directory()
+assert own_directory() == directory and tempfile.gettempdir() == str(directory)
+(directory / "left").write_text("a socket, say")
+if "fail" in sys.argv:
+    keep()
+print(directory, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def owner(base: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process with a directory of its own; its output is the directory. Ends by itself when its input is closed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(base)},
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    try:
+        yield process, Path(process.stdout.readline().strip())
+    finally:
+        process.communicate()
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: sockets have room for 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
+        yield Path(directory)
+
+
+def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    with owner(tmp_path) as (_, directory):
+        assert directory.parent == tmp_path and (directory / "left").exists()
+        assert abandoned(tmp_path) == [] and not remove(directory), "its owner is alive"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_leaves_goes_at_the_next_start(tmp_path: Path) -> None:
+    with owner(tmp_path) as (process, first):
+        process.kill()
+    assert abandoned(tmp_path) == [first]
+    with owner(tmp_path) as (_, second):
+        assert sorted(tmp_path.iterdir()) == [second]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_logs_of_a_failed_process_stay_for_a_day_and_gc_finds_them(tmp_path: Path) -> None:
+    with owner(tmp_path, "fail") as (_, failed):
+        pass
+    with owner(tmp_path):
+        assert (failed / "left").exists()
+    assert abandoned(tmp_path) == [failed]
+    os.utime(failed / scratch.KEPT, (0, 0))
+    with owner(tmp_path):
+        assert not failed.exists()
+
+
+def test_a_child_uses_the_directory_of_its_living_owner(tmp_path: Path) -> None:
+    with owner(tmp_path) as (_, directory):
+        with owner(directory) as (_, child):
+            assert child == directory
+        assert (directory / "left").exists(), "a child removes nothing"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
+    base = tmp_path / ("x" * scratch.LONGEST_BASE)
+    base.mkdir()
+    with owner(base) as (_, directory):
+        assert directory.parent == Path("/tmp")
+    assert not directory.exists()
+
+
+def test_other_directories_are_never_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "penstock-notes").mkdir()
+    (tmp_path / "penstock-0123").write_text("a file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / scratch.LOCK).touch()
+    (tmp_path / "penstock-link").symlink_to(tmp_path / "elsewhere")
+    assert abandoned(tmp_path) == []
+
+
+def test_directories_of_other_users_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with owner(tmp_path) as (process, _):
+        process.kill()
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert abandoned(tmp_path) == []

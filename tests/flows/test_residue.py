@@ -1,0 +1,77 @@
+"""What killed processes have left on this machine: found only where it is proven that nobody uses it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engines import scratch
+from flows import residue
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    base, shm = tmp_path / "tmp", tmp_path / "shm"
+    (base / "ray").mkdir(parents=True)
+    shm.mkdir()
+    return base, shm
+
+
+def found(places: tuple[Path, Path]) -> list[tuple[str, str]]:
+    return sorted((entry.kind, entry.path.name) for entry in residue.find(places[0], shm=places[1]))
+
+
+def test_sessions_of_dead_drivers_are_found_and_removed(places: tuple[Path, Path]) -> None:
+    ray = places[0] / "ray"
+    dead, live = f"session_2026-11-22_07-22-54_831243_{dead_pid()}", f"session_2026-11-22_07-22-54_831243_{os.getpid()}"
+    for name in (dead, live, "session_latest_notes"):
+        (ray / name).mkdir()
+        (ray / name / "log").write_text("text")
+    assert found(places) == [("Ray session", dead)]
+    [entry] = residue.find(places[0], shm=places[1])
+    assert entry.bytes == 4 and residue.remove(entry) and not (ray / dead).exists() and (ray / live).exists()
+
+
+def test_a_session_that_a_living_process_names_is_left(places: tuple[Path, Path]) -> None:
+    session = places[0] / "ray" / f"session_2026-11-22_07-22-54_831243_{dead_pid()}"
+    session.mkdir()
+    raylet = subprocess.Popen([sys.executable, "-c", "input()", f"--session={session}"], stdin=subprocess.PIPE)
+    try:
+        while str(session) not in Path(f"/proc/{raylet.pid}/cmdline").read_text():  # between fork and exec
+            time.sleep(0.01)
+        assert found(places) == []
+    finally:
+        raylet.kill()
+        raylet.communicate()
+    assert found(places) == [("Ray session", session.name)]
+
+
+def test_shared_memory_is_found_unless_a_process_has_it_mapped(places: tuple[Path, Path]) -> None:
+    used, unused = (places[1] / f"sglang_loads_{name}.shm" for name in ("used", "unused"))
+    for path in (used, unused, places[1] / "somebody_elses.shm"):
+        path.write_bytes(bytes(4096))
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert found(places) == [("shared memory", unused.name)]
+        [entry] = residue.find(places[0], shm=places[1])
+    assert found(places) == [("shared memory", unused.name), ("shared memory", used.name)]
+    assert residue.remove(entry) and not unused.exists() and used.exists()
+
+
+def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None:
+    directory = places[0] / "penstock-0123"
+    directory.mkdir()
+    (directory / scratch.LOCK).touch()
+    assert found(places) == [("temporary directory", directory.name)]
+    assert residue.remove(residue.find(places[0], shm=places[1])[0]) and not directory.exists()

@@ -1,0 +1,52 @@
+"""A disk without room: the error is a StoreFull that names the place, and what was written before stays whole."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage import disk
+from storage.errors import StoreFull
+from storage.refs import Commit
+from storage.store import Store
+from storage.tracking.outbox import Outbox
+
+
+def test_a_commit_on_a_full_disk_names_the_place_and_succeeds_once_there_is_room(
+    small_disk: Path, fill: Callable[[Path], Path]
+) -> None:
+    store = Store(str(small_disk / "store"))
+    commit = Commit(kind="step", index=0)
+    store.commit("runs/x/steps/000000", commit)
+    filler = fill(small_disk)
+    with pytest.raises(StoreFull) as full:
+        store.commit("runs/x/steps/000001", commit.model_copy(update={"index": 1}))
+    assert full.value.code == "store-full" and str(small_disk) in str(full.value)
+    filler.unlink()
+    store.commit("runs/x/steps/000001", commit.model_copy(update={"index": 1}))
+    assert store.committed_indices("runs/x/steps") == [0, 1]
+    assert not [path for path in disk.files_in(small_disk) if path.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_and_spent_quota_are_told_alike_and_other_errors_pass(tmp_path: Path, code: int) -> None:
+    with pytest.raises(StoreFull, match=str(tmp_path)), disk.full_at(tmp_path / "not" / "yet" / "there"):
+        raise OSError(code, "no room")
+    with pytest.raises(PermissionError), disk.full_at(tmp_path):
+        raise PermissionError(errno.EACCES, "not allowed")
+
+
+def test_a_line_that_a_full_disk_cuts_is_offered_again_and_harms_no_other(small_disk: Path, fill: Callable[[Path], Path]) -> None:
+    outbox = Outbox(small_disk)
+    outbox.append("first", {})
+    filler = fill(small_disk)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            outbox.append("second", {"text": "x" * 6000})  # longer than what is left of the file's last page
+    filler.unlink()
+    assert outbox.append("second", {"text": "x" * 6000}) and outbox.append("third", {})
+    assert [line["key"] for line, _ in outbox.lines(0)] == ["first", "second", "third"]
+    assert [line["key"] for line, _ in Outbox(small_disk).lines(0)] == ["first", "second", "third"]
