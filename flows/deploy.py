@@ -120,9 +120,11 @@ def deploy_all(address: str) -> int:
         "deploy",
         *(word for title in wanted for word in ("--name", title)),
     ]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PREFECT_API_URL": address}, capture_output=True, text=True, check=False
-    )
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    login = PREFECT_API_AUTH_STRING.value()
+    environment = {**os.environ, "PREFECT_API_URL": address, **({"PREFECT_API_AUTH_STRING": login} if login else {})}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         print(f"penstock: prefect deploy failed:\n{(result.stdout + result.stderr).strip()[-3000:]}", file=sys.stderr)
         return 1
@@ -239,5 +241,6 @@ def flow_names() -> list[str]:
 
 
 def run_line(title: str, address: str) -> str:
-    """The command that starts a deployment now and follows it."""
-    return f"PREFECT_API_URL={address} prefect deployment run '{title}' --watch"
+    """The command that starts a deployment now and follows it; with a profile, this shell's own settings lead there."""
+    where = "" if "PREFECT_PROFILES_PATH" in os.environ else f"PREFECT_API_URL={address} "
+    return f"{where}prefect deployment run '{title}' --watch"

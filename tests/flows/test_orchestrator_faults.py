@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.prefect_api import prefect_server
+from flows.prefect_api import LAUNCHER, prefect_server
 from flows.service import Service, choose_port
 from flows.services import mlflow_server
 from storage.faults import VARIABLE
@@ -75,7 +75,7 @@ def test_the_runs_own_server_is_killed_and_comes_back(home: Path, tiny_model: Pa
     process, log = convert(tiny_model, tmp_path, ["-m", "flows.cli"])
     try:
         until(stopped(tmp_path).exists, 120, log)
-        [server] = [child for child in psutil.Process(process.pid).children() if "server" in child.cmdline()]
+        [server] = [child for child in psutil.Process(process.pid).children() if str(LAUNCHER) in child.cmdline()]
         server.kill()
         stopped(tmp_path).unlink()
         assert process.wait(timeout=180) == 0, log.read_text()
@@ -99,7 +99,8 @@ def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_model: Path, tmp_path: Path) -> None:
-    process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], PREFECT_API_URL=server.environment["PREFECT_API_URL"])
+    login = {name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
+    process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], **login)
     try:
         until(stopped(tmp_path).exists, 120, log)
         assert server.process is not None
