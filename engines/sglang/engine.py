@@ -176,6 +176,7 @@ class Engine:
             url = self.cluster.get(starting, timeout=SHORT_CALL)
             if url is not None:
                 self._log = str(self._ask("log_path"))
+                control.use_key(url, self._ask("key"))  # a server of an earlier driver has told nobody else
         except ray.exceptions.RayError as error:
             self.kill()
             if self.adopted:  # of another release perhaps, or it died before its driver
