@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from flows.config import PostTrainConfig
+from flows.config import PostTrainConfig, check_secrets
 from flows.prefect_api import run_environment
 from flows.registry import FLOWS
 from flows.services import POOL
@@ -60,6 +60,7 @@ def main(words: list[str]) -> int:
         )
     schedule = checked_schedule(own)
     config = flags.parse(rest)
+    check_secrets(config, literal=False)
     preflight(name, config)
     address = ensure_prefect_api()
     title = deploy_one(name, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)

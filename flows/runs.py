@@ -15,6 +15,7 @@ from rich.table import Table
 
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
 from storage.refs import Commit, RunKeys
+from storage.secrets import masked
 from storage.store import Store, committed_prefixes
 
 RECORD_VERSION = 1
@@ -51,7 +52,7 @@ def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any)
     record = {
         "record_version": RECORD_VERSION,
         "flow": flow,
-        "config": kept,
+        "config": masked(kept),
         "config_hash": config_hash(config),
         "code_version": code_version(),
         "created_at": time.time(),

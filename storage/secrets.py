@@ -18,10 +18,10 @@ from typing import Any
 
 PREFIX = "PENSTOCK_SECRET_"
 _ENV, _FILE = "env:", "secret-file:"
-# A name that ends with one of these words names a secret: api_key, aws_secret_access_key, sas_token, control_plane_api_keys.
+# Names of options that hold a secret: api_key, aws_secret_access_key, sas_token, control_plane_api_keys; not input_key or max_tokens.
 _SECRET_NAME = re.compile(
-    r"(^|[^a-z])(api|access|account|private|p)?(key(_id)?|keys|secret|token|password|passwd|passphrase|credentials?|authorization|auth|"
-    r"cookie|connection_string)$"
+    r"^(key|auth|pkey)$|(^|[_.])((api|access|account|private|shared|secret)_keys?(_id)?|secret|token|password|passwd|passphrase|"
+    r"credentials?|authorization|cookie|connection_string)$"
 )
 _USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s@/?#]*:[^\s@?#]+@")
 _QUERY = re.compile(r"(?P<name>[?&][^=&\s]*(key|secret|token|password|signature|sig|credential)=)[^&\s#]+", re.IGNORECASE)
