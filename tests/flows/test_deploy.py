@@ -48,14 +48,14 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         (["post-trian", "--name", "x"], "unknown flow 'post-trian': did you mean post-train?"),
         (["post-train"], "--name is missing"),
         (["--cron", "0 2 * * *"], "takes the name of one flow"),
-        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is no schedule"),
+        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is not a schedule"),
         (["sft", "--name", "x", "--timezone", "UTC"], "give --cron too"),
-        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is no schedule"),
+        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is not a schedule"),
         (["sft", "--name", "x", "--lr", "much"], "--lr 'much'"),
     ],
 )
 def test_a_wrong_deployment_is_one_sentence(words: list[str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         deploy.main(words)
 
 
