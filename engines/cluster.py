@@ -61,7 +61,7 @@ class Cluster:
         Raises:
             ValueError: nothing answers at `address`.
         """
-        # Ray 2.60 listens on all interfaces whatever address it is told: a token of our own keeps other people out.
+        # The other users of this machine reach its loopback: a token of our own keeps them out.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is None and "RAY_AUTH_MODE" not in os.environ:
@@ -80,7 +80,7 @@ class Cluster:
                 ) from error
             _keep_signals()
             return cls(owned=False, namespace=namespace)
-        with _without_helpers():
+        with _without_helpers(), _on_loopback():
             ray.init(
                 address="local",
                 num_cpus=num_cpus or cpu_count(),
@@ -292,6 +292,21 @@ def _without_helpers() -> Iterator[None]:
     finally:
         for name, starter in starters.items():
             setattr(Node, name, starter)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """In this block `ray.init` takes the address 127.0.0.1 as it is given; all processes of the node then listen there alone. Ray 2.60 replaces
+    it by the machine's own address otherwise, and its processes listen on all interfaces.
+    """
+    from ray._private import services
+
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def _keep_signals() -> None:
