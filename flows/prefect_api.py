@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flows.environment import QUIET
 from flows.prefect_server import own_origins
@@ -128,6 +129,13 @@ def login_of(port: int) -> str:
     lines = [f'active = "{PROFILE}"', "", f"[profiles.{PROFILE}]", *(f'{name} = "{value}"' for name, value in settings.items())]
     write_private(path, "\n".join(lines) + "\n")
     return login
+
+
+def with_password_hint(page: str) -> str:
+    """Return the address of a page of Prefect's, with where its password is if our server shows it."""
+    port = urlsplit(page).port
+    known = bool(port) and urlsplit(page).hostname == HOST and profile_path(port or 0).exists()
+    return f"{page}  (password: PREFECT_API_AUTH_STRING in {profile_path(port or 0)})" if known else page
 
 
 def _check_login(address: str) -> None:
