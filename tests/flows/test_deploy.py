@@ -36,6 +36,7 @@ from storage.store import Store
 
 ROOT = Path(__file__).parents[2]
 KEYS = RunKeys("n")
+STORE_KEY = "the-key-of-the-store-of-a-test"
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -93,7 +94,7 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ]
     log = home / "out"
     environment = prefect_environment(
-        home, PYTHONPATH=str(ROOT)
+        home, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY
     )  # of the flow runs too, which work in the folder of the deployment
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
@@ -161,11 +162,11 @@ def deployed(
             "data.jsonl",
         ),
         *("--input-key", "messages", "--rollout-batch-size", "16", "--n-samples-per-prompt", "1", "--loss-type", "sft_loss"),
-        *("--lr", "1e-3", "--stage-retries", "0"),
+        *("--lr", "1e-3", "--stage-retries", "0", "--store-options", "key=env:STORE_KEY_OF_A_TEST"),
     ]
     command = [sys.executable, "-m", "flows.cli", "deploy", *words]
     profile = {"PREFECT_PROFILES_PATH": str(profile_of(up[2])), "PREFECT_PROFILE": "penstock"}
-    environment = prefect_environment(folder, **profile, PYTHONPATH=str(ROOT))
+    environment = prefect_environment(folder, **profile, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert up[0] in result.stdout and "Run it now:  prefect deployment run 'sft/nightly' --watch" in result.stdout
@@ -313,6 +314,7 @@ def test_what_is_deployed(client: SyncPrefectClient, deployed: tuple[str, Path])
     made = client.read_deployment_by_name(deployed[0])
     assert made.work_pool_name == "penstock" and made.enforce_parameter_schema
     assert made.global_concurrency_limit is not None and made.global_concurrency_limit.limit == 1
+    assert made.parameters["config"]["run"]["store_options"] == {"key": "env:STORE_KEY_OF_A_TEST"}
     [schedule] = made.schedules
     assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
     automations = client.read_automations_by_name(deploy.AUTOMATION)
@@ -388,6 +390,9 @@ def test_a_run_goes_on_after_a_kill_with_new_rows_and_without_its_server(
     source = store.committed(KEYS.rollout(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
+    written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert not [path for path in written if STORE_KEY.encode() in path.read_bytes()], "a secret was recorded"
     assert len(store.list(f"{KEYS.prefix}/changes")) == 1  # one more target than run.json's; the killed start added none
 
 
