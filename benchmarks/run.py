@@ -174,12 +174,14 @@ async def flush(url: str) -> None:
 
 async def bare(url: str, bodies: list[dict]) -> int:
     """All requests at once, as raw as they come. Returns the number of generated tokens."""
+    from engines.sglang import control
+
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
     ) as session:
 
         async def one(body: dict) -> int:
-            async with session.post(f"{url}/generate", json=body) as response:
+            async with session.post(f"{url}/generate", json=body, headers=control.headers(url)) as response:
                 return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
 
         return sum(await asyncio.gather(*map(one, bodies)))

@@ -67,7 +67,7 @@ class Cluster:
             EngineError: nothing answers at `address`.
             ClusterLost: no Ray could be started here, in START_TRIES tries.
         """
-        # Ray 2.60 listens on all interfaces whatever address it is told: a token of our own keeps other people out.
+        # The other users of this machine reach its loopback: a token of our own keeps them out.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is None and "RAY_AUTH_MODE" not in os.environ:

@@ -52,7 +52,7 @@ def start_ray(**options: Any) -> None:
     for tries_left in reversed(range(START_TRIES)):
         others = {child.pid for child in psutil.Process().children()}
         try:
-            with _without_helpers():
+            with _without_helpers(), _on_loopback():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -106,6 +106,21 @@ def _without_helpers() -> Iterator[None]:
     finally:
         for name, starter in starters.items():
             setattr(Node, name, starter)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """In this block `ray.init` takes the address 127.0.0.1 as it is given; all processes of the node then listen there alone. Ray 2.60
+    replaces it by the machine's own address otherwise, and its processes listen on all interfaces.
+    """
+    from ray._private import services
+
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def keep_signals() -> None:

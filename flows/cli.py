@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from flows import environment
 from storage.errors import OptionError, PenstockError
+from storage.secrets import redact
 
 USAGE = """usage: penstock COMMAND [options]
 
@@ -147,7 +148,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _refuse(sentence: str) -> int:
-    print(f"penstock: {sentence}", file=sys.stderr)
+    print(f"penstock: {redact(sentence)}", file=sys.stderr)
     return 2
 
 

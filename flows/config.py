@@ -23,6 +23,7 @@ from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
 from storage.config import Change, StageConfig, extra_of, option
 from storage.errors import InputError, OptionError
+from storage.secrets import has_credentials, hide, is_hidden, reveal
 
 
 class RunConfig(StageConfig):
@@ -31,11 +32,11 @@ class RunConfig(StageConfig):
     run: str = option("", aliases=("run-name",), pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")
     """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore."""
 
-    store: str = option("penstock-store", change="placement")
+    store: str = option("penstock-store", change="placement", secret=True)
     """Where runs lie: a directory or any fsspec URI such as s3://bucket/prefix."""
 
-    store_options: dict[str, Any] = option({}, change="placement")
-    """Passed to the fsspec file system (endpoint, credentials, ...)."""
+    store_options: dict[str, Any] = option({}, change="placement", secret=True)
+    """Passed to the fsspec file system (endpoint, credentials, ...); a secret as env:NAME or secret-file:PATH."""
 
     store_single_writer: bool = option(False, change="placement")
     """Promise that only one process writes, for stores without conditional create."""
@@ -61,7 +62,7 @@ class RunConfig(StageConfig):
     ray_address: str | None = option(None, change="placement")
     """Address of a standing Ray (`auto` finds a local one); without it the run owns a local Ray that ends with it."""
 
-    mlflow_tracking_uri: str | None = option(None, change="placement")
+    mlflow_tracking_uri: str | None = option(None, change="placement", secret=True)
     """MLflow server or database; default: MLFLOW_TRACKING_URI, else an SQLite file beside the store."""
 
     update_weight_transport: Literal["tensor", "disk"] | None = option(None, change="placement")
@@ -121,16 +122,50 @@ def options() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def validated(values: dict[str, Any]) -> PostTrainConfig:
-    """Return the config of nested values.
+    """Return the config of nested values. Literal secrets become references: only this process can resolve them (storage/secrets.py).
 
     Raises:
         InputError: the first thing wrong, in one sentence; the class that a validator raised, `OptionError` for pydantic's own checks.
     """
+    if has_credentials(str(values.get("run", {}).get("store", ""))):
+        raise OptionError("--store holds credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)")
     try:
-        return PostTrainConfig.model_validate(values)
+        return PostTrainConfig.model_validate(_without_secrets(values))
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         raise (type(cause) if isinstance(cause, InputError) else OptionError)(_sentence(error)) from error
+
+
+def check_secrets(config: PostTrainConfig, *, literal: bool = True) -> None:
+    """Check that every reference to a secret can be resolved.
+
+    Args:
+        literal: whether secrets may be given literally, which only this process knows.
+
+    Raises:
+        OptionError: a variable is not set, a file cannot be read, or a secret is given literally and must not be.
+    """
+    for section, name in secret_fields():
+        value = getattr(getattr(config, section), name)
+        if not literal and is_hidden(value):
+            raise OptionError(
+                f"{flag(name)} holds a secret, which everybody would see there: give env:NAME or secret-file:PATH in its place"
+            )
+        reveal(value)
+
+
+def secret_fields() -> list[tuple[str, str]]:
+    """Return section and name of every option that may hold a secret."""
+    return [(section, name) for section, name, field in options() if extra_of(field)["secret"]]
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    result = {section: dict(entries) if isinstance(entries, dict) else entries for section, entries in values.items()}
+    for section, name in secret_fields():
+        entries = result.get(section)
+        if isinstance(entries, dict) and name in entries:
+            entries[name] = hide(name, entries[name])
+    return result
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -179,7 +214,8 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"[{'.'.join(where[:-1])}] {where[-1]}: no such option"
     name = where[1] if len(where) > 1 else where[0]
-    return f"{flag(name)} {first.get('input')!r}: {message[0].lower()}{message[1:]}"
+    shown = "" if any(name == secret for _, secret in secret_fields()) else f" {first.get('input')!r}"
+    return f"{flag(name)}{shown}: {message[0].lower()}{message[1:]}"
 
 
 def is_model(annotation: Any) -> bool:

@@ -15,11 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from flows.config import PostTrainConfig
+from flows.config import PostTrainConfig, check_secrets
 from flows.prefect_api import run_environment
 from flows.registry import FLOWS
 from flows.services import POOL
 from flows.words import taken
+from storage.errors import OptionError
 
 USAGE = """penstock deploy                       everything in prefect.yaml of this checkout, and the work pool
 penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--pool POOL] [--config FILE.toml] [options]
@@ -41,11 +42,11 @@ def main(words: list[str]) -> int:
     """The command. Returns the exit code: 0 done, 1 the server refused.
 
     Raises:
-        ValueError: the request is wrong.
+        OptionError: the request is wrong.
     """
     alone, own, rest = taken(words, FIELDS)
     if len(alone) > 1 or (not alone and (own or rest)):
-        raise ValueError("penstock deploy takes the name of one flow and then options, or nothing at all; --help shows both")
+        raise OptionError("penstock deploy takes the name of one flow and then options, or nothing at all; --help shows both")
     from flows.prefect_api import ensure_prefect_api
 
     if not alone:
@@ -55,11 +56,12 @@ def main(words: list[str]) -> int:
 
     name = module_name(alone[0])
     if "--name" not in own:
-        raise ValueError(
+        raise OptionError(
             f'--name is missing: name the deployment, e.g. penstock deploy {alone[0]} --name nightly --cron "0 2 * * *"'
         )
     schedule = checked_schedule(own)
     config = flags.parse(rest)
+    check_secrets(config, literal=False)
     preflight(name, config)
     address = ensure_prefect_api()
     title = deploy_one(name, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
@@ -103,7 +105,7 @@ def deploy_all(address: str) -> int:
 
     source = ROOT / "prefect.yaml"
     if not source.exists():
-        raise ValueError(
+        raise OptionError(
             f"{source} does not exist: without a checkout give one flow at a time, e.g. penstock deploy post-train --name nightly"
         )
     titles = {
@@ -120,9 +122,11 @@ def deploy_all(address: str) -> int:
         "deploy",
         *(word for title in wanted for word in ("--name", title)),
     ]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PREFECT_API_URL": address}, capture_output=True, text=True, check=False
-    )
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    login = PREFECT_API_AUTH_STRING.value()
+    environment = {**os.environ, "PREFECT_API_URL": address, **({"PREFECT_API_AUTH_STRING": login} if login else {})}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         print(f"penstock: prefect deploy failed:\n{(result.stdout + result.stderr).strip()[-3000:]}", file=sys.stderr)
         return 1
@@ -204,11 +208,11 @@ def checked_schedule(own: dict[str, str]) -> Any:
     """The schedule of --cron and --timezone, None without.
 
     Raises:
-        ValueError: not a cron line, not a zone, or a zone without a cron line.
+        OptionError: not a cron line, not a zone, or a zone without a cron line.
     """
     if "--cron" not in own:
         if "--timezone" in own:
-            raise ValueError("--timezone says in which zone --cron is read: give --cron too")
+            raise OptionError("--timezone is the zone of --cron, which is missing: give --cron too")
         return None
     from prefect.schedules import Cron
     from pydantic import ValidationError
@@ -217,19 +221,19 @@ def checked_schedule(own: dict[str, str]) -> Any:
         zoneinfo.ZoneInfo(own.get("--timezone", "UTC"))
         return Cron(own["--cron"], timezone=own.get("--timezone", "UTC"))
     except (ValidationError, ValueError, LookupError) as error:
-        raise ValueError(
-            f"--cron {own['--cron']!r} --timezone {own.get('--timezone', 'UTC')!r} is no schedule: give five fields and a zone, "
+        raise OptionError(
+            f"--cron {own['--cron']!r} --timezone {own.get('--timezone', 'UTC')!r} is not a schedule: give five fields and a zone, "
             'e.g. --cron "0 2 * * *" --timezone Europe/Berlin'
         ) from error
 
 
 def module_name(flow: str) -> str:
-    """`post-train` -> `post_train`. Raises ValueError for a flow that does not exist."""
+    """`post-train` -> `post_train`. Raises OptionError for a flow that does not exist."""
     from flows.flags import nearest
 
     if (name := flow.replace("-", "_")) not in FLOWS:
         known = flow_names()
-        raise ValueError(f"unknown flow {flow!r}{nearest(flow, known) or ': the flows are ' + ', '.join(known)}")
+        raise OptionError(f"unknown flow {flow!r}{nearest(flow, known) or ': the flows are ' + ', '.join(known)}")
     return name
 
 
@@ -239,5 +243,6 @@ def flow_names() -> list[str]:
 
 
 def run_line(title: str, address: str) -> str:
-    """The command that starts a deployment now and follows it."""
-    return f"PREFECT_API_URL={address} prefect deployment run '{title}' --watch"
+    """The command that starts a deployment now and follows it; with a profile, this shell's own settings lead there."""
+    where = "" if "PREFECT_PROFILES_PATH" in os.environ else f"PREFECT_API_URL={address} "
+    return f"{where}prefect deployment run '{title}' --watch"

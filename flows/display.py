@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from storage.refs import Commit
+from storage.secrets import redact
 from storage.tracking.lineage import eval_rewards
 
 Report = Callable[[int, int], None]  # done, total
@@ -68,7 +69,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A sentence about what is happening."""
-        self._print(Text(f"· {text}", style="dim"))
+        self._print(Text(f"· {redact(text)}", style="dim"))
 
     def warn(self, text: str) -> None:
         """Print a warning so that it stands out."""
@@ -162,7 +163,7 @@ class Display:
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.eval_prompt_data or []),
             "store": self.store_uri,
-            "mlflow": self.tracking_uri,
+            "mlflow": redact(self.tracking_uri),
             "prefect": self.prefect_page,
         }
         self._rows({title: str(value) for title, value in rows.items() if value})

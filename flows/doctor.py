@@ -142,6 +142,23 @@ def check_store() -> list[Finding]:
     return [Finding("store ./penstock-store", True, f"{store.uri} is writable")]
 
 
+def check_ports() -> list[Finding]:
+    """Every port that a run or service of this user listens on, with its protection."""
+    from flows.listening import listening_ports
+
+    advice = "everybody who reaches this machine reaches this port: close it with a firewall, or end the process"
+    findings = [
+        Finding(
+            f"port {port.address}",
+            port.loopback or bool(port.protection),
+            f"{port.owner}: {'this machine only; ' if port.loopback else ''}{port.protection or 'no key, no login'}",
+            advice,
+        )
+        for port in listening_ports()
+    ]
+    return findings or [Finding("listening ports", True, "no run and no service of this user is active")]
+
+
 def _runs(what: str, *words: str, advice: str) -> Finding:
     """Whether a program runs in a fresh interpreter; its last line is what it found."""
     result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
@@ -150,5 +167,5 @@ def _runs(what: str, *words: str, advice: str) -> Finding:
 
 
 CHECKS: list[Callable[[], list[Finding]]] = [
-    check_python, check_packages, check_torch, check_megatron, check_sglang, check_machine, check_store,
+    check_python, check_packages, check_torch, check_megatron, check_sglang, check_machine, check_store, check_ports,
 ]  # fmt: skip

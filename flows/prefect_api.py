@@ -11,16 +11,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import secrets
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flows.environment import QUIET
+from flows.prefect_server import own_origins
 from flows.service import HOST, Service, answers, choose_port, log_directory
+from storage.errors import OptionError
+from storage.secrets import write_private
 
+LAUNCHER = Path(__file__).with_name("prefect_server.py")
+PROFILE = "penstock"  # name of the Prefect profile with the login of our own server
 PREFECT_PORT = 4200  # what people expect; another free port is taken if it is busy and was not asked for
 PATIENCE = 120.0  # seconds that the end of a run waits for an API that is away
 EXIT_PATIENCE = 5.0  # and that the exit of its process does, with log lines still to send
@@ -38,8 +47,12 @@ def ensure_prefect_api() -> str:
 
     Prefect would start one by itself, but that one outlives a killed process and is not replaced when it dies; ours ends with this process,
     shows its pages too, and is watched. Nobody stops it earlier: at its exit this process still sends the last log lines there.
+
+    Raises:
+        OptionError: the configured API refuses this process's login.
     """
     from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
         PREFECT_API_URL,
         PREFECT_CLIENT_MAX_RETRIES,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -58,7 +71,9 @@ def ensure_prefect_api() -> str:
         port = choose_port("prefect", None, PREFECT_PORT)
         _start_watched(prefect_server(port))
         address = f"http://{HOST}:{port}/api"
-        ours[PREFECT_API_URL] = address
+        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: login_of(port)}
+    else:
+        _check_login(address)
     _UNTIL_EXIT.enter_context(temporary_settings(ours))
     return address
 
@@ -74,9 +89,13 @@ def run_environment() -> dict[str, str]:
 
 
 def prefect_server(port: int) -> Service:
-    """The Prefect server, over the database that runs without a server use too."""
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    """The Prefect server, over the database that runs without a server use too. It answers this user's processes and its own page alone."""
+    command = [sys.executable, "-P", str(LAUNCHER), "--host", HOST, "--port", str(port)]
+    login = login_of(port)
     environment = {
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_API_AUTH_STRING": login,  # its own services are clients too
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(own_origins(port)),
         "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",  # the page would otherwise ask port 4200, whatever --port says
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -84,6 +103,64 @@ def prefect_server(port: int) -> Service:
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
     return Service("Prefect", command, log_directory(port) / "prefect.log", environment, ready=f"http://{HOST}:{port}/api/health")
+
+
+def login_environment(port: int) -> dict[str, str]:
+    """Return what a client of our server at `port` needs in its environment."""
+    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login_of(port)}
+
+
+def profile_path(port: int) -> Path:
+    """Return the file with the Prefect profile `penstock`, which holds address and login of our server at `port`."""
+    return log_directory(port) / "profiles.toml"
+
+
+def login_of(port: int) -> str:
+    """Return the secret of our server at `port`: that of its profile, or a new one. The profile is readable by this user alone.
+
+    It outlives the server, so a browser and a shell that know it need not be told again.
+    """
+    path = profile_path(port)
+    with suppress(FileNotFoundError, tomllib.TOMLDecodeError, KeyError):
+        found = os.stat(path)
+        if found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return str(tomllib.loads(path.read_text())["profiles"][PROFILE]["PREFECT_API_AUTH_STRING"])
+    login = f"penstock:{secrets.token_hex(32)}"
+    settings = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login}
+    lines = [f'active = "{PROFILE}"', "", f"[profiles.{PROFILE}]", *(f'{name} = "{value}"' for name, value in settings.items())]
+    write_private(path, "\n".join(lines) + "\n")
+    return login
+
+
+def with_password_hint(page: str) -> str:
+    """Return the address of a page of Prefect's, with where its password is if our server shows it."""
+    port = urlsplit(page).port
+    known = bool(port) and urlsplit(page).hostname == HOST and profile_path(port or 0).exists()
+    return f"{page}  (password: PREFECT_API_AUTH_STRING in {profile_path(port or 0)})" if known else page
+
+
+def _check_login(address: str) -> None:
+    """Refuse an API that answers 401 or 403 to this process; one that does not answer is waited for later."""
+    from httpx import HTTPError, HTTPStatusError
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    if not answers(f"{address}/health"):
+        return
+    try:
+        with (
+            temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True) as client,
+        ):
+            client.api_version()
+    except HTTPStatusError as error:
+        if error.response.status_code in (401, 403):
+            raise OptionError(
+                f"the Prefect API at {address} refuses this login ({error.response.status_code}): export the line that `make up` prints "
+                "(PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
+            ) from None
+    except HTTPError:
+        return  # gone again since
 
 
 def wait_for_api(note: Callable[[str], object] | None = None, patience: float | None = None) -> bool:

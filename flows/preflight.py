@@ -9,9 +9,10 @@ import socket
 from functools import cache
 from typing import TYPE_CHECKING
 
-from flows.config import PostTrainConfig
+from flows.config import PostTrainConfig, check_secrets
 from flows.runs import check_run, open_store
 from stages.train.config import TrainConfig
+from storage.errors import EngineError
 
 if TYPE_CHECKING:
     from engines.megatron.shape import ModelShape
@@ -36,6 +37,7 @@ def _checked(flow: str, config_json: str) -> None:
     from engines.megatron.shape import ModelShape
 
     config = PostTrainConfig.model_validate_json(config_json)
+    check_secrets(config)
     if flow != "convert" and not config.run.run:
         raise ValueError("--run is missing: name the run, the same name resumes it")
     if not config.convert.hf_checkpoint:
@@ -164,9 +166,9 @@ def _check_engines(config: PostTrainConfig) -> None:
     check_seeds(rollout.rollout_sampling_seeds, rollout.rollout_sampling, rollout.sglang)
     for address in rollout.rollout_external_engine_addrs:
         url_of(address)
-    if rollout.rollout_external_engine_addrs and rollout.sglang:
-        raise ValueError(
-            f"--sglang-{next(iter(rollout.sglang)).replace('_', '-')} says how an engine is started, but those of "
+    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
+        raise EngineError(
+            f"--sglang-{started[0].replace('_', '-')} says how an engine is started, but those of "
             "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
         )
     if config.train.use_rollout_routing_replay:

@@ -19,6 +19,7 @@ from flows.config import PostTrainConfig
 from flows.fork import bridge
 from storage.errors import OptionError
 from storage.refs import CheckpointRef, RunKeys
+from storage.secrets import reveal
 from storage.store import Store
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Processes:
         rollout = self.config.rollout
         if not (rollout.use_router or rollout.router):
             return None
-        args = check_router_args(rollout.router)
+        args = check_router_args(reveal(rollout.router))
         return self._entered.enter_context(Router(args, self._log_dir, max_restarts=rollout.engine_restarts))
 
     @property
@@ -240,7 +241,7 @@ class Processes:
             config=config.train,
             temperature=config.rollout.rollout_temperature,
             store=self.store.uri,
-            store_options=self.config.run.store_options,
+            store_options=self.store.options,  # references to secrets are resolved: another process could not
         )
         return TrainerGroup(cluster, spec)
 
@@ -257,7 +258,8 @@ class Processes:
         rollout, train = self.config.rollout, self.config.train
         has_gpus = cluster.num_gpus > 0
         num_gpus = rollout.rollout_num_gpus or train.num_ranks
-        args = returning_experts(rollout.sglang) if train.use_rollout_routing_replay else rollout.sglang
+        given = reveal(rollout.sglang)
+        args = returning_experts(given) if train.use_rollout_routing_replay else given
         if rollout.rollout_sampling_seeds:
             if not has_gpus and not rollout.rollout_external_engine_addrs:
                 raise OptionError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from flows.config import PostTrainConfig
 from storage.errors import InputError, StoreError
+from storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # module flows/<name>.py holds the flow of that name
 STOPPED = 143  # the exit code of a run that ended because it was asked to (SIGTERM); the same command goes on
@@ -88,4 +89,4 @@ def _end(number: int, frame: object) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"\npenstock: {sentence}", file=sys.stderr)
+    print(f"\npenstock: {redact(sentence)}", file=sys.stderr)

@@ -229,7 +229,7 @@ def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[T
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
-        store_options=config.run.store_options,
+        store_options=store.options,
     )
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
     group = TrainerGroup(cluster, spec)

@@ -23,6 +23,7 @@ from storage.leases import Lease, live_drivers
 from storage.refs import Commit, RunKeys
 from storage.removal import being_removed, is_removed, remove_run
 from storage.retention import fork_key
+from storage.secrets import masked
 from storage.store import Store, committed_prefixes
 
 RECORD_VERSION = 1
@@ -131,7 +132,7 @@ def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any)
     record = {
         "record_version": RECORD_VERSION,
         "flow": flow,
-        "config": kept,
+        "config": masked(kept),
         "config_hash": config_hash(config),
         "directory": str(Path.cwd()),  # in which the run was started: a project may be moved
         "code_version": code_version(),

@@ -7,6 +7,7 @@ servers show the same files. All three are children of this process and end with
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from flows.prefect_api import PREFECT_PORT, prefect_server, run_environment
+from flows.prefect_api import PREFECT_PORT, PROFILE, login_environment, login_of, prefect_server, profile_path, run_environment
+from flows.prefect_server import LOOPBACK, own_origins
 from flows.service import HOST, Service, choose_port, log_directory
 from storage.errors import StoreError
 from storage.store import Store
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     """Start the services, print their links, and keep them alive until Ctrl-C or until one of them dies again and again."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
     from flows.deploy import ensure_zombie_automation
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -62,11 +66,15 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         for service in services[:-1]:
             service.wait_ready()
         services[-1].start()  # the worker looks for its server at once
-        ensure_zombie_automation(f"{links['Prefect']}/api")
+        with temporary_settings({PREFECT_API_AUTH_STRING: login_of(prefect_port)}):
+            ensure_zombie_automation(f"{links['Prefect']}/api")
         for title, link in links.items():
             print(f"  {title:<8} {link}")
         print(f"  worker   pool {POOL!r}; logs in {logs}")
-        print(f"To send runs there: export PREFECT_API_URL={links['Prefect']}/api    Ctrl-C stops everything.", flush=True)
+        profile = profile_path(prefect_port)
+        print(f"The Prefect page asks for a password: PREFECT_API_AUTH_STRING in {profile}")
+        print("To send runs there, and for the `prefect` command (Ctrl-C stops everything):")
+        print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile))} PREFECT_PROFILE={PROFILE}", flush=True)
         while True:
             time.sleep(1.0)
             for service in services:
@@ -84,9 +92,11 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
 
 
 def mlflow_server(port: int, database: str, logs: Path) -> Service:
-    """The MLflow UI over an SQLite file."""
+    """The MLflow UI over an SQLite file. MLflow's own checks refuse a foreign Host, and changes that a page of another origin asks for."""
     artifacts = Path(database.removeprefix("sqlite:///")).parent / "artifacts"
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    hosts = [f"{host}:{port}" for host in LOOPBACK]
+    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(own_origins(port))]
     command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
@@ -102,7 +112,7 @@ def prefect_worker(port: int, logs: Path) -> Service:
     """A worker that runs flows as processes on this machine, and marks the runs of dead ones as crashed."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     command += ["--install-policy", "never"]
-    environment = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **run_environment()}  # flow runs inherit it
+    environment = {**login_environment(port), **run_environment()}  # flow runs inherit it
     # After SIGTERM a worker whose server has gone too waits for it without end (seen: more than 30 s).
     return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
 

@@ -19,7 +19,7 @@ from flows.continual import resolved
 from flows.display import Display
 from flows.learning_signal import GROUP_RELATIVE, zero_gradient_warning
 from flows.paths import absolute
-from flows.prefect_api import wait_for_api
+from flows.prefect_api import wait_for_api, with_password_hint
 from flows.preflight import preflight, warnings
 from flows.processes import Processes
 from flows.runs import code_version, open_run, open_store, run_commits, run_keys
@@ -49,7 +49,9 @@ class Session:
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # a checkpoint that is being written
         uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
-        self.display = Display(self.keys.run, flow, config, self.store.uri, uri, prefect_page=flow_run.ui_url or "")
+        self.display = Display(
+            self.keys.run, flow, config, self.store.uri, uri, prefect_page=with_password_hint(flow_run.ui_url or "")
+        )
         self.tracker = Tracker(
             self.keys.run,
             tracking_directory(self.store, self.keys.run),

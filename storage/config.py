@@ -26,21 +26,26 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
-def option(default: Any = ..., *, change: Change = "identity", aliases: tuple[str, ...] = (), **constraints: Any) -> Any:
+def option(
+    default: Any = ..., *, change: Change = "identity", aliases: tuple[str, ...] = (), secret: bool = False, **constraints: Any
+) -> Any:
     """A config field.
 
     Args:
         default: the value when nobody says anything; `...` makes it required.
         change: what a resumed run may do with the field (see the module's docstring).
         aliases: further flag spellings without dashes in front, e.g. `("prompt-key",)`.
+        secret: may hold a secret (storage/secrets.py): a URL with a password, or a table with a key in it. Not of an identity.
         constraints: pydantic's own (`ge`, `gt`, `le`, `default_factory`, ...).
     """
+    assert not (secret and change == "identity"), "a run's identity is compared and hashed as it is recorded"
+    extra: dict[str, Any] = {"change": change, "aliases": list(aliases), "secret": secret}
     if "default_factory" in constraints:
-        return Field(json_schema_extra={"change": change, "aliases": list(aliases)}, **constraints)
-    return Field(default, json_schema_extra={"change": change, "aliases": list(aliases)}, **constraints)
+        return Field(json_schema_extra=extra, **constraints)
+    return Field(default, json_schema_extra=extra, **constraints)
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:
-    """The `change` and `aliases` of a field made by `option` (defaults for any other field)."""
+    """The `change`, `aliases` and `secret` of a field made by `option` (defaults for any other field)."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    return {"change": extra.get("change", "identity"), "aliases": extra.get("aliases", [])}
+    return {"change": extra.get("change", "identity"), "aliases": extra.get("aliases", []), "secret": extra.get("secret", False)}

@@ -5,11 +5,16 @@ A message is one sentence: what was found, what is needed, what to do. Wording m
 
 from __future__ import annotations
 
+from storage.secrets import redact
+
 
 class PenstockError(Exception):
-    """Root of all errors that Penstock raises on purpose."""
+    """Root of all errors that Penstock raises on purpose. Credentials are removed from the message."""
 
     code = "penstock"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(PenstockError, ValueError):

@@ -29,6 +29,7 @@ from storage.errors import StoreError
 from storage.faults import reach
 from storage.keys import key_problem
 from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
+from storage.secrets import has_credentials, reveal
 
 __all__ = ["Found", "Store", "Writing", "changing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
 
@@ -71,7 +72,11 @@ class Store:
     def __init__(
         self, uri: str, options: dict[str, Any] | None = None, *, single_writer: bool = False, probe: bool = True
     ) -> None:
-        self.options = options or {}
+        if has_credentials(uri):
+            raise StoreError(
+                f"store {uri!r} holds credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)"
+            )
+        self.options = reveal(options or {})
         self.single_writer = single_writer
         self.fs, root = objects.open_file_system(uri, self.options)
         self.is_local = isinstance(self.fs, LocalFileSystem)

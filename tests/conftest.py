@@ -72,7 +72,8 @@ def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) ->
     server.environment["PREFECT_HOME"], server.log = str(home), home / "server.log"
     server.start()
     server.wait_ready()
-    yield {**os.environ, "PREFECT_HOME": str(home), "PREFECT_API_URL": server.environment["PREFECT_API_URL"]}
+    login = {name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
+    yield {**os.environ, "PREFECT_HOME": str(home), **login}
     server.stop()
 
 

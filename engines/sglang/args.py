@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from engines.sources import parsed
+from storage.errors import EngineError
 
 # Set by Penstock; the value says what to use instead.
 RESERVED = {
@@ -30,6 +31,7 @@ RESERVED = {
     "base_gpu_id": "the engine's placement",
     "gpu_id_step": "the engine's placement",
     "weight_version": "the policy version, set with every publish",
+    "admin_api_key": "--sglang-api-key, which is the key of all routes",
     "config": "[rollout.sglang] in Penstock's own file",
 }
 
@@ -76,7 +78,7 @@ def check_sglang_args(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments with underscored names.
 
     Raises:
-        ValueError: a name SGLang does not know (the nearest one is named), or one that Penstock sets.
+        EngineError: a name SGLang does not know (the nearest one is named), or one that Penstock sets.
     """
     reserved = {name: f"use {instead}" for name, instead in RESERVED.items()}
     return _checked(args, sglang_flags(), reserved, "sglang", "SGLang", "sglang.launch_server")
@@ -86,11 +88,11 @@ def check_router_args(args: dict[str, Any]) -> dict[str, Any]:
     """The router's arguments with underscored names.
 
     Raises:
-        ValueError: it is not installed, does not know a name, or Penstock sets it.
+        EngineError: it is not installed, does not know a name, or Penstock sets it.
     """
     flags = router_flags()
     if not flags:
-        raise ValueError(
+        raise EngineError(
             "a router is asked for, but sglang-router is not installed: pip install sglang-router, or leave --use-router out"
         )
     return _checked(args, flags, ROUTER_RESERVED, "router", "sglang-router", "sglang_router.launch_router")
@@ -104,11 +106,11 @@ def _checked(
         name = given.lstrip("-").replace("-", "_")
         flag = f"--{prefix}-" + name.replace("_", "-")
         if name in reserved:
-            raise ValueError(f"{flag} was given, but Penstock sets it: {reserved[name]}")
+            raise EngineError(f"{flag} was given, but Penstock sets it: {reserved[name]}")
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean --{prefix}-{near[0].replace('_', '-')}?" if near else f": see `python -m {module} --help`"
-            raise ValueError(f"{flag} is no flag of the installed {program}{hint}")
+            raise EngineError(f"{flag} is no flag of the installed {program}{hint}")
         checked[name] = value
     return checked
 
@@ -117,11 +119,11 @@ def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments of servers that return which experts they chose.
 
     Raises:
-        ValueError: the installed SGLang cannot.
+        EngineError: the installed SGLang cannot.
     """
     name, known = "enable_return_routed_experts", sglang_flags()
     if known and name not in known:
-        raise ValueError(
+        raise EngineError(
             f"--use-rollout-routing-replay, but the installed SGLang has no {name}: install 0.5.15.post1 or later, or use --use-routing-replay, "
             "which needs nothing of the engine"
         )

@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import aiohttp
 
+from engines.sglang import control
 from engines.sglang.generation import Generation, parse_generation
+from storage.errors import EngineError
 from storage.routed_experts import ExpertsFormat
 
 Engines = Callable[[], Sequence[str]] | Sequence[str]
@@ -56,7 +58,7 @@ class EngineClient:
         router: Callable[[], str | None] | None = None,
     ) -> None:
         if not callable(engines) and not engines:
-            raise ValueError("no engine to generate with: start one")
+            raise EngineError("there is no engine to generate with: start one")
         self._engines = engines
         self.timeout = timeout
         self.num_tries = num_tries
@@ -97,7 +99,7 @@ class EngineClient:
             session: a name; requests with the same one go to the same engine while it lives, which has their common beginning cached.
 
         Raises:
-            ValueError: the engine refuses the request, for instance because the prompt is too long.
+            EngineError: the engine refuses the request, for instance because the prompt is too long.
             TimeoutError: no answer within `timeout` seconds.
             ConnectionError: `num_tries` errors.
             RuntimeError: the engine does not return the experts it was asked for, or not those of this model.
@@ -257,11 +259,13 @@ class EngineClient:
             return await _gather([self._post(url, path, body) for url in self.urls])
 
     async def _post(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        async with self._connections().post(url + path, json=body, headers=headers) as response:
+        async with self._connections().post(
+            url + path, json=body, headers={**control.headers(url), **(headers or {})}
+        ) as response:
             return await self._read(response, url + path)
 
     async def _get(self, url: str, path: str) -> Any:
-        async with self._connections().get(url + path) as response:
+        async with self._connections().get(url + path, headers=control.headers(url)) as response:
             return await self._read(response, url + path)
 
     async def _read(self, response: aiohttp.ClientResponse, where: str) -> Any:
@@ -269,7 +273,7 @@ class EngineClient:
         if response.status in RETRIED_STATUS:
             raise _Retriable(f"{where} answered {response.status}: {text[:300]}")
         if response.status >= 400:
-            raise ValueError(f"{where} refused the request ({response.status}): {text[:300]}")
+            raise EngineError(f"{where} refused the request ({response.status}): {text[:300]}")
         return await response.json() if response.content_type == "application/json" and text else text
 
     def _connections(self) -> aiohttp.ClientSession:

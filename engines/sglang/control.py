@@ -1,16 +1,49 @@
-"""Blocking calls to one running SGLang server: what it is, which weights it serves, pause and go on. Standard library only."""
+"""Blocking calls to one running SGLang server: what it is, which weights it serves, pause and go on. Standard library only.
+
+Every server has a key (server.py). Whoever learns a server's address from its owner learns its key too and says so here (`use_key`); from then
+on all requests of this process to that address carry it, and no other request does.
+"""
 
 from __future__ import annotations
 
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
 from http.client import HTTPException
 from typing import Any
+
+from storage.secrets import protect
+
+_keys: dict[str, str] = {}  # of this process: address of a server -> its key
 
 
 class ServerGone(ConnectionError):
     """Nobody answers at the server's address, or it hung up in the middle of a call."""
+
+
+def use_key(url: str, key: str | None) -> None:
+    """Send this key with every request of this process to the server at `url`; None sends none."""
+    if key:
+        _keys[url] = protect(key)
+    else:
+        _keys.pop(url, None)
+
+
+def use_keys(keys: Mapping[str, str]) -> None:
+    """Do the same for several servers: address -> key."""
+    for url, key in keys.items():
+        use_key(url, key)
+
+
+def keys_of(urls: Iterable[str]) -> dict[str, str]:
+    """Return the keys of those servers that have one: address -> key."""
+    return {url: _keys[url] for url in urls if url in _keys}
+
+
+def headers(url: str) -> dict[str, str]:
+    """Return the HTTP header with the key of the server at `url`; empty if it has none."""
+    return {"Authorization": f"Bearer {_keys[url]}"} if url in _keys else {}
 
 
 def call(
@@ -23,12 +56,14 @@ def call(
         RuntimeError: an answer with an error status.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"}, method=method)
+    sent = {"Content-Type": "application/json", **headers(url)}
+    request = urllib.request.Request(url + path, data=data, headers=sent, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{url}{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+        hint = " (the server has another key: --sglang-api-key)" if error.code == 401 else ""
+        raise RuntimeError(f"{url}{path} answered {error.code}{hint}: {error.read().decode(errors='replace')[:500]}") from error
     except (OSError, HTTPException) as error:  # URLError and time-outs are OSErrors
         raise ServerGone(f"{url}{path} did not answer within {timeout:.0f} s or hung up: {error}") from error
     return json.loads(text) if text.strip().startswith(b"{") else {}

@@ -180,7 +180,11 @@ class Engine:
             url = self.cluster.get(starting, timeout=SHORT_CALL)
             if url is not None:
                 self._log = str(self._ask("log_path"))
-        except ray.exceptions.RayError as error:
+                control.use_key(url, self._ask("key"))  # a server of an earlier driver has told nobody else
+        except (
+            ray.exceptions.RayError,
+            AttributeError,
+        ) as error:  # AttributeError: an actor of a release whose servers had no key
             self.kill()
             if self.adopted:  # of another release perhaps, or it died before its driver
                 logger.warning("engine %d of an earlier driver is of no use, starting another one: %s", self.index, error)

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 from engines.sglang import control
 from engines.sglang.engine import LOOK_EVERY, GivenUp
 from engines.sglang.server import ServerSpec
+from storage.errors import EngineError
+from storage.secrets import has_credentials
 
 OLDEST = (0, 5, 15)  # SGLang release with /model_info
 # What two models must have in common for the weights of one to fit into the other.
@@ -51,6 +53,7 @@ class ExternalEngine:
         self.spec = spec
         self.index = index
         self._url = url_of(address)
+        control.use_key(self._url, spec.args.get("api_key"))
         self._found = False
         self.begin()
 
@@ -66,7 +69,7 @@ class ExternalEngine:
 
         Raises:
             ConnectionError: none within `spec.start_timeout` seconds.
-            ValueError: it serves another model.
+            EngineError: it serves another model.
             GivenUp: `given_up` said so meanwhile.
         """
         while not self._found:
@@ -125,7 +128,7 @@ class ExternalEngine:
         """It is left as it is, with the last weights."""
 
     def _check(self) -> None:
-        """Raises ValueError if the run's weights would not fit, RuntimeError if its SGLang is too old."""
+        """Raises EngineError if the run's weights would not fit, RuntimeError if its SGLang is too old."""
         release, _ = control.server_facts(self._url)
         if release < OLDEST:
             raise RuntimeError(
@@ -135,7 +138,7 @@ class ExternalEngine:
         ours = json.loads((Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8"))
         for name in SIZES:
             if name in theirs and theirs[name] != ours.get(name):
-                raise ValueError(
+                raise EngineError(
                     f"the engine at {self.address} serves a model with {name} {theirs[name]!r}, but --hf-checkpoint "
                     f"{self.spec.model_path} has {ours.get(name)!r}: start it with that model, or name another engine"
                 )
@@ -154,15 +157,19 @@ def url_of(address: str) -> str:
     """The URL of an engine that is named by host:port, or by a URL.
 
     Raises:
-        ValueError: it is neither.
+        EngineError: it is neither, or holds credentials.
     """
+    if has_credentials(address if "://" in address else f"http://{address}"):
+        raise EngineError(
+            "--rollout-external-engine-addrs holds credentials: give host:port, and the engines' key with --sglang-api-key"
+        )
     parts = urlsplit(address if "://" in address else f"http://{address}")
     try:
         if parts.scheme in ("http", "https") and parts.hostname and parts.port and not parts.path.strip("/"):
             return f"{parts.scheme}://{parts.netloc}"
     except ValueError:  # a port that is no number
         pass
-    raise ValueError(f"--rollout-external-engine-addrs {address}: an engine's address is host:port, for instance 10.0.0.7:30000")
+    raise EngineError(f"--rollout-external-engine-addrs {address}: an engine's address is host:port, for instance 10.0.0.7:30000")
 
 
 def is_on_this_machine(address: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started this one
+KEY_VARIABLE = "PENSTOCK_SERVER_KEY"
 PR_SET_PDEATHSIG = 1
 # Imported where they are installed, for what no server on a CPU does: a curve of assisted generation, dumps of Megatron's tensors. Without them
 # SGLang's import takes 7.9 s of processor time instead of 8.5.
@@ -147,4 +148,7 @@ if __name__ == "__main__":
     if not HAS_CUDA:
         leave_memory_unpinned()
         fork_children()
-    run_server(prepare_server_args(([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]))
+    words = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
+    if key := os.environ.pop(KEY_VARIABLE, None):
+        words += ["--api-key", key, "--admin-api-key", key]  # /server_info shows the second one to whoever has the first
+    run_server(prepare_server_args(words))

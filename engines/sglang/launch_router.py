@@ -14,6 +14,7 @@ from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 
 PARENT_VARIABLE = "PENSTOCK_ROUTER_PARENT"  # pid of the process that started this one
+KEY_VARIABLE = "PENSTOCK_SERVER_KEY"
 PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
@@ -22,4 +23,6 @@ if __name__ == "__main__":
         sys.exit("the process that started this router is gone")
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
-    Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
+    args = RouterArgs.from_cli_args(parser.parse_args())
+    args.api_key = os.environ.pop(KEY_VARIABLE)
+    Router.from_args(args).start()

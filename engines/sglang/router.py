@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,8 @@ from typing import Any
 from engines.ports import free_port
 from engines.sglang import control
 from engines.sglang.args import command_line, router_flags
-from engines.sglang.server import last_lines
+from engines.sglang.server import KEY_VARIABLE, last_lines
+from storage.secrets import protect
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
 TICK = 0.5  # seconds between looks at the router's list of engines
@@ -63,6 +65,9 @@ class Router:
         self._failure: Exception | None = None
         self._ended = threading.Event()
         self._changed = threading.Event()
+        self._key = protect(
+            str(args.get("api_key") or secrets.token_hex(32))
+        )  # the router asks for it, and sends each engine its own
         self._asked: dict[str, float] = {}  # engine -> when the router was told of it
         # The router dies with the thread that has started it (see launch_router.py), so that is one which lasts.
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
@@ -113,6 +118,7 @@ class Router:
         """Start it and keep its list right until it dies, is silent or is to end. Returns how it ended."""
         port, log = free_port(), self._new_log()
         url = f"http://127.0.0.1:{port}"
+        control.use_key(url, self._key)
         self._asked = {}
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -120,7 +126,7 @@ class Router:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PENSTOCK_ROUTER_PARENT": str(os.getpid())},
+                env={**os.environ, "PENSTOCK_ROUTER_PARENT": str(os.getpid()), KEY_VARIABLE: self._key},
             )
         self.pid = process.pid
         heard = time.monotonic()
@@ -153,7 +159,10 @@ class Router:
             control.call(url, f"/workers/{worker}", timeout=CALL, method="DELETE")
         for engine in set(engines) - ready:
             if time.monotonic() - self._asked.get(engine, -ASK_AGAIN) >= ASK_AGAIN:
-                control.call(url, "/workers", {"url": engine, "disable_health_check": True}, timeout=CALL)
+                worker = {"url": engine, "disable_health_check": True}
+                if key := control.keys_of([engine]).get(engine):
+                    worker["api_key"] = key
+                control.call(url, "/workers", worker, timeout=CALL)
                 self._asked[engine] = time.monotonic()
         right = ready == set(engines) and not gone
         with self._lock:
@@ -164,7 +173,8 @@ class Router:
     def _words(self, port: int) -> list[str]:
         # Its metrics would be open to everybody on port 29000, and a second router on this machine would find the port taken.
         ours = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": free_port()}
-        return command_line({**ours, **DEFAULTS, **self.args}, router_flags())
+        given = {name: value for name, value in self.args.items() if name != "api_key"}
+        return command_line({**ours, **DEFAULTS, **given}, router_flags())
 
     def _new_log(self) -> Path:
         self.log_dir.mkdir(parents=True, exist_ok=True)

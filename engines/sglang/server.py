@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,9 @@ from engines.ports import free_port
 from engines.scratch import own_directory
 from engines.sglang import control
 from engines.sglang.args import command_line
+from storage.secrets import protect, redact
 
+KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # environment of launch.py and launch_router.py alone
 LAUNCHER = Path(__file__).with_name("launch.py")  # run as a script: importing it would make this process a server's
 # Ports that SGLang derives from its own: gRPC (0.5.15.post1 refuses to start beyond 65535), and those of attention with data parallelism.
 DERIVED_PORTS = (10_000, *range(233, 241))
@@ -43,7 +46,7 @@ class ServerSpec(BaseModel):
     weight_version: str = "default"
     """What the engine calls the weights that it loads."""
     args: dict[str, Any] = {}
-    """SGLang's own flags with underscored names."""
+    """SGLang's own flags with underscored names; `api_key` is the key of every server, each has a random one of its own without it."""
     tensor_parallel: int = 1
     """GPUs of one engine."""
     threads: int = 1
@@ -76,6 +79,7 @@ class SGLangServer:
 
     def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = (), owner: str = "") -> None:
         self.spec = spec
+        self._key = protect(str(spec.args.get("api_key") or secrets.token_hex(32)))
         self.index = index
         self.gpu_ids = gpu_ids
         self.owner = owner
@@ -93,6 +97,7 @@ class SGLangServer:
         deadline = time.monotonic() + self.spec.start_timeout
         for last_try in (False, False, True):
             self._launch()
+            control.use_key(self.url(), self._key)
             if self._wait_until_ready(deadline):
                 return self.url()
             # Another process may take a free port before the server, which binds it only after loading.
@@ -112,6 +117,10 @@ class SGLangServer:
         """Where it listens."""
         assert self._process is not None, "not started"
         return f"http://{self.spec.host}:{self._port}"
+
+    def key(self) -> str:
+        """What every request to the server must carry (control.use_key)."""
+        return self._key
 
     def alive(self, owner: str | None = None) -> bool:
         """Whether the process runs (it ends by itself when one of SGLang's own processes dies).
@@ -169,7 +178,8 @@ class SGLangServer:
             "tp_size": spec.tensor_parallel,
             "weight_version": spec.weight_version,
         }
-        command = [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(spec.args)]
+        given = {name: value for name, value in spec.args.items() if name != "api_key"}  # a command line is shown by `ps`
+        command = [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(given)]
         directory = Path(spec.log_dir or tempfile.gettempdir())
         directory.mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(prefix=f"sglang-{self.index}-", suffix=".log", dir=directory)
@@ -189,6 +199,7 @@ class SGLangServer:
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
             "TMPDIR": str(own_directory()),  # its sockets and empty files go with this process
+            KEY_VARIABLE: self._key,
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # none: a CPU engine, also on a machine with GPUs
@@ -212,4 +223,4 @@ def last_lines(log: Path | None, num_lines: int) -> str:
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 400 * num_lines))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+        return redact("\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:]))  # SGLang logs its arguments

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from storage.sample import Sample
+from storage.secrets import redact
 
 ATTEMPTS = 10
 LONGEST_PAUSE = 30.0  # seconds
@@ -46,7 +47,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
         except _Passing as error:
             pause = random.uniform(0.5, 1.0) * min(2.0 ** (attempt - 1), LONGEST_PAUSE)
             if attempt == ATTEMPTS or time.monotonic() + pause >= deadline:
-                raise RuntimeError(f"--rm-url {args.rm_url} still fails at attempt {attempt}, with {error}") from None
+                raise RuntimeError(f"--rm-url {redact(args.rm_url)} still fails at attempt {attempt}, with {error}") from None
             await asyncio.sleep(pause)
     raise AssertionError("unreachable")
 
@@ -60,9 +61,9 @@ async def _post(url: str, body: dict[str, str], seconds: float) -> Any:
             if answer.status >= 500 or answer.status in _MAY_PASS:
                 raise _Passing(f"status {answer.status}")
             if answer.status >= 400:
-                raise RuntimeError(f"--rm-url {url} refuses with status {answer.status}: {(await answer.text())[:200]}")
+                raise RuntimeError(f"--rm-url {redact(url)} refuses with status {answer.status}: {(await answer.text())[:200]}")
             return await answer.json(content_type=None)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise _Passing(f"{type(error).__name__} {error}".strip()) from error
     except ValueError as error:
-        raise RuntimeError(f"--rm-url {url} answers what is no JSON: {error}") from error
+        raise RuntimeError(f"--rm-url {redact(url)} answers what is no JSON: {error}") from error

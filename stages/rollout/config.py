@@ -173,7 +173,7 @@ class RolloutConfig(StageConfig):
     rm_model_path: str | None = option(None)
     """What the constructor of a reward class gets, if it wants something."""
 
-    rm_url: str | None = option(None, change="placement")
+    rm_url: str | None = option(None, change="placement", secret=True)
     """Server that remote_rm asks: POST {prompt, response, label}, answered with a number or a dictionary."""
 
     reward_key: str | None = option(None)
@@ -206,7 +206,7 @@ class RolloutConfig(StageConfig):
     """Put SGLang's router between this process and the engines (any --router-* flag does so too); without it requests go to the least
     busy engine directly."""
 
-    router: dict[str, Any] = option(default_factory=dict, change="placement")
+    router: dict[str, Any] = option(default_factory=dict, change="placement", secret=True)
     """The router's own arguments, by its names; on the command line --router-<name>."""
 
     sglang_server_concurrency: int = option(512, change="placement", ge=1)
@@ -233,7 +233,7 @@ class RolloutConfig(StageConfig):
     rollout_journal_interval: float = option(60.0, change="placement", ge=0)
     """Seconds after which finished groups of an unfinished rollout are made durable, so that a kill does not cost them; 0 never does."""
 
-    sglang: dict[str, Any] = option(default_factory=dict, change="placement")
+    sglang: dict[str, Any] = option(default_factory=dict, change="placement", secret=True)
     """SGLang's own server arguments, by its names; on the command line --sglang-<name>."""
 
     sglang_python: str | None = option(None, change="placement")

@@ -25,6 +25,7 @@ from stages.rollout.responses import add_response
 from stages.rollout.round import Round
 from stages.rollout.tokenizer import PromptTokenizer
 from stages.rollout.user_sample import UserSample
+from storage.errors import PluginError
 from storage.sample import Sample, Status
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class EngineHandle:
             sampling: SGLang's parameters that are to differ from the configuration's, e.g. `stop`, `max_new_tokens`.
 
         Raises:
-            ValueError: an engine refuses the request, or another temperature is asked for than is trained at.
+            EngineError: an engine refuses the request.
+            PluginError: another temperature is asked for than is trained at.
             RuntimeError, ConnectionError, TimeoutError: of the engines; it ends the round, also if it is caught.
         """
         if sample.status is Status.ABORTED:
@@ -77,7 +79,7 @@ class EngineHandle:
             sample.status = Status.TRUNCATED
             return ""
         if self.round.kind == "rollout" and sampling.get("temperature", params["temperature"]) != params["temperature"]:
-            raise ValueError(
+            raise PluginError(
                 f"temperature {sampling['temperature']} is not --rollout-temperature {params['temperature']}, at which the trainer computes "
                 "the probability of these tokens: change that one"
             )

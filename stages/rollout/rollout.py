@@ -33,6 +33,7 @@ from storage.faults import reach
 from storage.preemption import Preempted, StopRequest
 from storage.refs import BUFFER, Commit, Kind
 from storage.sample import Sample, Status
+from storage.secrets import reveal
 from storage.shards import write_shards
 from storage.store import Store
 
@@ -203,6 +204,7 @@ def commit_samples(
 
 def grader_of(config: RolloutConfig) -> Grader:
     """The grader that a config describes. Raises ValueError for an unknown reward."""
+    rm_url = reveal(config.rm_url)
     return Grader(
         config.rm_type,
         config.custom_rm_path,
@@ -210,10 +212,10 @@ def grader_of(config: RolloutConfig) -> Grader:
         timeout=config.reward_timeout,
         start_timeout=config.reward_start_timeout,
         group_rm=config.group_rm,
-        rm_url=config.rm_url,
+        rm_url=rm_url,
         rm_model_path=config.rm_model_path,
         num_workers=config.reward_workers,
-        arguments=config.model_dump(),
+        arguments={**config.model_dump(), "rm_url": rm_url},
     )
 
 

@@ -197,13 +197,17 @@ class TrainActor:
             save(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return Saved(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
-    def publish(self, urls: list[str], version: str, transport: Transport, model_path: str, directory: str) -> None:
-        """Send the weights under their Hugging Face names; all ranks gather, rank 0 sends."""
+    def publish(
+        self, urls: list[str], version: str, transport: Transport, model_path: str, directory: str, keys: dict[str, str]
+    ) -> None:
+        """Send the weights under their Hugging Face names; all ranks gather, rank 0 sends. `keys` are those of the engines."""
+        from engines.sglang.control import use_keys
         from engines.weights.publisher import make_publisher
 
         held = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version == held, f"asked to publish {version}, but holding {self._state}"
         if self.rank == 0:
+            use_keys(keys)
             publisher = make_publisher(urls, transport, model_path=model_path, directory=directory)
             publisher.publish(self._named_weights(), version)
         else:

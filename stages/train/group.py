@@ -211,7 +211,9 @@ class TrainerGroup:
         self, urls: list[str], version: str, *, transport: Transport = "tensor", model_path: str = "", directory: str = ""
     ) -> None:
         """Send the weights to engines, which then report `version` (`<run>/<number>`). For the rest see `make_publisher`."""
-        self._call("publish", urls, version, transport, model_path, directory)
+        from engines.sglang.control import keys_of
+
+        self._call("publish", urls, version, transport, model_path, directory, keys_of(urls))
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.refs import Commit, RunKeys, commit_key
+from storage.secrets import masked, redact, reveal
 from storage.store import Store, committed_prefixes
 from storage.tracking.lineage import Lineage, is_final
 from storage.tracking.outbox import Outbox
@@ -34,7 +35,7 @@ class Tracker:
     Args:
         run: name of the run.
         directory: a local directory for the outbox, the same at every start of the run (`tracking_directory`).
-        tracking_uri: MLflow server or database (`tracking_uri`).
+        tracking_uri: MLflow server or database, with its credentials (`tracking_uri`).
         config: the resolved config, shown as parameters.
         store_uri: where the run lies; tells it from a run of the same name in another store.
         experiment: the MLflow experiment.
@@ -60,7 +61,7 @@ class Tracker:
         self._closing = threading.Event()
         self._abandon = threading.Event()
         self._page: str | None = None
-        self._offer(f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": config or {}})
+        self._offer(f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": masked(config or {})})
         self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self._thread.start()
 
@@ -120,7 +121,7 @@ class Tracker:
                     logger.warning("MLflow answers again: everything is delivered")
                 self.problem, self._page, wait = None, lineage.page, 1.0
             except Exception as error:  # any transport's or database's error: keep the lines, say why, try again later
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_PROBLEM]
+                reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_LONGEST_PROBLEM]
                 if self.problem is None:
                     logger.warning("MLflow does not take this run's metrics (%s); they wait in the outbox until it does", reason)
                 self.problem, lineage, position = reason, None, 0
@@ -176,8 +177,8 @@ def tracking_directory(store: Store, run: str) -> Path:
 
 
 def tracking_uri(store: Store, given: str | None = None) -> str:
-    """The MLflow to use: the given one, MLFLOW_TRACKING_URI, or an SQLite file beside the runs."""
-    if found := given or os.environ.get("MLFLOW_TRACKING_URI"):
+    """The MLflow to use: the given one, MLFLOW_TRACKING_URI, or an SQLite file beside the runs. With its credentials: not to be shown."""
+    if found := reveal(given) or os.environ.get("MLFLOW_TRACKING_URI"):
         return found
     database = (Path(store.root) if store.is_local else _state_directory(store)) / "mlflow" / "mlflow.db"
     database.parent.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage.refs import Commit
+from storage.secrets import is_secret_name, redact_url
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow.entities import Dataset, LoggedModel, Metric
 
-_SECRET = re.compile(r"(^|[._])(store_options|password|secret|token|credentials?)([._]|$)")
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}  # MLflow's codes for what no second try can mend
 _PLAIN = re.compile(r"[^\w\-./: ]")  # what MLflow refuses in names, "@" among it
 _MAX_BATCH = {"metrics": 1000, "params": 100, "datasets": 100}  # of one MLflow request
@@ -70,7 +70,7 @@ class Lineage:
         if not self.tracking_uri.startswith("http") or "" not in self._runs:
             return None
         where = f"experiments/{self._experiment_id}/runs/{self._runs['']}"
-        return f"{self.tracking_uri.rstrip('/')}/#/{where}?workflowType=machine_learning"
+        return f"{redact_url(self.tracking_uri).rstrip('/')}/#/{where}?workflowType=machine_learning"
 
     def remember(self, line: dict[str, Any]) -> None:
         """Take note of a line without telling MLflow; later lines refer to it."""
@@ -302,7 +302,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     """Nested config as MLflow parameters: dotted names, text values, no secrets."""
     for name, value in values.items():
         full = plain(f"{prefix}{name}")
-        if _SECRET.search(full):
+        if name == "store_options" or is_secret_name(name):
             continue
         if isinstance(value, dict):
             yield from flatten(value, f"{full}.")

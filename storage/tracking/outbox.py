@@ -24,7 +24,7 @@ class Outbox:
     """The queue in `directory` (local: a queue on the far side of a network would wait for that network)."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lines = directory / "outbox.jsonl"
         self._delivered = directory / "delivered.json"
         self._refused = directory / "refused.jsonl"
@@ -32,7 +32,8 @@ class Outbox:
         self._lock: int | None = None
         self._append_lock = threading.Lock()
         self._torn = False  # whether the last line is a part of one
-        self._lines.touch()
+        self._lines.touch(mode=0o600)
+        self._lines.chmod(0o600)  # earlier releases let everybody read it, and wrote the options of the store into it
         self._end_torn_line()
         self._keys = {line["key"] for line, _ in self.lines(0)}
 
@@ -84,7 +85,7 @@ class Outbox:
 
     def refuse(self, line: dict[str, Any], reason: str) -> None:
         """Put a line aside that will never be taken, so that it does not hold up those behind it."""
-        with self._refused.open("a", encoding="utf-8") as file:
+        with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
     def num_waiting(self) -> int:
@@ -94,7 +95,7 @@ class Outbox:
     def lock(self) -> bool:
         """Become the one who delivers, if nobody else is; the lock ends with the process."""
         if self._lock is None:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import engines.cluster
@@ -163,3 +165,14 @@ cluster.stop()
     )
     assert result.returncode == 0, result.stderr
     assert "the cluster has 4 GPUs, 5 are needed" in result.stdout
+
+
+@pytest.mark.integration
+def test_everything_of_our_own_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
+    cluster.run(os.getpid)  # a worker listens too
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [
+        (process.name(), port.laddr.ip) for process in family for port in process.net_connections() if port.status == "LISTEN"
+    ]
+    assert {name for name, _ in listening} >= {"gcs_server", "raylet"}
+    assert not [found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback], listening

@@ -1,13 +1,21 @@
-"""From `penstock deploy` to a run that goes on every night: a real server, a real worker, real flow runs (supervised: no engine)."""
+"""From `penstock deploy` to a run that goes on every night: a real server, a real worker, real flow runs (supervised: no engine).
 
+The same `make up` serves the tests of who may talk to it.
+"""
+
+import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
+import tomllib
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,15 +24,20 @@ from typing import Any
 
 import psutil
 import pytest
+from chromium import browser, installed_browser
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows import deploy
+from flows import deploy, prefect_api
+from flows.prefect_api import LAUNCHER
+from storage.errors import OptionError
 from storage.refs import RunKeys
 from storage.store import Store
 
 ROOT = Path(__file__).parents[2]
 KEYS = RunKeys("n")
+STORE_KEY = "the-key-of-the-store-of-a-test"
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 # ---- what is refused before anything starts ---------------------------------------------------------------------------------
@@ -36,14 +49,14 @@ KEYS = RunKeys("n")
         (["post-trian", "--name", "x"], "unknown flow 'post-trian': did you mean post-train?"),
         (["post-train"], "--name is missing"),
         (["--cron", "0 2 * * *"], "takes the name of one flow"),
-        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is no schedule"),
+        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is not a schedule"),
         (["sft", "--name", "x", "--timezone", "UTC"], "give --cron too"),
-        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is no schedule"),
+        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is not a schedule"),
         (["sft", "--name", "x", "--lr", "much"], "--lr 'much'"),
     ],
 )
 def test_a_wrong_deployment_is_one_sentence(words: list[str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         deploy.main(words)
 
 
@@ -81,7 +94,7 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ]
     log = home / "out"
     environment = prefect_environment(
-        home, PYTHONPATH=str(ROOT)
+        home, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY
     )  # of the flow runs too, which work in the folder of the deployment
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
@@ -89,10 +102,9 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         until(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, 120, log)
         text = log.read_text()
         assert process.poll() is None, text
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         for link in re.findall(r"http://\S+", text)[:2]:
-            assert b"<html" in opener.open(link.split("#")[0], timeout=30).read().lower()
-        yield re.findall(r"http://\S+/api", text)[0], psutil.Process(process.pid), log
+            assert b"<html" in OPENER.open(link.split("#")[0], timeout=30).read().lower()
+        yield re.findall(r"Prefect +(http://\S+)", text)[0] + "/api", psutil.Process(process.pid), log
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
         process.send_signal(signal.SIGKILL)
@@ -102,9 +114,19 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.kill()
 
 
+def profile_of(log: Path) -> Path:
+    """The profile that `make up` has printed."""
+    return Path(re.findall(r"PREFECT_PROFILES_PATH=(\S+) PREFECT_PROFILE=penstock", log.read_text())[0])
+
+
 @pytest.fixture(scope="module")
-def client(up: tuple[str, psutil.Process, Path]) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: up[0]}), get_client(sync_client=True) as client:
+def login(up: tuple[str, psutil.Process, Path]) -> str:
+    return tomllib.loads(profile_of(up[2]).read_text())["profiles"]["penstock"]["PREFECT_API_AUTH_STRING"]
+
+
+@pytest.fixture(scope="module")
+def client(up: tuple[str, psutil.Process, Path], login: str) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: up[0], PREFECT_API_AUTH_STRING: login}), get_client(sync_client=True) as client:
         yield client
 
 
@@ -140,13 +162,14 @@ def deployed(
             "data.jsonl",
         ),
         *("--input-key", "messages", "--rollout-batch-size", "16", "--n-samples-per-prompt", "1", "--loss-type", "sft_loss"),
-        *("--lr", "1e-3", "--stage-retries", "0"),
+        *("--lr", "1e-3", "--stage-retries", "0", "--store-options", "key=env:STORE_KEY_OF_A_TEST"),
     ]
     command = [sys.executable, "-m", "flows.cli", "deploy", *words]
-    environment = prefect_environment(folder, PREFECT_API_URL=up[0], PYTHONPATH=str(ROOT))
+    profile = {"PREFECT_PROFILES_PATH": str(profile_of(up[2])), "PREFECT_PROFILE": "penstock"}
+    environment = prefect_environment(folder, **profile, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"PREFECT_API_URL={up[0]} prefect deployment run 'sft/nightly' --watch" in result.stdout
+    assert up[0] in result.stdout and "Run it now:  prefect deployment run 'sft/nightly' --watch" in result.stdout
     return "sft/nightly", folder
 
 
@@ -164,11 +187,134 @@ def state(client: SyncPrefectClient, flow_run: Any) -> str:
     return client.read_flow_run(flow_run.id).state_name or ""
 
 
+# ---- who may talk to it -----------------------------------------------------------------------------------------------------
+
+
+def status(url: str, body: dict | None = None, **headers: str) -> int:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    try:
+        with OPENER.open(request, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.integration
+def test_prefect_refuses_foreign_hosts_origins_and_callers_without_login(
+    up: tuple[str, psutil.Process, Path], login: str
+) -> None:
+    api, _, log = up
+    root, port = api.removesuffix("/api"), api.split(":")[2].removesuffix("/api")
+    basic = {"Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
+    runs = f"{api}/flow_runs/filter"
+
+    assert status(runs, {}, **basic) == 200
+    assert status(runs, {}, Origin=root, **basic) == 200
+    assert status(runs, {}, Host=f"localhost:{port}", **basic) == 200
+    assert status(runs, {}) == 401
+    assert status(runs, {}, Authorization="Basic " + base64.b64encode(b"penstock:guess").decode()) == 401
+    for foreign in ("http://example.com", "null", f"http://localhost:{int(port) + 1}", f"https://127.0.0.1:{port}"):
+        assert status(runs, {}, Origin=foreign, **basic) == 403, foreign
+    for foreign in ("example.com", f"example.com:{port}", f"127.0.0.1.example.com:{port}", "127.0.0.1@example.com", "[::1", ""):
+        assert status(runs, {}, Host=foreign, **basic) in (400, 403), foreign
+        assert status(root, Host=foreign) in (400, 403), foreign
+    assert stat.S_IMODE(profile_of(log).stat().st_mode) == 0o600
+    assert login not in log.read_text()
+    assert not any(login in " ".join(process.cmdline()) for process in psutil.Process(up[1].pid).children(recursive=True))
+
+
+@pytest.mark.integration
+def test_events_are_refused_without_login(up: tuple[str, psutil.Process, Path], login: str) -> None:
+    from websockets.exceptions import InvalidStatus, WebSocketException
+    from websockets.sync.client import connect
+
+    def greeted(token: str, origin: str | None = None) -> bool:
+        address = up[0].replace("http", "ws") + "/events/in"
+        with connect(address, subprotocols=["prefect"], origin=origin, proxy=None) as socket:  # type: ignore[list-item, arg-type]
+            socket.send(json.dumps({"type": "auth", "token": token}))
+            return json.loads(socket.recv(timeout=30))["type"] == "auth_success"
+
+    assert greeted(login)
+    with pytest.raises(WebSocketException):
+        greeted("penstock:guess")
+    with pytest.raises(InvalidStatus):
+        greeted(login, "http://example.com")
+
+
+@pytest.mark.integration
+def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[str, psutil.Process, Path]) -> None:
+    root = re.findall(r"MLflow +(http://[^/]+)", up[2].read_text())[0]
+    create, name = f"{root}/api/2.0/mlflow/experiments/create", {"name": "made by a test"}
+    assert status(create, name, Origin="http://example.com") == 403
+    assert status(create, name, Host="example.com") == 403
+    assert status(root, Host="example.com") == 403
+    assert status(create, name, Origin=root) == 200
+
+
+@pytest.mark.integration
+def test_the_printed_line_logs_the_prefect_command_in(
+    up: tuple[str, psutil.Process, Path], deployed: tuple[str, Path], client: SyncPrefectClient
+) -> None:
+    [line] = re.findall(r"^ +(export PREFECT_PROFILES_PATH=.*)$", up[2].read_text(), re.MULTILINE)
+    command = f"{shlex.quote(sys.executable)} -m prefect deployment run post-train/default -p config='{{}}' --start-in '10 years'"
+    assert deploy.deploy_all(up[0]) == 0
+    environment = prefect_environment(deployed[1])
+    refused = subprocess.run(
+        ["bash", "-c", command],
+        env={**environment, "PREFECT_API_URL": up[0]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr
+    accepted = subprocess.run(
+        ["bash", "-c", f"{line} && {command}"], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+    [run] = [run for run in client.read_flow_runs() if run.name in accepted.stdout]
+    assert run.state_name == "Scheduled"
+    client.delete_flow_run(run.id)
+
+
+@pytest.mark.integration
+def test_penstock_without_the_login_is_refused_in_one_sentence(
+    up: tuple[str, psutil.Process, Path],
+) -> None:
+    wrong = {PREFECT_API_URL: up[0], PREFECT_API_AUTH_STRING: "penstock:guess"}
+    with temporary_settings(wrong), pytest.raises(OptionError, match="PREFECT_PROFILES_PATH"):
+        prefect_api.ensure_prefect_api.__wrapped__()
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
+def test_the_prefect_page_asks_for_the_password_and_works_with_it(
+    up: tuple[str, psutil.Process, Path], login: str, tmp_path: Path
+) -> None:
+    root = up[0].removesuffix("/api")
+    with browser(tmp_path) as page:
+        page.open(f"{root}/runs")
+        page.wait_for("document.querySelector('input[type=password]') !== null")
+        page.type_into("input[type=password]", login)
+        page.press_enter()
+        page.wait_for("localStorage.getItem('prefect-password') !== null && !document.querySelector('input[type=password]')")
+        page.wait_for("document.body.innerText.includes('Flow Runs') || document.body.innerText.includes('Runs')")
+        answer = f"fetch('{up[0]}/flow_runs/count', {{method: 'POST', headers: {{Authorization: 'Basic ' + localStorage.getItem('prefect-password')}}}})"
+        assert page.evaluate(f"{answer}.then(answer => answer.status)") == 200
+    with browser(tmp_path) as page:  # another page of the same browser: no header, and the body is not shown to it
+        page.open("data:text/html,<title>elsewhere</title>")
+        post = f"fetch('{up[0]}/flow_runs/filter', {{method: 'POST', body: '{{}}'}}).then(answer => 'read ' + answer.status, () => 'refused')"
+        assert page.evaluate(post) == "refused"
+
+
 @pytest.mark.integration
 def test_what_is_deployed(client: SyncPrefectClient, deployed: tuple[str, Path]) -> None:
     made = client.read_deployment_by_name(deployed[0])
     assert made.work_pool_name == "penstock" and made.enforce_parameter_schema
     assert made.global_concurrency_limit is not None and made.global_concurrency_limit.limit == 1
+    assert made.parameters["config"]["run"]["store_options"] == {"key": "env:STORE_KEY_OF_A_TEST"}
     [schedule] = made.schedules
     assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
     automations = client.read_automations_by_name(deploy.AUTOMATION)
@@ -180,7 +326,7 @@ def test_everything_is_deployed_and_a_schedule_is_left_alone(
     client: SyncPrefectClient, deployed: tuple[str, Path], up: tuple[str, psutil.Process, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(up[2].parent / "prefect"))
-    assert deploy.deploy_all(up[0]) == 0
+    assert deploy.deploy_all(up[0]) == 0  # the login is in this process's settings, by `client`
     flows = ("post-train", "sft", "convert", "evaluate", "replay")
     assert all(client.read_deployment_by_name(f"{flow}/default").enforce_parameter_schema for flow in flows)
     [template] = client.read_deployment_by_name("post-train/nightly").schedules
@@ -229,7 +375,7 @@ def test_a_run_goes_on_after_a_kill_with_new_rows_and_without_its_server(
     # second firing: the same target, and the server dies meanwhile
     second = fire(client, title)
     until(lambda: state(client, second) == "Running", 120, log)
-    server = next(child for child in parent.children() if "server" in child.cmdline() and "prefect" in child.cmdline())
+    server = next(child for child in parent.children() if str(LAUNCHER) in child.cmdline())
     server.kill()
     until(lambda: has(KEYS.export(2)), 120, log)
     until(lambda: "Prefect had ended and is started again" in log.read_text(), 120, log)
@@ -244,6 +390,9 @@ def test_a_run_goes_on_after_a_kill_with_new_rows_and_without_its_server(
     source = store.committed(KEYS.rollout(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
+    written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert not [path for path in written if STORE_KEY.encode() in path.read_bytes()], "a secret was recorded"
     assert len(store.list(f"{KEYS.prefix}/changes")) == 1  # one more target than run.json's; the killed start added none
 
 

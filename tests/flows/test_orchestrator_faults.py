@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.prefect_api import prefect_server
+from flows.prefect_api import LAUNCHER, prefect_server
 from flows.service import Service, choose_port
 from flows.services import mlflow_server
 from storage.faults import VARIABLE
@@ -75,7 +75,7 @@ def server_of(pid: int) -> psutil.Process | None:
     """The run's own Prefect server, once it is there: a run that finds it dead starts it again at any moment."""
     for child in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "server" in child.cmdline():
+            if str(LAUNCHER) in child.cmdline():
                 return child
     return None
 
@@ -109,7 +109,8 @@ def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_model: Path, tmp_path: Path) -> None:
-    process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], PREFECT_API_URL=server.environment["PREFECT_API_URL"])
+    login = {name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
+    process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], **login)
     try:
         until(stopped(tmp_path).exists, 120, log)
         assert server.process is not None

@@ -17,6 +17,7 @@ from scripted_replies import handle_with, pending, text, trained
 from stages.rollout.agents.endpoint import OpenAIEndpoint
 from stages.rollout.agents.session import AgentSession
 from stages.rollout.user_sample import UserSample, taken
+from storage.errors import EngineError
 from storage.sample import Status
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -252,6 +253,21 @@ def test_models_and_other_addresses(bench: Any) -> None:
         b.client.embeddings.create(model="any", input="x")
 
 
+def test_a_call_without_the_key_of_its_session_or_with_a_foreign_host_is_refused(bench: Any) -> None:
+    b = bench("a<|im_end|>")
+    other = b.endpoint.session(UserSample.of(pending(b.handle)))
+    assert b.session.api_key not in b.session.base_url
+    for key in ("guess", other.api_key):
+        with pytest.raises(openai.AuthenticationError, match=r"session\.api_key"):
+            b.client.with_options(api_key=key).models.list()
+        with pytest.raises(openai.AuthenticationError):
+            b.client.with_options(api_key=key).chat.completions.create(model="any", messages=[user("1")])
+    with pytest.raises(openai.PermissionDeniedError):
+        b.client.with_options(default_headers={"Host": "example.com:80"}).models.list()
+    assert b.say(user("1")) == "a"
+    assert len(b.samples()) == 1
+
+
 def test_sessions_end_one_by_one_and_all_together(bench: Any) -> None:
     b = bench("a<|im_end|>", "b<|im_end|>")
     other = b.endpoint.session(UserSample.of(pending(b.handle)))
@@ -270,5 +286,5 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
     handle = handle_with(QWEN3)
     with socket.create_server(("127.0.0.1", 0)) as taken_port:
         endpoint = OpenAIEndpoint(handle, taken_port.getsockname()[1])
-        with pytest.raises(ValueError, match=r"--agent-endpoint-port .* give another port, or 0"):
+        with pytest.raises(EngineError, match="--agent-endpoint-port"):
             endpoint.session(pending(handle))

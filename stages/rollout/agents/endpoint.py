@@ -2,7 +2,8 @@
 whole or streamed, and the list of models. What the calls become is `session.py`'s.
 
 It listens on 127.0.0.1 in a thread and an event loop of its own, so that an agent which blocks its loop does not block its own
-answers. How tokens are drawn is the run's to say and not the agent's: the trainer computes the probability of every token at
+answers. Every session has a key, which each of its calls must carry; the address alone, which a command line may show, opens nothing, and
+no page of a browser can come in under another Host. How tokens are drawn is the run's to say and not the agent's: the trainer computes the probability of every token at
 the run's temperature, and samples of one prompt must differ.
 """
 
@@ -21,6 +22,7 @@ from aiohttp import web
 
 from stages.rollout.agents.session import AgentSession, Answer, NoRoom, Stopped
 from stages.rollout.user_sample import UserSample
+from storage.errors import EngineError
 from storage.sample import Status
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class OpenAIEndpoint:
         """A session for one execution of an agent. From any thread.
 
         Raises:
-            ValueError: the port is taken.
+            EngineError: the port is taken.
             Stopped: the endpoint is closed.
         """
         with self._lock:
@@ -81,7 +83,8 @@ class OpenAIEndpoint:
                 self._start()
         name = secrets.token_urlsafe(16)
         url = f"http://127.0.0.1:{self._port}/{name}/v1"
-        session = AgentSession(self._handle, sample, url, name, on_close=lambda: self._forget(name))
+        key = secrets.token_urlsafe(32)
+        session = AgentSession(self._handle, sample, url, key, on_close=lambda: self._forget(name))
         self._sessions[name] = session
         return session
 
@@ -114,8 +117,8 @@ class OpenAIEndpoint:
             self._port = listening.result()
         except OSError as error:
             self._thread = None
-            raise ValueError(
-                f"--agent-endpoint-port {self._port} cannot be had ({error}): give another port, or 0 for a free one"
+            raise EngineError(
+                f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free one"
             ) from None
 
     async def _serve(self, listening: Future[int]) -> None:
@@ -123,7 +126,6 @@ class OpenAIEndpoint:
         app = web.Application(client_max_size=LONGEST_REQUEST, middlewares=[self._in_openais_words])
         app.router.add_post("/{session}/v1/chat/completions", self._chat_completions)
         app.router.add_get("/{session}/v1/models", self._models)
-        app.router.add_get("/v1/models", self._models)
         # An agent that hangs up, at a time limit say, has not had the answer: the call is cancelled and leaves nothing.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
@@ -140,6 +142,7 @@ class OpenAIEndpoint:
     async def _in_openais_words(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Errors as OpenAI's clients read them. None of ours is worth their trying again."""
         try:
+            self._check_access(request)
             return await handler(request)
         except web.HTTPException as error:
             return _error(error.status, error.reason, "invalid_request_error")
@@ -153,14 +156,27 @@ class OpenAIEndpoint:
             logger.warning("a call of an agent failed: %s: %s", type(error).__name__, error)
             return _error(500, f"{type(error).__name__}: {error}", "server_error")
 
+    def _check_access(self, request: web.Request) -> None:
+        """Refuse a foreign Host and a call without the session's key. A session that has ended has none; its calls are told so."""
+        if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            raise web.HTTPForbidden(reason="foreign Host")
+        session = self._sessions.get(request.match_info.get("session", ""))
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if session is not None and not (scheme == "Bearer" and secrets.compare_digest(key.encode(), session.api_key.encode())):
+            raise web.HTTPUnauthorized(reason="the call has no key, or that of another session: give the client session.api_key")
+
     async def _models(self, request: web.Request) -> web.Response:
+        self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session = self._sessions.get(request.match_info["session"])
-        if session is None:
+    def _session_of(self, request: web.Request) -> AgentSession:
+        if (session := self._sessions.get(request.match_info["session"])) is None:
             raise Stopped("there is no such session: it has ended, or the address is wrong")
+        return session
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
         try:
             body = await request.json()
         except json.JSONDecodeError as error:

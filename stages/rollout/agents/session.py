@@ -51,7 +51,7 @@ class AgentSession:
         handle: of the engines.
         sample: what the agent works for. It stays as it is; `samples` gives what the agent has made of it.
         base_url: what the agent's OpenAI client is given.
-        api_key: likewise; it is the session's name in the address.
+        api_key: likewise; every call of the session must carry it.
         on_close: called when the session ends.
     """
 

@@ -1,0 +1,106 @@
+"""Every server and the router have a key: who has it is served, nobody else, and no command line shows it."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from aiohttp import web
+from small_servers import answer, with_servers
+
+from engines.sglang import control
+from engines.sglang.args import check_sglang_args
+from engines.sglang.client import EngineClient
+from engines.sglang.external import ExternalEngine, url_of
+from engines.sglang.pool import EnginePool
+from engines.sglang.router import Router
+from engines.sglang.server import ServerSpec, last_lines
+from storage.errors import EngineError
+
+CONTROL = ("/flush_cache", "/pause_generation", "/update_weights_from_disk", "/update_weights_from_tensor", "/abort_request")
+
+
+def status(url: str, key: str | None = None, *, post: bool = False) -> int:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, b"{}" if post else None, headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def command_lines() -> str:
+    return " ".join(word for process in psutil.Process().children(recursive=True) for word in process.cmdline())
+
+
+def test_a_key_goes_to_its_own_server_alone_and_through_the_router_to_each_engine(tmp_path: Path) -> None:
+    seen: list[list[str | None]] = [[], []]
+
+    def engine(number: int) -> object:
+        async def handle(request: web.Request) -> web.Response:
+            if request.path == "/generate":
+                seen[number].append(request.headers.get("Authorization"))
+                return web.json_response([answer([ids[-1]]) for ids in (await request.json())["input_ids"]])
+            return web.json_response({"model_path": "/m", "weight_version": "run/3"})
+
+        return handle
+
+    async def use(urls: list[str]) -> None:
+        control.use_keys(dict(zip(urls, ("first-key", "second-key"))))
+        async with EngineClient([urls[0]]) as client:
+            await client.generate([1], {})
+        async with EngineClient(["http://127.0.0.1:9"], num_tries=1) as client:
+            assert control.headers("http://127.0.0.1:9") == {}
+        with Router({}, str(tmp_path)) as router:
+            router.lead_to(urls)
+            async with EngineClient(urls, router=router.address, timeout=60) as client:
+                for number in range(8):
+                    await client.generate([number], {})
+                address = router.address()
+                assert address is not None
+                key = control.keys_of([address])[address]
+                assert [status(f"{address}/workers", given) for given in (None, "first-key", key)] == [401, 401, 200]
+                assert status(f"{address}/generate", post=True) == 401
+                assert key not in command_lines() and "first-key" not in command_lines()
+        for url in urls:
+            control.use_key(url, None)
+
+    with_servers([engine(0), engine(1)], use)  # type: ignore[list-item]
+    assert set(seen[0]) == {"Bearer first-key"} and set(seen[1]) == {"Bearer second-key"}
+
+
+def test_what_a_log_says_of_a_key_is_not_shown(tmp_path: Path) -> None:
+    control.use_key("http://127.0.0.1:8", "a-key-of-a-test")
+    log = tmp_path / "log"
+    log.write_text("server_args=ServerArgs(api_key='a-key-of-a-test')\n")
+    assert last_lines(log, 5) == "server_args=ServerArgs(api_key='***')"
+    control.use_key("http://127.0.0.1:8", None)
+
+
+def test_external_engines_take_the_given_key_and_no_credentials_in_their_address(tiny_model: Path) -> None:
+    spec = ServerSpec(model_path=str(tiny_model), args={"api_key": "given-key"})
+    ExternalEngine("127.0.0.1:7", spec, 0)
+    assert control.headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
+    control.use_key("http://127.0.0.1:7", None)
+    with pytest.raises(EngineError) as refused:
+        url_of("http://me:hunter22@127.0.0.1:7")
+    assert "hunter22" not in str(refused.value)
+    with pytest.raises(EngineError, match="--sglang-api-key"):
+        check_sglang_args({"admin_api_key": "x"})
+
+
+@pytest.mark.integration
+def test_a_real_engine_serves_nobody_without_its_key(engine_pool: EnginePool) -> None:
+    [url] = engine_pool.urls
+    key = control.keys_of([url])[url]
+    assert len(key) == 64 and key not in command_lines()
+    for path in ("/generate", *CONTROL):
+        assert status(url + path, post=True) == status(url + path, "guess", post=True) == 401, path
+    for path in ("/server_info", "/model_info", "/v1/models"):
+        assert [status(url + path, given) for given in (None, "guess", key)] == [401, 401, 200], path
+    assert control.weight_version(url) and control.generates(url)
+    assert key not in engine_pool.log_tails(200)[0]

@@ -1,0 +1,166 @@
+"""No secret of a configuration leaves the process: what is recorded and shown holds references, and a start resolves them."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from flows import flags
+from flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
+from flows.runs import create_record, open_store, recorded
+from storage import secrets
+from storage.config import extra_of
+from storage.errors import OptionError, PenstockError, StoreError
+from storage.refs import RunKeys
+from storage.secrets import has_credentials, hide, is_secret_name, masked, redact, reveal, write_private
+from storage.store import Store
+from storage.tracking import Tracker, tracking_uri
+from storage.tracking.lineage import flatten
+
+SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
+WORDS = [
+    *(
+        "--run",
+        "n",
+        "--store-options",
+        "key=AKIA-literal",
+        "secret=s3cr3t/with+slash",
+        "endpoint_url=http://127.0.0.1:9000",
+        "anon=false",
+    ),
+    *("--sglang-api-key", "engine-key-1", "--sglang-max-total-tokens", "64", "--router-api-key", "router-key-1"),
+    *("--rm-url", "https://me:rm-passw0rd@grade.example/score?x=1", "--input-key", "question"),
+    *("--mlflow-tracking-uri", "postgresql://me:db-passw0rd@db.example/mlflow"),
+]
+
+
+@pytest.fixture
+def config() -> PostTrainConfig:
+    return flags.parse(WORDS)
+
+
+def test_a_config_holds_references_and_gives_the_secrets_where_they_are_used(config: PostTrainConfig) -> None:
+    text = config.model_dump_json()
+    assert not [secret for secret in SECRETS if secret in text]
+    assert config.run.store_options["endpoint_url"] == "http://127.0.0.1:9000"
+    assert config.run.store_options["key"] == "env:PENSTOCK_SECRET_STORE_OPTIONS_KEY"
+    assert config.rollout.sglang["max_total_tokens"] == 64 and config.rollout.input_key == "question"
+    assert reveal(config.run.store_options) | {} == {
+        "key": "AKIA-literal", "secret": "s3cr3t/with+slash", "endpoint_url": "http://127.0.0.1:9000", "anon": False
+    }  # fmt: skip
+    assert reveal(config.rollout.sglang)["api_key"] == "engine-key-1"
+    assert reveal(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
+    assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith("postgresql://me:db-passw0rd@")
+    check_secrets(config)
+
+
+def test_no_record_holds_a_secret_and_a_run_reads_its_record_again(config: PostTrainConfig, tmp_path: Path) -> None:
+    config = validated(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
+    store = open_store(config.run)
+    assert create_record(store, "post_train", config)
+    Tracker("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
+    for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
+        assert not [secret for secret in SECRETS if secret in path.read_text()], path
+    assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600
+    flow, again = recorded(config.run, "n")
+    assert (flow, again) == ("post_train", config)
+    assert json.loads((tmp_path / RunKeys("n").record).read_text())["config_hash"] == config_hash(again)
+
+
+def test_literal_secrets_of_an_old_record_or_a_config_made_by_hand_are_masked() -> None:
+    old = {
+        "rollout": {"sglang": {"api_key": "old-key-1"}, "input_key": "question"},
+        "run": {"store_options": {"key": "old-key-2"}},
+    }
+    assert masked(old) == {
+        "rollout": {"sglang": {"api_key": "***"}, "input_key": "question"},
+        "run": {"store_options": {"key": "***"}},
+    }
+    assert "old-key" not in validated(old).model_dump_json()
+    assert [name for name, _ in flatten(old)] == ["rollout.input_key"]
+    assert validated({"rollout": {"sglang": {}}}).rollout.sglang == {}
+
+
+def test_only_options_that_no_identity_holds_are_secret() -> None:
+    marked = {name for _, name, field in options() if extra_of(field)["secret"]}
+    assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "sglang", "router"} <= marked
+    assert not [name for _, name, field in options() if extra_of(field)["secret"] and extra_of(field)["change"] == "identity"]
+    assert not [name for _, name, _ in options() if is_secret_name(name)], "an ordinary option would be masked in records"
+
+
+@pytest.mark.parametrize("name", ["key", "api_key", "aws_secret_access_key", "aws_access_key_id", "aws_session_token", "account_key",
+                                  "sas_token", "connection_string", "control_plane_api_keys", "password", "ssl_keyfile_password"])  # fmt: skip
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+    assert hide(f"x.{name}", "a value") == f"env:PENSTOCK_SECRET_X_{name.upper()}" or hide(f"x.{name}", "a value").startswith(
+        "env:"
+    )
+
+
+def test_a_deployment_takes_references_and_refuses_literal_secrets(
+    config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OptionError, match="--store-options"):
+        check_secrets(config, literal=False)
+    named = flags.parse(["--run", "n", "--store-options", "secret=env:A_SECRET_OF_A_TEST"])
+    assert named.run.store_options == {"secret": "env:A_SECRET_OF_A_TEST"}
+    with pytest.raises(OptionError, match="A_SECRET_OF_A_TEST"):
+        check_secrets(named, literal=False)
+    monkeypatch.setenv("A_SECRET_OF_A_TEST", "value-of-a-test")
+    check_secrets(named, literal=False)
+    assert redact("it said value-of-a-test") == "it said ***"
+
+
+def test_a_secret_file_must_be_private(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "key"
+    write_private(path, "from-a-file\n")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert reveal(f"secret-file:{path}") == "from-a-file"
+    path.chmod(0o640)
+    with pytest.raises(OptionError, match="chmod 600"):
+        reveal(f"secret-file:{path}")
+    with pytest.raises(OptionError, match="cannot be read"):
+        reveal(f"secret-file:{tmp_path}/none")
+
+
+def test_credentials_in_urls_are_neither_accepted_as_a_store_nor_shown() -> None:
+    url = "s3://KEY:SEC/RET+1@bucket/prefix"
+    with pytest.raises(OptionError) as refused:
+        flags.parse(["--store", url])
+    assert "SEC" not in str(refused.value) and "--store-options" in str(refused.value)
+    with pytest.raises(StoreError) as failed:
+        Store(url)
+    assert "SEC" not in str(failed.value)
+    assert str(PenstockError(f"cannot open {url}")) == "cannot open s3://***@bucket/prefix"
+    assert redact("GET https://x.example/a?n=1&X-Amz-Signature=abc&b=2") == "GET https://x.example/a?n=1&X-Amz-Signature=***&b=2"
+    for plain in (
+        "http://127.0.0.1:5000/#/x",
+        "s3://bucket/a@b",
+        "me@example.com",
+        "sqlite:////tmp/a:b@c",
+        "ray://10.0.0.7:10001",
+    ):
+        assert redact(plain) == plain and not has_credentials(plain)
+
+
+def test_two_configs_of_one_process_keep_their_own_secrets() -> None:
+    first, second = (flags.parse(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
+    assert (reveal(first.rollout.rm_url), reveal(second.rollout.rm_url)) == tuple(
+        f"https://u:pw-number-{n}@h.example/" for n in (1, 2)
+    )
+
+
+def test_a_resumed_run_names_the_secret_that_is_missing(config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_given", {})  # another process
+    with pytest.raises(OptionError, match="PENSTOCK_SECRET_STORE_OPTIONS_KEY"):
+        check_secrets(config)
+
+
+def test_a_wrong_value_of_a_secret_option_is_not_shown() -> None:
+    with pytest.raises(OptionError) as refused:
+        validated(tomllib.loads('[run]\nstore_options = "secret=plain-s3cret"'))
+    assert "plain-s3cret" not in str(refused.value) and "--store-options" in str(refused.value)
