@@ -1,10 +1,12 @@
 """Everything that can be known to be wrong before a process starts: seconds here instead of minutes later.
 
-Each check raises ValueError with one sentence: found -> needed -> do.
+Each check raises an InputError with one sentence: found -> needed -> do. Cheap checks come first, and nothing is written: the store is
+probed last, and a run's name is claimed by the caller after that (`runs.open_run`).
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from functools import cache
 from typing import TYPE_CHECKING
@@ -12,39 +14,122 @@ from typing import TYPE_CHECKING
 from flows.config import PostTrainConfig
 from flows.runs import check_run, open_store
 from stages.train.config import TrainConfig
+from storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
 
 if TYPE_CHECKING:
     from engines.megatron.shape import ModelShape
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
+TRAINING = ("post_train", "sft")
+# estimators whose advantage is the reward minus that of the other samples of the prompt: 0 where there are none
+GROUP_RELATIVE = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def preflight(flow: str, config: PostTrainConfig) -> None:
     """Check a config for a flow. The second time in a process it costs nothing.
 
     Raises:
-        ValueError: the request is wrong.
+        InputError: the request is wrong.
         StoreError: the store cannot hold a run.
     """
+    _check_rounds(flow, config)
     _checked(flow, config.model_dump_json())
 
 
 @cache
 def _checked(flow: str, config_json: str) -> None:
-    from engines.megatron.fit import check_fit
-    from engines.megatron.model_options import contradictions
     from engines.megatron.shape import ModelShape
 
     config = PostTrainConfig.model_validate_json(config_json)
-    if flow != "convert" and not config.run.run:
-        raise ValueError("--run is missing: name the run, the same name resumes it")
+    _check_request(flow, config)
+    shape = ModelShape.from_hf(config.convert.hf_checkpoint)
+    _check_algorithm(config.train, shape)
+    check_layout(shape, config.train)
+    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
+        return  # from one directory into another: no store is touched
+    if flow != "convert":
+        _check_recorded(flow, config)
+        _check_lengths(flow, config, shape)
+        _check_data(flow, config)
+    if flow in GENERATING:
+        _check_engines(config)
+    open_store(config.run)  # last, for it writes a probe
+
+
+def _check_recorded(flow: str, config: PostTrainConfig) -> None:
+    """Check that this config may begin or continue the run of its name."""
+    store = open_store(config.run, probe=False)
+    try:
+        check_run(store, flow, config)
+    except OSError as error:
+        raise StoreError(f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI") from error
+
+
+def _check_request(flow: str, config: PostTrainConfig) -> None:
+    """Check what needs no file."""
+    from engines.megatron.option_values import check_option_values
+
+    run, rollout, train = config.run, config.rollout, config.train
+    if flow != "convert" and not run.run:
+        raise OptionError("--run is missing: name the run, the same name resumes it")
     if not config.convert.hf_checkpoint:
-        raise ValueError(
+        raise OptionError(
             "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
-    shape, train = ModelShape.from_hf(config.convert.hf_checkpoint), config.train
+    if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
+        raise OptionError(
+            f"--loss-type {train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
+            "`penstock train` on graded samples (policy_loss)"
+        )
+    if flow == "post_train":
+        _check_group_size(config)
+    if flow == "evaluate" and not config.eval.eval_prompt_data:
+        raise OptionError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
+    if run.ray_address is not None and not re.fullmatch(r"auto|local|(ray://)?[\w.\[\]:-]+:\d{1,5}", run.ray_address, re.ASCII):
+        raise OptionError(f"--ray-address {run.ray_address[:80]!r} is not an address: give auto, HOST:PORT or ray://HOST:PORT")
+    check_option_values(train.megatron)
+    if rollout.rollout_external_engine_addrs and rollout.sglang:
+        raise EngineError(
+            f"--sglang-{next(iter(rollout.sglang)).replace('_', '-')} says how an engine is started, but those of "
+            "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
+        )
+
+
+def _check_rounds(flow: str, config: PostTrainConfig) -> None:
+    """Check that the run does something. JSON does not tell a default from what was given, so this is asked of the config itself."""
+    run = config.run
+    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start:
+        return
+    if flow == "sft":
+        raise OptionError("--num-rollout is missing: give the number of rounds to train")
+    if not config.eval.eval_prompt_data or "num_rollout" not in run.model_fields_set:
+        raise OptionError(
+            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)"
+        )
+
+
+def _check_group_size(config: PostTrainConfig) -> None:
+    rollout, train = config.rollout, config.train
+    compares = (
+        train.loss_type == "policy_loss"
+        and train.advantage_estimator in GROUP_RELATIVE
+        and train.custom_advantage_function_path is None
+        and not train.disable_rewards_normalization
+    )
+    several = rollout.custom_generate_function_path or rollout.data_source_path  # may give a prompt further samples
+    if compares and rollout.n_samples_per_prompt == 1 and not several:
+        raise OptionError(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is relative to the other "
+            "samples of the prompt, so every gradient would be zero; give 2 or more, or --disable-rewards-normalization"
+        )
+
+
+def check_layout(shape: ModelShape, train: TrainConfig) -> None:
+    """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
+    from engines.megatron.fit import check_fit
+    from engines.megatron.model_options import contradictions
+
     contradictions(shape, train.megatron)
-    _check_algorithm(train, shape)
     check_fit(
         shape,
         train.tensor_model_parallel_size,
@@ -52,14 +137,28 @@ def _checked(flow: str, config_json: str) -> None:
         train.expert_tensor_parallel_size,
         train.sequence_parallel,
     )
-    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
-        return  # from one directory into another: no store is touched
-    store = open_store(config.run)
-    if flow != "convert":
-        check_run(store, flow, config)
-        _check_data(flow, config)
-    if flow in GENERATING:
-        _check_engines(config)
+
+
+def _check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that prompt and response fit the positions that the model has."""
+    rollout, evals, limit = config.rollout, config.eval, shape.max_position_embeddings
+    served = rollout.sglang.get("context_length")
+    where = "max_position_embeddings in config.json"
+    if flow in GENERATING and isinstance(served, int) and 0 < served < limit:
+        limit, where = served, "--sglang-context-length"
+    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len if flow == "post_train" else 0}
+    lengths["--rollout-max-prompt-len"] = rollout.rollout_max_prompt_len or 0
+    lengths["--rollout-max-context-len"] = (rollout.rollout_max_context_len or 1) - 1
+    for name, _ in evals.eval_prompt_data if flow in GENERATING else ():
+        own = evals.settings(name).get("max_response_len")
+        flag_name = "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
+        lengths[flag_name] = rollout.rollout_max_response_len if own is None else own
+    for name, length in lengths.items():
+        if length >= limit:
+            raise OptionError(
+                f"{name} {length} leaves no room for {'a response' if 'prompt' in name else 'a prompt'}: the model has "
+                f"{limit} positions ({where}); give less"
+            )
 
 
 def _check_data(flow: str, config: PostTrainConfig) -> None:
@@ -69,11 +168,6 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     from stages.rollout.tokenizer import check_tokenizer
 
     demonstrations = flow == "sft"
-    if demonstrations != (config.train.loss_type == "sft_loss") and flow != "evaluate":
-        raise ValueError(
-            f"--loss-type {config.train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
-            "`penstock train` on graded samples (policy_loss)"
-        )
     check_tokenizer(
         config.convert.hf_checkpoint,
         apply_chat_template=config.rollout.apply_chat_template or demonstrations,
@@ -87,11 +181,9 @@ def _check_data(flow: str, config: PostTrainConfig) -> None:
     if flow in GENERATING:
         check_functions(config.rollout, evaluation=flow == "evaluate")
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
-        raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
+        raise RewardError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
         check_reward_of(rollout)
-    if flow == "evaluate" and not config.eval.eval_prompt_data:
-        raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
     for rollout in evaluated:
         check_prompt_data(rollout)
 
@@ -110,7 +202,7 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
         )
         if different:
             key = different[0]
-            raise ValueError(
+            raise ModelError(
                 f"the {name} {path} has {key} {theirs[key]!r}, but the policy has {mine[key]!r}: it takes the policy's place for a pass, "
                 "so give a model of the same sizes"
             )
@@ -152,15 +244,10 @@ def _check_engines(config: PostTrainConfig) -> None:
     check_seeds(rollout.rollout_sampling_seeds, rollout.rollout_sampling, rollout.sglang)
     for address in rollout.rollout_external_engine_addrs:
         url_of(address)
-    if rollout.rollout_external_engine_addrs and rollout.sglang:
-        raise ValueError(
-            f"--sglang-{next(iter(rollout.sglang)).replace('_', '-')} says how an engine is started, but those of "
-            "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
-        )
     if config.train.use_rollout_routing_replay:
         returning_experts(rollout.sglang)
         if routed:
-            raise ValueError(
+            raise EngineError(
                 "--use-rollout-routing-replay does not pass SGLang's router, which drops the request for experts: leave --use-router out"
             )
     if port := rollout.sglang_port:
@@ -169,6 +256,6 @@ def _check_engines(config: PostTrainConfig) -> None:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                raise ValueError(
+                raise EngineError(
                     f"port {port} is taken: give --sglang-port another one, or leave it out and a free one is found"
                 ) from None

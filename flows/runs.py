@@ -14,15 +14,19 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
+from storage.errors import StoreError
 from storage.refs import Commit, RunKeys
 from storage.store import Store, committed_prefixes
 
 RECORD_VERSION = 1
 
 
-def open_store(config: RunConfig) -> Store:
-    """The store of a run. Raises StoreError with one sentence if it cannot hold one."""
-    return Store(config.store, config.store_options, single_writer=config.store_single_writer)
+def open_store(config: RunConfig, *, probe: bool = True) -> Store:
+    """Return the store of a run; without `probe` nothing is written to it. Raises StoreError if it cannot hold a run."""
+    store = Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
+    if store.is_local and Path(store.root).exists() and not Path(store.root).is_dir():
+        raise StoreError(f"store {store.uri!r} is not a directory: give --store a directory or a URI")
+    return store
 
 
 def open_run(store: Store, flow: str, config: PostTrainConfig) -> RunKeys:
@@ -99,7 +103,7 @@ def recorded(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
     Raises:
         ValueError: no such run.
     """
-    store = open_store(where)
+    store = open_store(where, probe=False)
     keys = RunKeys(run)
     record = store.read_json(keys.record)
     if record is None:
@@ -125,7 +129,7 @@ def run_commits(store: Store, keys: RunKeys) -> list[Commit]:
 
 def print_runs(where: RunConfig) -> int:
     """A table of the runs in a store."""
-    store = open_store(where)
+    store = open_store(where, probe=False)
     table = Table(box=None, pad_edge=False)
     for title in ("run", "flow", "rounds", "reward first -> last", "checkpoints", "evals", "started"):
         table.add_column(title)

@@ -13,7 +13,7 @@ from flows.preflight import preflight
 def words(tmp_path: Path, tiny_model: Path) -> list[str]:
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "1+1=", "label": "2"}) + "\n")
     where = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
-    return [*where, "--eval-config", str(tmp_path / "evals.toml"), "--rm-type", "exact_number"]
+    return [*where, "--eval-config", str(tmp_path / "evals.toml"), "--eval-max-response-len", "8", "--rm-type", "exact_number"]
 
 
 def write(directory: Path, more: str) -> None:
