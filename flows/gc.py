@@ -10,9 +10,10 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from flows.flags import parse
+from flows.flags import parse_store
 from flows.runs import open_store
-from flows.words import number, size, taken
+from flows.words import number, run_name, shown, size, taken
+from storage.errors import OptionError, RunError
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
 from storage.retention import finish_expiries
@@ -37,12 +38,12 @@ def main(words: list[str]) -> int:
     """
     alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
     if len(alone) > 1:
-        raise ValueError(f"penstock gc takes one run or none; found {' '.join(alone)}")
+        raise OptionError(f"penstock gc takes one run or none; found {shown(' '.join(alone))}")
     older_than = 3600 * number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse(rest).run)
-    run = alone[0] if alone else None
+    store = open_store(parse_store(rest, "gc"), probe=False)
+    run = run_name(alone[0]) if alone else None
     if run is not None and not store.list(f"runs/{run}"):
-        raise ValueError(f"store {store.uri} has no run {run!r}: check the name, or give --store")
+        raise RunError(f"store {store.uri} has no run {run!r}: check the name, or give --store")
     found = leftovers(store, run, older_than=older_than)
     removed = delete(store, found, run, older_than) if "--delete" in own else None
     show(store, found, removed)
