@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flows.config import PostTrainConfig, read_toml, validated
+from flows.words import command
 from storage.errors import OptionError
 
 RECIPES = Path(__file__).parent.parent / "configs" / "recipes"
@@ -72,7 +73,8 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
     if code := start("post_train", grpo):
         return code
     print(
-        f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew."
+        f"\nThe demo took {time.monotonic() - began:.0f} s. The same command resumes it; `{command()} demo --fresh` starts again.\n"
+        "In a new terminal: source .venv/bin/activate, then penstock is found by its name."
     )
     return 0
 

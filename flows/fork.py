@@ -20,7 +20,7 @@ from typing import Any
 from flows import flags
 from flows.config import SECTIONS, PostTrainConfig, RunConfig, flag, part, validated
 from flows.runs import create_record, open_store, recorded
-from flows.words import run_name, taken, whole_number
+from flows.words import command, run_name, taken, whole_number
 from storage.disk import in_parallel
 from storage.errors import OptionError
 from storage.refs import Commit, RunKeys, commit_key
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
     for field, before, after in differences(parent, config):
         print(f"  {flag(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
-    print(f"go on with: penstock resume {name}{options}")
+    print(f"go on with: {command()} resume {name}{options}")
     return 0
 
 

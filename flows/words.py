@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from storage.errors import OptionError, RunError
 
@@ -106,6 +111,17 @@ def whole_number(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,15}", text):
         raise OptionError(f"{name} takes a whole number from 0; found {shown(text)}")
     return int(text)
+
+
+def command() -> str:
+    """Return how `penstock` is called from here: by its name if that finds this installation, else by its path."""
+    program = Path(sys.executable).with_name("penstock")
+    named = shutil.which("penstock")
+    if named is not None and Path(named).resolve() == program.resolve():
+        return "penstock"
+    if not program.exists():
+        return f"{shlex.quote(sys.executable)} -m flows.cli"
+    return shlex.quote(os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program))
 
 
 def size(num_bytes: int) -> str:
