@@ -140,24 +140,29 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
 
 
 def _check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that prompt and response fit the positions that the model has."""
-    rollout, evals, limit = config.rollout, config.eval, shape.max_position_embeddings
+    """Check that a prompt and the longest response fit the positions that the engine serves."""
+    if flow not in GENERATING:
+        return
+    rollout, evals = config.rollout, config.eval
+    limit, source = shape.max_position_embeddings, "max_position_embeddings in config.json"
     served = rollout.sglang.get("context_length")
-    where = "max_position_embeddings in config.json"
-    if flow in GENERATING and isinstance(served, int) and 0 < served < limit:
-        limit, where = served, "--sglang-context-length"
-    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len if flow == "post_train" else 0}
-    lengths["--rollout-max-prompt-len"] = rollout.rollout_max_prompt_len or 0
-    lengths["--rollout-max-context-len"] = (rollout.rollout_max_context_len or 1) - 1
-    for name, _ in evals.eval_prompt_data if flow in GENERATING else ():
+    if isinstance(served, int) and 0 < served < limit:
+        limit, source = served, "--sglang-context-length"
+    context = rollout.rollout_max_context_len
+    if context is not None and context > limit:
+        raise OptionError(
+            f"--rollout-max-context-len {context} is above the model's {limit} positions ({source}): give at most {limit}"
+        )
+    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
+    for name, _ in evals.eval_prompt_data:
         own = evals.settings(name).get("max_response_len")
         flag_name = "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
         lengths[flag_name] = rollout.rollout_max_response_len if own is None else own
     for name, length in lengths.items():
-        if length >= limit:
+        if length >= limit and context is None:  # with it, responses end where the context does
             raise OptionError(
-                f"{name} {length} leaves no room for {'a response' if 'prompt' in name else 'a prompt'}: the model has "
-                f"{limit} positions ({where}); give less"
+                f"{name} {length} leaves no room for a prompt: the model has {limit} positions ({source}); give less, or "
+                f"--rollout-max-context-len {limit}"
             )
 
 

@@ -374,7 +374,7 @@ def rows_of_requests() -> Iterator[Bad]:
     for words in (
         "--rollout-batch-size 3 --global-batch-size 4", "--global-batch-size 16", "--num-steps-per-rollout 3", "--num-steps-per-rollout 9", "--global-batch-size 8 --num-steps-per-rollout 2",
         "--actor-num-gpus-per-node 16", "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "--expert-model-parallel-size 3", "--over-sampling-batch-size 3",
-        "--num-rollout 0", "--rollout-max-response-len 256", "--rollout-max-response-len 100000", "--rollout-max-context-len 10000", "--rollout-max-prompt-len 256",
+        "--num-rollout 0", "--rollout-max-response-len 256", "--rollout-max-response-len 100000", "--rollout-max-context-len 10000",
         "--sglang-context-length 8", "--keep-best eval/x", "--keep-best eval/x --keep-checkpoints 2", "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout",
         "--kl-loss-coef 0.1", "--kl-coef 0.1", "--eps-clip-c 3 --advantage-estimator cispo", "--use-unbiased-kl", "--advantage-estimator reinforce_plus_plus",
         "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo", "--loss-type custom_loss", "--custom-loss-function-path x.py", "--use-opd",
