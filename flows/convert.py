@@ -21,7 +21,6 @@ from flows.preflight import preflight
 from flows.runs import open_store, recorded
 from flows.words import size
 from stages.convert.targets import ASSETS_DIRECTORY, TRACKER, above, committed_in
-from storage.errors import OptionError
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -71,12 +70,12 @@ def completed(config: PostTrainConfig) -> PostTrainConfig:
         options.convert_save = str(Path(options.convert_save).resolve())  # processes elsewhere have other working directories
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
-            raise OptionError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
+            raise ValueError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
         return config
     if options.convert_verify:
-        raise OptionError("--verify goes with --hf-checkpoint: a checkpoint that was trained has no original to be compared with")
+        raise ValueError("--verify goes with --hf-checkpoint: a checkpoint that was trained has no original to be compared with")
     if options.convert_save is None:
-        raise OptionError("--load needs --save: say where the Hugging Face directory is to be")
+        raise ValueError("--load needs --save: say where the Hugging Face directory is to be")
     origin = options.origin_hf_dir or options.hf_checkpoint or _own_origin(config)
     values = config.model_dump()
     return validated({**values, "convert": {**values["convert"], "hf_checkpoint": origin}})
@@ -223,7 +222,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
     commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
     if commit is None:
         there = ", ".join(f"{run}/{number}" for number in versions) or "none of a run of this name"
-        raise OptionError(
+        raise ValueError(
             f"--load {named}: no such directory, and store {store.uri} has no such checkpoint (it has {there}): give a torch_dist "
             "directory, RUN or RUN/VERSION"
         )
@@ -238,8 +237,8 @@ def _own_origin(config: PostTrainConfig) -> str:
         return recorded_config.convert.hf_checkpoint
     own = Path(checkpoint) / ASSETS_DIRECTORY
     if not (own / "config.json").is_file():
-        raise OptionError(
-            f"--load {checkpoint} does not say whose model it is: give --origin-hf-dir, a Hugging Face directory of this model"
+        raise ValueError(
+            f"{checkpoint} does not say whose model it is: give --origin-hf-dir, a Hugging Face directory of this model"
         )
     return str(own)
 

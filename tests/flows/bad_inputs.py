@@ -453,7 +453,7 @@ def rows_of_data() -> Iterator[Bad]:
         (("--load", "{root}/nowhere", "--save", "{root}/out"), "--load"), (("--load", "old/9", "--save", "{root}/out", "--store", "{root}/runs"), "old/9"), (("--load", "old"), "--save"),
         (("--verify=1",), "--convert-verify"), (("--export-dtype", "fp9"), "--export-dtype"), (("--origin-hf-dir", "{root}/model"), "--origin-hf-dir"), (("--convert-ranks", "0"), "--convert-ranks"),
         (("--load", "old", "--save", "{root}/out", "--verify"), "--verify"), (("--mtp", "maybe"), "--mtp"), (("--save", ""), "--convert-save"), (("--num-layers", "9"), "num_layers"),
-        (("--load", "{root}/directory", "--save", "{root}/out"), "--load"), (("--load", "{root}/file", "--save", "{root}/out"), "--load"),
+        (("--load", "{root}/directory", "--save", "{root}/out"), "{root}/directory"), (("--load", "{root}/file", "--save", "{root}/out"), "--load"),
     ):  # fmt: skip
         yield on("convert", *words, culprit=culprit, without="--hf-checkpoint" if "--load" in words else "")
 
