@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from flows.flags import parse
+from flows.flags import parse_store
 from flows.runs import open_store
-from flows.words import taken
+from flows.words import run_name, shown, taken
+from storage.errors import DataError, OptionError, RunError
 from storage.refs import Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -31,16 +32,19 @@ def main(words: list[str]) -> int:
     """The command. Returns 0.
 
     Raises:
-        ValueError: no such run or version, no data set in common, or one that differs.
+        InputError: no such run or version, no data set in common, or one that differs.
     """
     alone, _, rest = taken(words, {"--compare": False})
     if len(alone) != 2:
-        raise ValueError("penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version")
-    store = open_store(parse(rest).run)
+        hint = f"; found {shown(' '.join(alone))}" if alone else ""
+        raise OptionError(
+            f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
+        )
+    store = open_store(parse_store(rest, "eval --compare"), probe=False)
     (title_a, a), (title_b, b) = (evaluated(store, word) for word in alone)
     common = sorted(a.keys() & b.keys())
     if not common:
-        raise ValueError(
+        raise DataError(
             f"{title_a} was evaluated on {', '.join(sorted(a))} and {title_b} on {', '.join(sorted(b))}, which have nothing in common: "
             "evaluate both on the same data set"
         )
@@ -54,26 +58,24 @@ def main(words: list[str]) -> int:
 
 
 def evaluated(store: Store, word: str) -> tuple[str, dict[str, Commit]]:
-    """What `RUN/VERSION` or `RUN` names: its title, and its evaluations by data set. Raises ValueError if there are none."""
+    """What `RUN/VERSION` or `RUN` names: its title, and its evaluations by data set. Raises RunError if there are none."""
     run, slash, version = word.partition("/")
-    keys = RunKeys(run)
+    keys = RunKeys(run_name(run, "--compare"))
     if store.read(keys.record) is None:
-        raise ValueError(
+        raise RunError(
             f"store {store.uri} has no run {run!r} (it has: {', '.join(store.list('runs')) or 'none'}): check the name"
         )
-    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdigit()]
+    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
     if not versions:
-        raise ValueError(f"run {run!r} has no evaluations: give it --eval-prompt-data")
-    if slash and (not version.isdigit() or int(version) not in versions):
-        raise ValueError(f"run {run!r} has no evaluation of version {version!r} (it has: {', '.join(map(str, versions))})")
+        raise RunError(f"run {run!r} has no evaluations: give it --eval-prompt-data")
+    if slash and version not in map(str, versions):
+        raise RunError(f"run {run!r} has no evaluation of version {shown(version)} (it has: {', '.join(map(str, versions))})")
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
     found = {name: commit for name in names if (commit := store.committed(keys.eval(chosen, name)))}
     if not found:
-        raise ValueError(
-            f"the evaluation of version {chosen} of run {run!r} is not finished: `penstock resume {run}` goes on with it"
-        )
+        raise RunError(f"the evaluation of version {chosen} of run {run!r} is not finished: `penstock resume {run}` continues it")
     return f"{run}/{chosen}", found
 
 

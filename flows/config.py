@@ -7,6 +7,7 @@ bad values at submission.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import tomllib
@@ -17,20 +18,25 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from flows.option_values import check_value
+from flows.words import shown
 from stages.convert.config import ConvertConfig
 from stages.eval.config import EvalConfig
 from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
 from storage.config import Change, StageConfig, extra_of, option
 from storage.errors import InputError, OptionError
+from storage.keys import MAX_RUN_NAME, RUN_NAME
 from storage.secrets import has_credentials, hide, is_hidden, reveal
+
+MAX_CONFIG_BYTES = 4 << 20  # of a --config file; the longest recipe has 3 kB
 
 
 class RunConfig(StageConfig):
     """The run as a whole."""
 
-    run: str = option("", aliases=("run-name",), pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")
-    """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore."""
+    run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
+    """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore, at most 128 characters."""
 
     store: str = option("penstock-store", change="placement", secret=True)
     """Where runs lie: a directory or any fsspec URI such as s3://bucket/prefix."""
@@ -81,14 +87,25 @@ class PostTrainConfig(StageConfig):
     train: TrainConfig = option(default_factory=TrainConfig)
     eval: EvalConfig = option(default_factory=EvalConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_values(cls, values: Any) -> Any:
+        """Refuse values that pydantic converts or that no stage can use."""
+        for section, entries in values.items() if isinstance(values, dict) else ():
+            fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+            for name, value in entries.items() if isinstance(entries, dict) else ():
+                if name in fields:
+                    check_value(flag(name), value, fields[name])
+        return values
+
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
         best, names = self.run.keep_best, [f"eval/{name}" for name, _ in self.eval.eval_prompt_data]
         if best is not None and self.run.keep_checkpoints is None:
-            raise ValueError(f"--keep-best {best} has no effect without --keep-checkpoints, for then all are kept: add it")
+            raise OptionError(f"--keep-best {best} has no effect without --keep-checkpoints, for then all are kept: add it")
         if best is not None and not best.startswith(tuple(names)):
             found = ", ".join(names) or "none, for --eval-prompt-data is not given"
-            raise ValueError(f"--keep-best {best} is no number of an evaluation: name one of this run's ({found})")
+            raise OptionError(f"--keep-best {best} does not match any evaluation metric: name one of this run's ({found})")
         return self
 
     @model_validator(mode="after")
@@ -100,10 +117,11 @@ class PostTrainConfig(StageConfig):
         if steps is None:
             steps = samples // batch if batch else 0
         if batch * steps != samples:
-            raise ValueError(
+            raise OptionError(
                 f"--rollout-batch-size {self.rollout.rollout_batch_size} x --n-samples-per-prompt {self.rollout.n_samples_per_prompt} = {samples} samples, but "
                 f"--global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}: make them equal, no sample is dropped silently"
             )
+        self.train.check_batch(batch)
         self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
         return self
 
@@ -168,23 +186,56 @@ def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Nested values of a TOML file: `[section] option = value`.
+def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return the nested values of a TOML file: `[section] option = value`.
 
     Raises:
-        ValueError: not there, not TOML, or a section that does not exist.
+        OptionError: no such file, not TOML, or not a table of sections and options.
     """
+    text = _read_text(path)
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"config file {path} does not exist: give --config a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
-    if unknown := set(values) - set(SECTIONS):
-        raise ValueError(
-            f"{path} has the section [{sorted(unknown)[0]}]; the sections are {', '.join(f'[{name}]' for name in SECTIONS)}"
-        )
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
+        raise OptionError(f"config file {path} is not TOML ({reason}): correct it") from None
+    if not values:
+        raise OptionError(f"config file {path} is empty: write [section] and below it option = value, or leave it out")
+    for name, entries in values.items():
+        _check_section(path, name, entries)
     return values
+
+
+def _read_text(path: str | Path) -> str:
+    """Return the text of a config file. Raises OptionError if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)  # a device has no size
+        if len(data) > MAX_CONFIG_BYTES:
+            raise OptionError(f"config file {path} is larger than {MAX_CONFIG_BYTES} bytes: give --config a TOML file")
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise OptionError(f"config file {path} does not exist: give --config a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give --config a TOML file") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        if isinstance(error, OptionError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"config file {shown(str(path))} cannot be read ({reason}): give --config a TOML file") from None
+
+
+def _check_section(path: str | Path, name: str, entries: Any) -> None:
+    """Check one top-level entry of a config file. Raises OptionError."""
+    if name in SECTIONS:
+        if not isinstance(entries, dict):
+            kind = "an array of tables" if isinstance(entries, list) else f"the value {shown(entries)}"
+            raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
+        return
+    owner = next((section for section, option_name, _ in options() if option_name == name.replace("-", "_")), None)
+    if owner is not None:
+        raise OptionError(f"config file {path}: {name} stands outside its section: write it below [{owner}]")
+    known = ", ".join(f"[{section}]" for section in SECTIONS)
+    raise OptionError(f"config file {path} has the section [{shown(name)[1:-1]}]: the sections are {known}")
 
 
 def part(config: PostTrainConfig, change: Change) -> dict[str, Any]:
@@ -209,13 +260,28 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
-    if not where:
-        return message
+    section_of_options = len(where) == 1 and where[0] in SECTIONS
+    if not where or (section_of_options and first["type"] == "value_error"):
+        return message  # a rule that spans options: its sentence names them
+    if section_of_options:
+        return f"[{where[0]}] is {shown(first.get('input'))}: write [{where[0]}] and below it option = value"
     if first["type"] == "extra_forbidden":
-        return f"[{'.'.join(where[:-1])}] {where[-1]}: no such option"
+        return _unknown_option(where)
     name = where[1] if len(where) > 1 else where[0]
-    shown = "" if any(name == secret for _, secret in secret_fields()) else f" {first.get('input')!r}"
-    return f"{flag(name)}{shown}: {message[0].lower()}{message[1:]}"
+    value = "" if any(name == secret for _, secret in secret_fields()) else f" {shown(first.get('input'))}"
+    return f"{flag(name)}{value}: {message[0].lower()}{message[1:]}"
+
+
+def _unknown_option(where: list[str]) -> str:
+    """`[train] learning_rate: no such option`, with the nearest known one."""
+    section, name = ".".join(where[:-1]), where[-1]
+    if not section:
+        return f"[{shown(name)[1:-1]}]: no such section; the sections are {', '.join(f'[{known}]' for known in SECTIONS)}"
+    fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
+    near = difflib.get_close_matches(name.replace("-", "_")[:64], fields, n=1, cutoff=0.5)
+    owner = next((other for other, option_name, _ in options() if option_name == name), None)
+    hint = f", it belongs to [{owner}]" if owner else f": did you mean {near[0]}?" if near else ""
+    return f"[{section}] {shown(name)[1:-1]}: no such option{hint}"
 
 
 def is_model(annotation: Any) -> bool:

@@ -232,7 +232,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
     path = Path(named)
     if path.is_dir():
         return str((megatron_directory(path) or path).resolve())
-    store, (run, _, version) = _store(config), named.partition("/")
+    store, (run, _, version) = open_store(config.run, probe=False), named.partition("/")
     keys = RunKeys(run)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
     wanted = int(version) if version.isdigit() else versions[-1] if versions and not version else -1

@@ -12,8 +12,10 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from flows.config import PostTrainConfig, read_toml, validated
+from flows.words import command
 from storage.errors import OptionError, RunError
 from storage.leases import live_drivers
 from storage.refs import RunKeys
@@ -29,9 +31,16 @@ MEANING = """What the curve means: SFT first taught this model exact arithmetic,
 400-thousand-parameter model says nothing about a large one: the demo shows that every stage works and that learning happens."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses like every other command: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"penstock demo: {message}")
+
+
 def main(words: list[str]) -> int:
     """Parse the demo's few options and run it."""
-    parser = argparse.ArgumentParser(prog="penstock demo", description="Make a tiny model and watch it learn.")
+    parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the model, the data order and the sampling of prompts (default 0)"
     )
@@ -40,7 +49,13 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; 20 already show it)")
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the directory and begin anew")
+    if "--help" in words or "-h" in words:
+        parser.print_help()
+        return 0
     options = parser.parse_args(words)
+    for name, value in (("--seed", options.seed), ("--num-rollout", options.num_rollout)):
+        if value is not None and not 0 <= value < 2**32:
+            raise OptionError(f"{name} takes a whole number from 0 to {2**32 - 1}; found {value}")
     if options.fresh:
         remove_demo(options.directory)
     return demo(options.directory, seed=options.seed, num_rollout=options.num_rollout)
@@ -64,7 +79,8 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
     if code := start("post_train", grpo):
         return code
     print(
-        f"\nThe demo took {time.monotonic() - began:.0f} s. It would go on where it stopped; `penstock demo --fresh` begins anew."
+        f"\nThe demo took {time.monotonic() - began:.0f} s. The same command resumes it; `{command()} demo --fresh` starts again.\n"
+        "In a new terminal: source .venv/bin/activate, then penstock is found by its name."
     )
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from flows.words import command
 from storage.refs import Commit
 from storage.secrets import redact
 from storage.tracking.lineage import eval_rewards
@@ -136,8 +138,8 @@ class Display:
             {
                 "run": self.run,
                 **self.results(commits),
-                "all runs": f"penstock runs --store {self.store_uri}",
-                "look closer": f"make up STORE={self.store_uri}   (Prefect and MLflow in the browser; prints the links)",
+                "all runs": f"{command()} runs --store {shlex.quote(self.store_uri)}",
+                "look closer": f"make up STORE={shlex.quote(self.store_uri)}   (Prefect and MLflow in the browser; prints the links)",
             }
         )
         self._print(Text())

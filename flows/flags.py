@@ -13,33 +13,56 @@ import textwrap
 import types
 import typing
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from flows.config import PostTrainConfig, flag, options, read_toml, validated
+from flows.config import PostTrainConfig, RunConfig, flag, options, read_toml, validated
+from flows.words import shown
 from storage.config import extra_of
 from storage.errors import OptionError
 
 Values = dict[str, dict[str, Any]]
+STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
 ENGINE_PREFIXES = ("--sglang-", "--router-")  # behind them come SGLang's and its router's own names
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"  # look like a hyphen, and come with copied text
 
 
 def parse(argv: Sequence[str]) -> PostTrainConfig:
     """The config of `--config FILE.toml` (any number, later ones win) and flags (which win over files).
 
     Raises:
-        ValueError: unknown flag, missing value, or whatever the config refuses; one sentence.
+        InputError: unknown flag, missing value, or whatever the config refuses; one sentence.
     """
     return validated(values_of(argv))
+
+
+def parse_store(argv: Sequence[str], command: str) -> RunConfig:
+    """Return where the store of `penstock COMMAND` is. A `--config` file may hold other options, the command line may not.
+
+    Raises:
+        OptionError: an option that the command would ignore.
+    """
+    for name, _ in split(argv):
+        if name != "--config" and name not in STORE_FLAGS:
+            if name not in own_flags() and not name.startswith(ENGINE_PREFIXES) and name not in megatron_flag_names():
+                raise OptionError(unknown_flag(name, STORE_FLAGS))
+            raise OptionError(f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out")
+    values = values_of(argv).get("run", {})
+    names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
+    return validated({"run": {name: values[name] for name in names if name in values}}).run
 
 
 def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
     """What a command line and its `--config` files say, over `onto`; not yet validated.
 
     Raises:
-        ValueError: unknown flag or missing value.
+        OptionError: unknown flag or missing value.
     """
     values: Values = {} if onto is None else onto
     given = split(argv)
+    for name, words in given:
+        if name == "--config" and not any(words):
+            raise OptionError("--config needs a value: the path of a TOML file")
     for path in [path for name, words in given if name == "--config" for path in words]:
         _merge(values, read_toml(path))
     cleared: set[str] = set()
@@ -50,19 +73,26 @@ def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
 
 
 def split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """`--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])]. Raises ValueError for a word before the first flag."""
+    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])].
+
+    Raises:
+        OptionError: a word before the first flag, `--` alone, or a flag with another character in place of its hyphens.
+    """
     out: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             out.append((name.replace("_", "-"), [value] if equals else []))
+        elif word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
+            raise OptionError(f"{shown(word)} is not a flag: write it with two hyphens (ASCII 45) and a name, --name value")
         elif out:
             out[-1][1].append(word)
         else:
-            raise ValueError(f"{word!r} stands before the first flag: options are written --name value")
+            raise OptionError(f"{shown(word)} stands before the first flag: options are written --name value")
     return out
 
 
+@cache
 def own_flags() -> dict[str, tuple[str, str, Any]]:
     """Flag -> (section, field name, field), every spelling included."""
     table: dict[str, tuple[str, str, Any]] = {}
@@ -85,7 +115,9 @@ def _apply(values: Values, name: str, words: list[str], cleared: set[str]) -> No
         )  # a file's list is replaced, a repeated flag's grows
         target[key] = _joined(target[key], new) if repeatable else new
         cleared.add(f"{section}.{key}")
-    elif positive in own and _is(own[positive][2].annotation, bool) and not words:
+    elif positive in own and _is(own[positive][2].annotation, bool):
+        if words:
+            raise OptionError(f"{name} is a switch, it takes no value; found {shown(words[0])}")
         values.setdefault(own[positive][0], {})[own[positive][1]] = False
     elif name.startswith(ENGINE_PREFIXES):
         program, _, key = name.removeprefix("--").partition("-")
@@ -93,9 +125,10 @@ def _apply(values: Values, name: str, words: list[str], cleared: set[str]) -> No
     elif name in (engine := megatron_flag_names()):
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = _literal(words)
     else:
-        raise ValueError(unknown_flag(name, [*own, *engine]))
+        raise OptionError(unknown_flag(name, [*own, *engine]))
 
 
+@cache
 def megatron_flag_names() -> dict[str, str]:
     """Megatron's flags -> field names, read from the installed package's source."""
     from engines.megatron.args import megatron_flags
@@ -105,18 +138,19 @@ def megatron_flag_names() -> dict[str, str]:
 
 def unknown_flag(name: str, known: Sequence[str]) -> str:
     """One sentence with the nearest known flag."""
-    return f"unknown flag {name}{nearest(name, known) or ': `penstock train --help` lists them'}"
+    return f"unknown flag {shown(name)[1:-1]}{nearest(name, known) or ': `penstock train --help` lists them'}"
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """`: did you mean X?`, or nothing if nothing is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:64], known, n=1, cutoff=0.5)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def help_text(command: str) -> str:
     """All options by section, with defaults and what a resumed run may do with them."""
-    lines = [f"penstock {command.replace('_', '-')} [--config FILE.toml] [options]"]
+    spelled = {"post_train": "train", "evaluate": "eval"}.get(command, command)
+    lines = [f"penstock {spelled} [--config FILE.toml] [options]"]
     section = ""
     for owner, name, field in options():
         if owner != section:
@@ -139,15 +173,17 @@ def _value(name: str, annotation: Any, words: list[str]) -> Any:
     """Words of the command line as what pydantic will check (it converts numbers itself)."""
     if _is(annotation, bool):
         if words and words[0].lower() not in ("true", "false"):
-            raise ValueError(f"{name} is a switch, it takes no value; found {words[0]!r}")
+            raise OptionError(f"{name} is a switch, it takes no value; found {shown(words[0])}")
+        if len(words) > 1:
+            raise OptionError(f"{name} is a switch, it takes no value; found {shown(' '.join(words))}")
         return not words or words[0].lower() == "true"
     if not words:
-        raise ValueError(f"{name} needs a value")
+        raise OptionError(f"{name} needs a value")
     if inner := _list_item(annotation):
         if typing.get_origin(inner) is tuple:  # NAME PATH pairs
             size = len(typing.get_args(inner))
             if len(words) % size:
-                raise ValueError(f"{name} takes {size} words at a time (NAME PATH); found {' '.join(words)}")
+                raise OptionError(f"{name} takes {size} words at a time (NAME PATH); found {shown(' '.join(words))}")
             return [words[i : i + size] for i in range(0, len(words), size)]
         return list(words)
     if _is(annotation, dict) and len(words) == 1 and words[0].lstrip().startswith("{"):
@@ -155,10 +191,12 @@ def _value(name: str, annotation: Any, words: list[str]) -> Any:
     if _is(annotation, dict):
         pairs = [word.partition("=") for word in words]
         if bad := [word for word, equals, _ in pairs if not equals]:
-            raise ValueError(f"{name} takes key=value words; found {bad[0]!r}")
+            raise OptionError(f"{name} takes key=value words; found {shown(bad[0])}")
+        if any(not key for key, _, _ in pairs):
+            raise OptionError(f"{name} takes key=value words; found one without a key: {shown(' '.join(words))}")
         return {key: _literal([value]) for key, _, value in pairs}
     if len(words) > 1:
-        raise ValueError(f"{name} takes one value; found {' '.join(words)}")
+        raise OptionError(f"{name} takes one value; found {shown(' '.join(words))}")
     return None if words[0].lower() == "none" else words[0]
 
 
@@ -200,7 +238,7 @@ def _literal(words: list[str]) -> Any:
     if word[:1] in ("{", "[", '"'):
         try:
             return json.loads(word)
-        except ValueError:
+        except (ValueError, RecursionError):
             return word
     for kind in (int, float):
         try:
@@ -214,7 +252,7 @@ def _joined(old: Any, new: Any) -> Any:
     return {**old, **new} if isinstance(new, dict) else [*old, *new]
 
 
-def _merge(into: Values, values: dict[str, Any]) -> None:
+def _merge(into: Values, values: Values) -> None:
     for section, entries in values.items():
         for key, value in entries.items():
             old = into.setdefault(section, {}).get(key)

@@ -20,8 +20,8 @@ from typing import Any
 from flows import flags
 from flows.config import SECTIONS, PostTrainConfig, RunConfig, flag, part, validated
 from flows.paths import absolute
-from flows.runs import create_record, open_store, read_record, recorded, run_keys, with_options
-from flows.words import number, taken
+from flows.runs import create_record, open_store, read_record, recorded, with_options
+from flows.words import command, run_name, taken, whole_number
 from storage.disk import in_parallel
 from storage.errors import OptionError, RunError, StoreError
 from storage.refs import Commit, RunKeys, commit_key, is_unchanged
@@ -55,22 +55,21 @@ def main(words: list[str]) -> int:
     alone, own, rest = taken(words, {"--at": True, "--name": True})
     if len(alone) != 1 or own.keys() != {"--at", "--name"}:
         raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
-    at = number("--at", own["--at"])
-    if at != int(at):
-        raise OptionError(f"--at takes the number of a round; found {own['--at']!r}")
-    name, given = own["--name"], flags.values_of(rest)
-    run_keys(name)
+    run_name(alone[0])
+    at, name, given = whole_number("--at", own["--at"]), run_name(own["--name"], "--name"), flags.values_of(rest)
     where = validated({"run": {key: value for key, value in given.get("run", {}).items() if key.startswith("store")}}).run
     flow, parent = recorded(where, alone[0])
-    store = open_store(where)
-    _check_trained(store, RunKeys(alone[0]), int(at))
-    config = changed(parent, rest, name, int(at))
-    shared = fork(store, flow, parent, config, int(at), restart_data=begins_anew(parent, config, given))
-    print(f"run {name} begins at round {int(at)} of {alone[0]}; shared by reference: {shared}")
+    store = open_store(where, probe=False)
+    _check_trained(store, RunKeys(alone[0]), at)
+    config = changed(parent, rest, name, at)
+    if store.read(RunKeys(name).record) is None:
+        open_store(where)  # the probe: something will be written
+    shared = fork(store, flow, parent, config, at, restart_data=begins_anew(parent, config, given))
+    print(f"run {name} begins at round {at} of {alone[0]}; shared by reference: {shared}")
     for field, before, after in differences(parent, config):
         print(f"  {flag(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
-    print(f"go on with: penstock resume {name}{options}")
+    print(f"go on with: {command()} resume {name}{options}")
     return 0
 
 

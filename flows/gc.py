@@ -10,9 +10,9 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from flows.flags import parse
+from flows.flags import parse_store
 from flows.runs import existing_run, open_store
-from flows.words import number, size, taken
+from flows.words import number, shown, size, taken
 from storage.errors import OptionError
 from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
@@ -41,9 +41,9 @@ def main(words: list[str]) -> int:
     """
     alone, own, rest = taken(words, {"--delete": False, "--older-than": True})
     if len(alone) > 1:
-        raise OptionError(f"penstock gc takes one run or none; found {' '.join(alone)}")
+        raise OptionError(f"penstock gc takes one run or none; found {shown(' '.join(alone))}")
     older_than = 3600 * number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse(rest).run, probe=False)
+    store = open_store(parse_store(rest, "gc"), probe=False)
     run = alone[0] if alone else None
     if run is not None:
         existing_run(store, run)

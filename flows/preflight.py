@@ -1,52 +1,140 @@
 """Everything that can be known to be wrong before a process starts: seconds here instead of minutes later.
 
-Each check raises ValueError with one sentence: found -> needed -> do.
+Each check raises an InputError with one sentence: found -> needed -> do. Cheap checks come first, and nothing is written: the store is
+probed last, and a run's name is claimed by the caller after that (`runs.open_run`).
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from functools import cache
 from typing import TYPE_CHECKING
 
 from flows.config import PostTrainConfig, check_secrets
 from flows.runs import check_run, open_store
+from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
-from storage.errors import EngineError
+from storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
 
 if TYPE_CHECKING:
     from engines.megatron.shape import ModelShape
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
+TRAINING = ("post_train", "sft")
+# estimators whose advantage is the reward minus that of the other samples of the prompt: 0 where there are none
+GROUP_RELATIVE = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def preflight(flow: str, config: PostTrainConfig) -> None:
     """Check a config for a flow. The second time in a process it costs nothing.
 
     Raises:
-        ValueError: the request is wrong.
+        InputError: the request is wrong.
         StoreError: the store cannot hold a run.
     """
+    _check_rounds(flow, config)
     _checked(flow, config.model_dump_json())
 
 
 @cache
 def _checked(flow: str, config_json: str) -> None:
-    from engines.megatron.fit import check_fit
-    from engines.megatron.model_options import contradictions
     from engines.megatron.shape import ModelShape
+    from stages.convert.source_check import check_weights
 
     config = PostTrainConfig.model_validate_json(config_json)
+    _check_request(flow, config)
+    shape = ModelShape.from_hf(config.convert.hf_checkpoint)
+    _check_algorithm(config.train, shape)
+    check_layout(shape, config.train)
+    if not config.convert.convert_load:  # else config.json alone is taken from there
+        check_weights(config.convert.hf_checkpoint, shape)
+    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
+        return  # from one directory into another: no store is touched
+    if flow != "convert":
+        _check_recorded(flow, config)
+        _check_lengths(flow, config, shape)
+        _check_data(flow, config, shape)
+    if flow in GENERATING:
+        _check_engines(config, shape)
+    open_store(config.run)  # last, for it writes a probe
+
+
+def _check_recorded(flow: str, config: PostTrainConfig) -> None:
+    """Check that this config may begin or continue the run of its name."""
+    store = open_store(config.run, probe=False)
+    try:
+        check_run(store, flow, config)
+    except OSError as error:
+        raise StoreError(f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI") from error
+
+
+def _check_request(flow: str, config: PostTrainConfig) -> None:
+    """Check what needs no file but those of secrets."""
+    from engines.megatron.option_values import check_option_values
+
     check_secrets(config)
-    if flow != "convert" and not config.run.run:
-        raise ValueError("--run is missing: name the run, the same name resumes it")
+    run, rollout, train = config.run, config.rollout, config.train
+    if flow != "convert" and not run.run:
+        raise OptionError("--run is missing: name the run, the same name resumes it")
     if not config.convert.hf_checkpoint:
-        raise ValueError(
+        raise OptionError(
             "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
-    shape, train = ModelShape.from_hf(config.convert.hf_checkpoint), config.train
+    if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
+        raise OptionError(
+            f"--loss-type {train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
+            "`penstock train` on graded samples (policy_loss)"
+        )
+    if flow == "post_train":
+        _check_group_size(config)
+    if flow == "evaluate" and not config.eval.eval_prompt_data:
+        raise OptionError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
+    if run.ray_address is not None and not re.fullmatch(r"auto|local|(ray://)?[\w.\[\]:-]+:\d{1,5}", run.ray_address, re.ASCII):
+        raise OptionError(f"--ray-address {run.ray_address[:80]!r} is not an address: give auto, HOST:PORT or ray://HOST:PORT")
+    check_option_values(train.megatron)
+    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
+        raise EngineError(
+            f"--sglang-{started[0].replace('_', '-')} says how an engine is started, but those of "
+            "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
+        )
+
+
+def _check_rounds(flow: str, config: PostTrainConfig) -> None:
+    """Check that the run does something. JSON does not tell a default from what was given, so this is asked of the config itself."""
+    run = config.run
+    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start:
+        return
+    if flow == "sft":
+        raise OptionError("--num-rollout is missing: give the number of rounds to train")
+    if not config.eval.eval_prompt_data or "num_rollout" not in run.model_fields_set:
+        raise OptionError(
+            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)"
+        )
+
+
+def _check_group_size(config: PostTrainConfig) -> None:
+    rollout, train = config.rollout, config.train
+    compares = (
+        train.loss_type == "policy_loss"
+        and train.advantage_estimator in GROUP_RELATIVE
+        and train.custom_advantage_function_path is None
+        and not train.disable_rewards_normalization
+    )
+    several = rollout.custom_generate_function_path or rollout.data_source_path  # may give a prompt further samples
+    if compares and rollout.n_samples_per_prompt == 1 and not several:
+        raise OptionError(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is relative to the other "
+            "samples of the prompt, so every gradient would be zero; give 2 or more, or --disable-rewards-normalization"
+        )
+
+
+def check_layout(shape: ModelShape, train: TrainConfig) -> None:
+    """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
+    from engines.megatron.fit import check_fit, check_pipeline
+    from engines.megatron.model_options import contradictions
+
     contradictions(shape, train.megatron)
-    _check_algorithm(train, shape)
     check_fit(
         shape,
         train.tensor_model_parallel_size,
@@ -54,34 +142,46 @@ def _checked(flow: str, config_json: str) -> None:
         train.expert_tensor_parallel_size,
         train.sequence_parallel,
     )
-    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
-        return  # from one directory into another: no store is touched
-    store = open_store(config.run)
-    if flow != "convert":
-        check_run(store, flow, config)
-        _check_data(flow, config, shape)
-    if flow in GENERATING:
-        _check_engines(config)
+    check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron)
+
+
+def _check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that a prompt and the longest response fit the positions that the engine serves."""
+    if flow not in GENERATING:
+        return
+    rollout, evals = config.rollout, config.eval
+    limit = _positions(config, shape)
+    source = "--sglang-context-length" if limit != shape.max_position_embeddings else "max_position_embeddings in config.json"
+    context = rollout.rollout_max_context_len
+    if context is not None and context > limit:
+        raise OptionError(
+            f"--rollout-max-context-len {context} is above the model's {limit} positions ({source}): give at most {limit}"
+        )
+    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
+    for name, _ in evals.eval_prompt_data:
+        own = evals.settings(name).get("max_response_len")
+        flag_name = "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
+        lengths[flag_name] = rollout.rollout_max_response_len if own is None else own
+    for name, length in lengths.items():
+        if length >= limit and context is None:  # with it, responses end where the context does
+            raise OptionError(
+                f"{name} {length} leaves no room for a prompt: the model has {limit} positions ({source}); give less, or "
+                f"--rollout-max-context-len {limit}"
+            )
 
 
 def _positions(config: PostTrainConfig, shape: ModelShape) -> int:
     """Return how many tokens an engine takes: the model's positions, or --sglang-context-length."""
     served = config.rollout.sglang.get("context_length")
-    return served if isinstance(served, int) else shape.max_position_embeddings
+    return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
 
 
 def _check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
-    from stages.rewards.grading import check_reward_of
     from stages.rollout.check import check_functions
     from stages.rollout.prompts.source import check_prompt_data
     from stages.rollout.tokenizer import check_tokenizer, check_vocabulary
 
     demonstrations = flow == "sft"
-    if demonstrations != (config.train.loss_type == "sft_loss") and flow != "evaluate":
-        raise ValueError(
-            f"--loss-type {config.train.loss_type} does not go with `{flow}`: `penstock sft` trains on demonstrations (sft_loss), "
-            "`penstock train` on graded samples (policy_loss)"
-        )
     tokenizer = check_tokenizer(
         config.convert.hf_checkpoint,
         apply_chat_template=config.rollout.apply_chat_template or demonstrations,
@@ -98,13 +198,26 @@ def _check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     if flow in GENERATING:
         check_functions(config.rollout, evaluation=flow == "evaluate")
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
-        raise ValueError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
-    for rollout in [*([] if flow == "sft" else [config.rollout]), *evaluated]:
-        check_reward_of(rollout)
-    if flow == "evaluate" and not config.eval.eval_prompt_data:
-        raise ValueError("--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config")
+        raise RewardError("--group-rm compares the samples of a prompt, which an evaluation cannot do: give --eval-rm-type")
     for rollout in evaluated:
         check_prompt_data(rollout, tokenizer=tokenizer, num_positions=positions)
+    for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
+        _check_reward(rollout)
+
+
+def _check_reward(rollout: RolloutConfig) -> None:
+    """Check that a reward exists for the first rows and finds what it needs in them, and try a user-defined one."""
+    from stages.rewards.preflight import Row, check_rows, try_reward
+
+    from stages.rewards.grading import check_reward_of
+    from stages.rollout.check import first_rows
+
+    check_reward_of(rollout)
+    if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
+        return  # it may grade its samples itself
+    rows = [Row(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
+    check_rows(rollout, rows)
+    try_reward(rollout, rows, rollout.model_dump())
 
 
 def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
@@ -124,7 +237,7 @@ def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:
         )
         if different:
             key = different[0]
-            raise ValueError(
+            raise ModelError(
                 f"the {name} {path} has {key} {theirs[key]!r}, but the policy has {mine[key]!r}: it takes the policy's place for a pass, "
                 "so give a model of the same sizes"
             )
@@ -152,12 +265,15 @@ def warnings(flow: str, config: PostTrainConfig) -> list[str]:
     ]
 
 
-def _check_engines(config: PostTrainConfig) -> None:
+def _check_engines(config: PostTrainConfig, shape: ModelShape) -> None:
+    from engines.sglang.architectures import check_architecture
     from engines.sglang.args import check_router_args, check_sglang_args, returning_experts
     from engines.sglang.external import url_of
     from engines.sglang.sampling import check_sampling, check_seeds
 
     rollout = config.rollout
+    if not rollout.rollout_external_engine_addrs and rollout.sglang_python is None:  # the SGLang installed here
+        check_architecture(shape.architecture)
     check_sglang_args(rollout.sglang)
     routed = rollout.use_router or bool(rollout.router)
     if routed:
@@ -166,15 +282,10 @@ def _check_engines(config: PostTrainConfig) -> None:
     check_seeds(rollout.rollout_sampling_seeds, rollout.rollout_sampling, rollout.sglang)
     for address in rollout.rollout_external_engine_addrs:
         url_of(address)
-    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
-        raise EngineError(
-            f"--sglang-{started[0].replace('_', '-')} says how an engine is started, but those of "
-            "--rollout-external-engine-addrs are started already: give it to them, and leave it out here"
-        )
     if config.train.use_rollout_routing_replay:
         returning_experts(rollout.sglang)
         if routed:
-            raise ValueError(
+            raise EngineError(
                 "--use-rollout-routing-replay does not pass SGLang's router, which drops the request for experts: leave --use-router out"
             )
     if port := rollout.sglang_port:
@@ -183,6 +294,6 @@ def _check_engines(config: PostTrainConfig) -> None:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                raise ValueError(
+                raise EngineError(
                     f"port {port} is taken: give --sglang-port another one, or leave it out and a free one is found"
                 ) from None

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from flows.config import PostTrainConfig
-from storage.errors import InputError, StoreError
+from flows.words import one_line
 from storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # module flows/<name>.py holds the flow of that name
@@ -22,18 +22,18 @@ def start(name: str, config: PostTrainConfig) -> int:
 
     Raises:
         InputError: the request is wrong; nothing was started.
+        StoreError: the store cannot hold the run; nothing was started.
+        BrokenPipeError: nothing reads standard output any more.
     """
-    from prefect.exceptions import TerminationSignal
-
-    from flows.prefect_api import ensure_prefect_api, leave
     from flows.preflight import preflight
 
     assert name in FLOWS
+    preflight(name, config)  # before Prefect is imported, which takes seconds
+    from prefect.exceptions import TerminationSignal
+
+    from flows.prefect_api import ensure_prefect_api, leave
+
     signal.signal(signal.SIGTERM, _end)
-    try:
-        preflight(name, config)
-    except StoreError as error:
-        raise InputError(str(error)) from error
     ensure_prefect_api()
     body = _Body(getattr(importlib.import_module(f"flows.{name}"), name))
     try:
@@ -47,9 +47,9 @@ def start(name: str, config: PostTrainConfig) -> int:
             _say(f"{name} is complete, but its end could not be reported to Prefect ({type(error).__name__}: {error}); "
                  "its page goes on showing it as running until it is marked crashed")  # fmt: skip
             return 0
-        if isinstance(reason, ValueError):  # a wrong request that only showed on the way
+        if isinstance(reason, ValueError | BrokenPipeError):  # a wrong request that only showed on the way
             raise reason from None
-        _say(f"{name} failed: {type(reason).__name__}: {reason}")
+        _say(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
         print(
             "The Prefect page has the traceback (`make up`). The same command goes on after the last committed stage.",
             file=sys.stderr,

@@ -18,13 +18,16 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import PostTrainConfig, RunConfig, flag, part, validated
-from flows.flags import parse, split
+from flows.flags import parse
 from flows.runs import open_store, recorded
+from flows.words import one_run, taken, whole_number
 from storage.config import extra_of
-from storage.refs import CheckpointRef, Commit, RunKeys
+from storage.errors import InputError, OptionError, RunError
+from storage.refs import CheckpointRef, RunKeys, commit_key
 from storage.store import Store
 
 if TYPE_CHECKING:
+    from engines.megatron.shape import ModelShape
     from stages.train.group import TrainerGroup
     from stages.train.policy import Replayed
 
@@ -44,24 +47,22 @@ def main(words: list[str]) -> int:
     """The command. Returns the exit code: 0 all rounds agree, 1 one differs or the replay failed.
 
     Raises:
-        ValueError: the request is wrong.
+        InputError: the request is wrong.
     """
-    if not words or words[0].startswith("-"):
-        raise ValueError("penstock replay needs the name of a run; `penstock runs` lists them")
-    own, rest = own_options(words[1:])
-    given = parse(rest)
+    alone, own, rest = taken(words, {"--from": True, "--to": True, "--json": True})
+    run, options, given = one_run("replay", alone), own_options(own), parse(rest)
     placement = placement_of(given)
-    recorded(given.run, words[0])  # an unknown run is refused before anything starts
+    check_replay(run, given.run, placement, **options)
     from flows.prefect_api import ensure_prefect_api, leave
     from stages.train.policy import ReplayError
 
     ensure_prefect_api()
     try:
-        replay(words[0], given.run, placement, **own)
+        replay(run, given.run, placement, **options)
     except ReplayError as error:
         print(f"\npenstock: {error}", file=sys.stderr)
         return 1
-    except ValueError:
+    except InputError:
         raise
     except Exception as error:  # its tasks were retried; Prefect keeps the traceback
         print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -96,7 +97,7 @@ def replay(
     from stages.train.policy import ReplayError, newest_checkpoint
 
     config = _config(run, where, placement or {})
-    store, keys = open_store(config.run), RunKeys(run)
+    store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     last = trained if last is None else last
     begin = newest_checkpoint(store, keys, first)
@@ -125,7 +126,7 @@ def replay(
     task_run_name="replay-{rollout_id:06d}",
     retries=2,
     retry_delay_seconds=2,
-    retry_condition_fn=lambda task, run, state: not isinstance(state.data, ValueError),
+    retry_condition_fn=lambda task, run, state: not isinstance(state.data, InputError),
     persist_result=False,
     cache_policy=NO_CACHE,
 )
@@ -145,31 +146,52 @@ def replay_one(store: Store, keys: RunKeys, group: TrainerGroup, begin: int, rol
 # ---- inside -----------------------------------------------------------------------------------------------------------------
 
 
-def own_options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """--from, --to and --json as the flow's arguments, and the words that are left."""
-    names, found, rest = {"--from": "first", "--to": "last", "--json": "json_file"}, {}, []
-    for name, values in split(words):
-        if name not in names:
-            rest += [name, *values]
-            continue
-        if len(values) != 1 or (name != "--json" and not values[0].isdigit()):
-            wanted = "the name of a file" if name == "--json" else "a policy version, a number from 0"
-            raise ValueError(f"{name} takes {wanted}; found {' '.join(values) or 'nothing'}")
-        found[names[name]] = values[0] if name == "--json" else int(values[0])
-    return found, rest
+def own_options(own: dict[str, str]) -> dict[str, Any]:
+    """Return --from, --to and --json as the flow's arguments. Raises OptionError."""
+    options: dict[str, Any] = {
+        name: whole_number(flag_name, own[flag_name])
+        for flag_name, name in (("--from", "first"), ("--to", "last"))
+        if flag_name in own
+    }
+    if "--json" in own:
+        path = Path(own["--json"])
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise OptionError(
+                f"--json {own['--json']} is a directory, or lies in one that does not exist: give the name of a file"
+            )
+        options["json_file"] = own["--json"]
+    return options
+
+
+def check_replay(
+    run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None, json_file: str | None = None
+) -> None:
+    """Check before anything starts that a run has what a replay needs; the arguments are `replay`'s.
+
+    Raises:
+        InputError: no such run, no such rounds, or a layout that the model does not have.
+    """
+    from flows.preflight import check_layout
+    from stages.train.policy import newest_checkpoint
+
+    config = _config(run, where, placement)
+    store, keys = open_store(config.run, probe=False), RunKeys(run)
+    trained = len(store.committed_indices(f"{keys.prefix}/steps"))
+    _check(store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first))
+    check_layout(_shape(store, keys), config.train)
 
 
 def placement_of(given: PostTrainConfig) -> dict[str, Any]:
     """The trainer's placement as said on the command line.
 
     Raises:
-        ValueError: an option that belongs to the run was given: a replay trains what is recorded.
+        OptionError: an option that belongs to the run was given: a replay trains what is recorded.
     """
     settled = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config itself
     placement = {}
     for name in given.train.model_fields_set - settled:
         if extra_of(type(given.train).model_fields[name])["change"] != "placement":
-            raise ValueError(
+            raise OptionError(
                 f"{flag(name)} is the run's own, and a replay trains what is recorded: leave it out, or fork the run"
             )
         placement[name] = getattr(given.train, name)
@@ -186,16 +208,16 @@ def _config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainC
 
 def _check(store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int) -> None:
     if not 0 <= first < last <= trained:
-        raise ValueError(
-            f"run {keys.run!r} has trained {trained} rounds, so there is no way from version {first} to {last}: give --from and --to "
-            f"with 0 <= from < to <= {trained}"
+        raise OptionError(
+            f"run {keys.run!r} has trained {trained} rounds, so it cannot be replayed from version {first} to {last}: give --from and "
+            f"--to with 0 <= from < to <= {trained}"
         )
     record = store.read_json(keys.record)
     parent = (record or {}).get("parent")
     if parent and begin < parent["at"] and last > begin:
         theirs = store.read_json(RunKeys(parent["run"]).record)
         if theirs is not None and _training(validated(theirs["config"])) != _training(config):
-            raise ValueError(
+            raise RunError(
                 f"run {keys.run!r} is a fork of {parent['run']!r} at {parent['at']} with other training options; the rounds before were "
                 f"trained with the parent's: replay them there (`penstock replay {parent['run']} --to {parent['at']}`), and this run "
                 f"with --from {parent['at']} (needs a checkpoint of version {parent['at']})"
@@ -213,19 +235,12 @@ def _training(config: PostTrainConfig) -> dict[str, Any]:
 def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[TrainerGroup]:
     """A trainer of its own, apart from the run's if that is running on the same Ray."""
     from engines.cluster import Cluster
-    from engines.megatron.shape import ModelShape
     from stages.train.group import TrainerGroup
     from stages.train.spec import TrainerSpec
 
-    base = store.read_json(keys.origin("base"))
-    if base is None:
-        raise ValueError(f"run {keys.run!r} has no starting weights yet: it has trained nothing")
-    model = store.read(base["key"])
-    if model is None:
-        raise ValueError(f"{base['key']}, where run {keys.run!r} began, is not in the store: convert the model again")
     spec = TrainerSpec(
         run=keys.run,
-        shape=ModelShape.model_validate(Commit.model_validate_json(model).state["shape"]),
+        shape=_shape(store, keys),
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -238,6 +253,19 @@ def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[T
     finally:
         group.kill()
         cluster.stop()
+
+
+def _shape(store: Store, keys: RunKeys) -> ModelShape:
+    """Return the shape of the model that a run trains. Raises RunError if its starting weights are not in the store."""
+    from engines.megatron.shape import ModelShape
+
+    base = store.read_json(keys.origin("base"))
+    if base is None:
+        raise RunError(f"run {keys.run!r} has no starting weights: it has trained nothing that could be replayed")
+    model = store.committed(base["key"].removesuffix(commit_key("")))
+    if model is None or "shape" not in model.state:
+        raise RunError(f"{base['key']}, the starting weights of run {keys.run!r}, is not in the store: convert the model again")
+    return ModelShape.model_validate(model.state["shape"])
 
 
 def _line(replayed: Replayed) -> str:

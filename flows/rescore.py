@@ -14,7 +14,8 @@ from flows import flags
 from flows.config import PostTrainConfig, flag, validated
 from flows.display import with_interval
 from flows.runs import code_version, open_store, recorded
-from flows.words import taken
+from flows.words import run_name, shown, taken, whole_number
+from storage.errors import OptionError, RunError
 from storage.refs import Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -46,16 +47,16 @@ def main(words: list[str]) -> int:
     """The command. Returns 0.
 
     Raises:
-        ValueError: no such run, version or data set, an option that is not about scoring, or a wrong reward.
+        InputError: no such run, version or data set, an option that is not about scoring, or a wrong reward.
     """
     alone, own, rest = taken(words, {"--rescore": True, "--version": True, "--dataset": True})
     if alone:
-        raise ValueError(
-            f"{alone[0]!r} is too much: penstock eval --rescore RUN [--version V] [--dataset NAME] [options of scoring]"
+        raise OptionError(
+            f"{shown(alone[0])} is not an option: penstock eval --rescore RUN [--version V] [--dataset NAME] [options of scoring]"
         )
-    given, run = scoring_options(rest), own["--rescore"]
+    given, run = scoring_options(rest), run_name(own["--rescore"], "--rescore")
     _, config = recorded(given.run, run)
-    store, keys = open_store(config.run), RunKeys(run)
+    store, keys = open_store(config.run, probe=False), RunKeys(run)
     chosen = evaluations(store, keys, own.get("--version"), own.get("--dataset"))
     rows = [(version, name, *_rescored(store, keys, config, given, version, name)) for version, name in chosen]
     print(f"{run} in {store.uri}, scored again; intervals hold the mean with a probability of 95 %")
@@ -64,24 +65,24 @@ def main(words: list[str]) -> int:
 
 
 def scoring_options(words: list[str]) -> PostTrainConfig:
-    """The options of the command line, each known to be about scoring. Raises ValueError."""
+    """The options of the command line, each known to be about scoring. Raises OptionError."""
     values = flags.values_of(words)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise ValueError(f"{flag(other)} says nothing about scoring, and the samples are there already: leave it out")
+            raise OptionError(f"{flag(other)} has no effect on scoring, and the samples exist already: leave it out")
     given = validated(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
-        raise ValueError(
+        raise OptionError(
             f"--eval-rm-type {given.eval.eval_rm_type} and --custom-rm-path {given.rollout.custom_rm_path} are both given: leave one out"
         )
     return given
 
 
 def evaluations(store: Store, keys: RunKeys, version: str | None, name: str | None) -> list[tuple[int, str]]:
-    """The chosen evaluations of a run: (policy version, data set), those that were scored again left out. Raises ValueError if there
+    """The chosen evaluations of a run: (policy version, data set), those that were scored again left out. Raises RunError if there
     are none."""
-    if version is not None and not version.isdigit():
-        raise ValueError(f"--version takes a policy version, a number from 0; found {version!r}")
+    if version is not None:
+        version = str(whole_number("--version", version))
     suffix = commit_key("")
     found = [
         (int(index), entry.removesuffix(suffix))
@@ -92,7 +93,7 @@ def evaluations(store: Store, keys: RunKeys, version: str | None, name: str | No
     chosen = [(v, n) for v, n in found if version in (None, str(v)) and name in (None, n)]
     if not chosen:
         there = ", ".join(f"{v} {n}" for v, n in found) or "none"
-        raise ValueError(
+        raise RunError(
             f"run {keys.run!r} has no such evaluation (it has: {there}): choose one of these with --version and --dataset"
         )
     return chosen

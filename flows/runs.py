@@ -17,6 +17,7 @@ from typing import Any
 from flows import flags
 from flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, validated
 from flows.paths import absolute, relative
+from flows.words import run_name
 from storage.errors import InputError, OptionError, RunError, StoreError
 from storage.keys import is_run_name
 from storage.leases import Lease, live_drivers
@@ -55,9 +56,7 @@ def run_keys(run: str) -> RunKeys:
     Raises:
         RunError: no run can have this name.
     """
-    if not is_run_name(run):
-        raise RunError(f"{run[:60]!r} cannot name a run: use at most 128 letters, digits, dots, dashes and underscores")
-    return RunKeys(run)
+    return RunKeys(run_name(run))
 
 
 def existing_run(store: Store, run: str) -> RunKeys:

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from flows.flags import parse
-from flows.runs import open_store, run_keys
-from flows.words import size, taken
+from flows.flags import parse_store
+from flows.runs import open_store
+from flows.words import one_run, size, taken
 from storage.audit import Audit, audit
-from storage.errors import OptionError
+from storage.refs import RunKeys
 
 USAGE = """penstock verify RUN [--no-hashes] [--store URI ...]
 
@@ -33,12 +33,11 @@ def main(words: list[str]) -> int:
         OptionError: unknown words.
     """
     alone, own, rest = taken(words, {"--no-hashes": False})
-    if len(alone) != 1:
-        raise OptionError("penstock verify needs the name of one run; `penstock runs` lists them")
-    store = open_store(parse(rest).run, probe=False)
+    run = one_run("verify", alone)
+    store = open_store(parse_store(rest, "verify"), probe=False)
     start = time.monotonic()
-    found = audit(store, run_keys(alone[0]), hashes="--no-hashes" not in own)
-    print(f"{alone[0]} in {store.uri}")
+    found = audit(store, RunKeys(run), hashes="--no-hashes" not in own)
+    print(f"{run} in {store.uri}")
     for title, text in table(found, time.monotonic() - start):
         print(f"  {title:<12} {text}")
     for problem in found.problems[:MOST_SHOWN]:

@@ -23,7 +23,7 @@ Change = Literal["identity", "schedule", "placement"]
 class StageConfig(BaseModel):
     """Base of the per-stage models: unknown keys are errors, attribute docstrings are the help text."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 def option(

@@ -62,6 +62,8 @@ def test_configs_import_only_pydantic_and_ours(path: Path) -> None:
         "storage",
         "stages",
         "engines",
+        "flows",
+        "difflib",
         "tomllib",
         "hashlib",
         "json",

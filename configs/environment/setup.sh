@@ -53,3 +53,4 @@ from importlib.metadata import version
 found = version("torch")
 sys.exit(not found.startswith("2.13.0") or (sys.argv[1] == "cpu" and "+cpu" not in found and "cu" in found))
 PY
+echo "Penstock is installed: $VENV/bin/penstock, or penstock after: source $VENV/bin/activate"

@@ -52,6 +52,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from engines.megatron import checkpoint, weights
 from engines.megatron.gather import WeightGather
 from engines.megatron.optimizer import build_optimizer, build_scheduler, wrap
+from storage.errors import LayoutError
 
 Head = Callable[[Tensor], Tensor]
 Loss = tuple[Tensor | None, dict[str, Any]]
@@ -183,7 +184,7 @@ class MegatronEngine:
         """
         assert microbatches, "no micro-batches"
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
-            raise ValueError(
+            raise LayoutError(
                 f"{len(microbatches)} micro-batches under virtual pipelining: use a multiple of {self.layout.pipeline}"
             )
         run = get_forward_backward_func()

@@ -16,6 +16,7 @@ from engines.megatron.args import check_megatron_args
 from engines.megatron.door import open_door
 from engines.megatron.fit import check_fit, check_pipeline
 from engines.megatron.model_options import contradictions, model_options
+from engines.megatron.option_values import REFUSED
 from engines.megatron.parallel import ParallelLayout
 from engines.megatron.shape import ModelShape
 from storage.errors import OptionError
@@ -25,10 +26,6 @@ open_door()
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 MEANINGLESS = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # in latent attention; scripts give them all the same
-REFUSED = {
-    ("moe_router_load_balancing_type", "sinkhorn"): "chooses other experts than the checkpoint does",
-    ("moe_token_dispatcher_type", "allgather"): "needs packs of equal length on all ranks, and Penstock's are not",
-}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.sglang.args import installed
 from engines.sources import parsed
+from storage.errors import EngineError
 
 # Have an option of their own, which the rest of Penstock reads too, or make no sense here.
 RESERVED = {
@@ -49,35 +50,35 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
     """Of `--rollout-sampling`.
 
     Raises:
-        ValueError: SGLang knows no parameter of that name, it has an option of its own, or the router would lose it.
+        EngineError: SGLang knows no parameter of that name, it has an option of its own, or the router would lose it.
     """
     known = sampling_names()
     for name in params:
         if name in RESERVED:
-            raise ValueError(f"--rollout-sampling {name} has a place of its own: {RESERVED[name]}")
+            raise EngineError(f"--rollout-sampling {name} has a place of its own: {RESERVED[name]}")
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(sorted(known))}"
-            raise ValueError(f"--rollout-sampling {name} is no sampling parameter of the installed SGLang: {hint}")
+            raise EngineError(f"--rollout-sampling {name} is no sampling parameter of the installed SGLang: {hint}")
         if routed and name in LOST_IN_ROUTER:
-            raise ValueError(f"--rollout-sampling {name} does not pass SGLang's router, which drops it: leave --use-router out")
+            raise EngineError(f"--rollout-sampling {name} does not pass SGLang's router, which drops it: leave --use-router out")
 
 
 def check_seeds(seeded: bool, params: Mapping[str, Any], server: Mapping[str, Any]) -> None:
     """Of `--rollout-sampling-seeds`.
 
     Raises:
-        ValueError: with seeds, min_p; or deterministic engines without seeds.
+        EngineError: with seeds, min_p; or deterministic engines without seeds.
     """
     if seeded and params.get("min_p"):
-        raise ValueError(
+        raise EngineError(
             f"--rollout-sampling min_p={params['min_p']} with --rollout-sampling-seeds: SGLang samples wrongly with both (it asserts that "
             "they do not meet): leave one out"
         )
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
         value = {name.replace("-", "_"): value for name, value in server.items()}.get(name)
         if value not in (None, False) and not seeded:
-            raise ValueError(
+            raise EngineError(
                 f"--sglang-{name.replace('_', '-')} makes SGLang sample every request with the same seed, so that all samples of a prompt "
                 "are equal: give --rollout-sampling-seeds too"
             )

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from storage.errors import EngineError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,18 +46,18 @@ def make_publisher(
         directory: for "disk", where to write; the engines must see it under the same path.
 
     Raises:
-        ValueError: "tensor" without SGLang in this interpreter, or "disk" without its directories.
+        EngineError: "tensor" without SGLang in this interpreter, or "disk" without its directories.
     """
     if transport == "tensor":
         from importlib.util import find_spec
 
         if find_spec("sglang") is None:
-            raise ValueError("SGLang is not installed in the trainer's interpreter: install it, or publish over disk")
+            raise EngineError("SGLang is not installed in the trainer's interpreter: install it, or publish over disk")
         from engines.weights.tensor import TensorPublisher
 
         return TensorPublisher(urls)
     from engines.weights.disk import DiskPublisher
 
     if not (model_path and directory):
-        raise ValueError("weights are to go over disk, but no model directory or no directory to write to was given: name both")
+        raise EngineError("weights are to go over disk, but no model directory or no directory to write to was given: name both")
     return DiskPublisher(urls, Path(model_path), Path(directory))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engines.sglang.wire import WeightUpdate, buckets, shared_memory_bytes
 from engines.weights.publisher import BUCKET_BYTES
+from storage.errors import EngineError
 from storage.faults import reach
 
 
@@ -34,4 +35,4 @@ def _check_shared_memory(bucket: list[tuple[str, Tensor]]) -> None:
     needed, free = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket), shared_memory_bytes()
     if needed > free:
         found = f"/dev/shm has {free >> 20} MiB free, a bucket of weights needs {needed >> 20} MiB"
-        raise ValueError(f"{found}: enlarge it (docker run --shm-size) or publish over disk")
+        raise EngineError(f"{found}: enlarge it (docker run --shm-size) or publish over disk")

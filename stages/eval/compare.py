@@ -14,6 +14,7 @@ import numpy as np
 
 from stages.eval.intervals import intervals
 from stages.eval.score import groups_of, reward_of
+from storage.errors import DataError
 from storage.refs import Commit
 from storage.sample import Sample
 from storage.shards import read_table
@@ -66,9 +67,9 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
 
 
 def check_same_data(name: str, a: Commit, b: Commit) -> None:
-    """Whether two evaluations asked the same prompts, by content. Raises ValueError."""
+    """Whether two evaluations asked the same prompts, by content. Raises DataError."""
     if (one := _content(a)) != (other := _content(b)):
-        raise ValueError(
+        raise DataError(
             f"the data set {name} differs between the two: {_rows(one)} here, {_rows(other)} there, with other content; only answers "
             "to the same prompts can be compared: evaluate both on the same file"
         )

@@ -8,6 +8,7 @@ from pydantic import ValidationInfo, field_serializer, field_validator, model_va
 
 from stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
 from storage.config import StageConfig, option
+from storage.errors import OptionError
 
 
 class EvalConfig(StageConfig):
@@ -63,7 +64,7 @@ class EvalConfig(StageConfig):
             return list(value.items())
         if isinstance(value, list) and value and all(isinstance(word, str) for word in value):
             if len(value) % 2:
-                raise ValueError(f"{value} is not NAME PATH pairs: give every data set a name and a path")
+                raise OptionError(f"{str(value)[:80]} is not NAME PATH pairs: give every data set a name and a path")
             return list(zip(value[::2], value[1::2]))
         return value
 

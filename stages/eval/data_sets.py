@@ -15,8 +15,11 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from storage.config import StageConfig
+from storage.errors import OptionError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes
+_MAX_BYTES = 4 << 20
 
 
 class DataSetSettings(StageConfig):
@@ -82,57 +85,76 @@ class EvalFile(StageConfig):
 
 
 def read_eval_file(path: str) -> EvalFile:
-    """The file at `path`. Raises ValueError with one sentence for the first thing wrong with it."""
+    """The file at `path`. Raises OptionError with one sentence for the first thing wrong with it."""
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise OptionError(f"this file is larger than {_MAX_BYTES} bytes: give a TOML file with [[datasets]]")
+        values = tomllib.loads(data.decode("utf-8").replace("\r\n", "\n"))
     except FileNotFoundError:
-        raise ValueError("this file does not exist: give a TOML file with [[datasets]]") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"no TOML file can be read there: {error}") from None
+        raise OptionError("this file does not exist: give a TOML file with [[datasets]]") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
+    except OSError as error:
+        raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
     return eval_file(values)
 
 
 def eval_file(values: dict[str, Any]) -> EvalFile:
-    """The content of such a file, checked. Raises ValueError with one sentence for the first thing wrong."""
+    """The content of such a file, checked. Raises OptionError with one sentence for the first thing wrong."""
     _check_keys("the file", values, ["defaults", "datasets"])
     defaults, data_sets = values.get("defaults", {}), values.get("datasets", [])
     if not isinstance(defaults, dict):
-        raise ValueError("the defaults are no table: write [defaults], and below it setting = value")
+        raise OptionError("defaults is not a table: write [defaults], and below it setting = value")
     if not (isinstance(data_sets, list) and data_sets and all(isinstance(one, dict) for one in data_sets)):
-        raise ValueError("there are no data sets in it: write [[datasets]] with name and path, one for each")
+        raise OptionError("the file has no data sets: write [[datasets]] with name and path, once for each")
     _check_keys("[defaults]", defaults, list(DataSetSettings.model_fields))
+    _check_kinds("[defaults]", defaults)
     for number, one in enumerate(data_sets, start=1):
-        where = f"data set {one.get('name', number)}"
+        where = f"data set {str(one.get('name', number))[:60]}"
         _check_keys(where, one, list(DataSet.model_fields))
+        _check_kinds(where, one)
         if missing := {"name", "path"} - one.keys():
-            raise ValueError(f"{where} has no {min(missing)}: every [[datasets]] needs a name and a path")
+            raise OptionError(f"{where} has no {min(missing)}: every [[datasets]] needs a name and a path")
     try:
         file = EvalFile.model_validate(values)
     except ValidationError as error:
-        raise ValueError(_sentence(error, data_sets)) from None
+        raise OptionError(_sentence(error, data_sets)) from None
     check_names([one.name for one in file.datasets])
     return file
 
 
 def check_names(names: list[str]) -> None:
-    """Every name can name a data set, and names one. Raises ValueError."""
+    """Every name can name a data set, and names one. Raises OptionError."""
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} cannot name a data set: use letters, digits, dot, dash and underscore")
+            raise OptionError(f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore")
+        if len(name) > _MAX_NAME:
+            raise OptionError(f"data set {name[:60]}... has a name of {len(name)} characters: use at most {_MAX_NAME}")
         if names.count(name) > 1:
-            raise ValueError(f"two data sets are named {name}: give each its own name")
+            raise OptionError(f"two data sets are named {name}: give each its own name")
 
 
 def _check_keys(where: str, values: dict[str, Any], known: list[str]) -> None:
     if unknown := next((key for key in values if key not in known), None):
         near = [key for key in known if unknown in key] or difflib.get_close_matches(unknown, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(known)}"
-        raise ValueError(f"{where} has {unknown!r}, which means nothing here: {hint}")
+        raise OptionError(f"{where} has the unknown setting {unknown[:60]!r}: {hint}")
+
+
+def _check_kinds(where: str, values: dict[str, Any]) -> None:
+    """Refuse what pydantic would convert (a switch for a number) and empty text. Raises OptionError."""
+    for name, value in values.items():
+        if isinstance(value, bool):
+            raise OptionError(f"{where} has {name} = {str(value).lower()}: it takes no switch, give a number or text")
+        if value == "":
+            raise OptionError(f"{where} has {name} = '': give a value, or leave it out")
 
 
 def _sentence(error: ValidationError, data_sets: list[dict[str, Any]]) -> str:
     first = error.errors()[0]
     section, *rest = first["loc"]
-    where = "[defaults]" if section == "defaults" else f"data set {data_sets[int(rest[0])]['name']}"
+    where = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{where} has {rest[-1]} = {first.get('input')!r}: {message[0].lower()}{message[1:]}"
+    return f"{where} has {rest[-1]} = {repr(first.get('input'))[:80]}: {message[0].lower()}{message[1:]}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from stages.eval.score import groups_of, score
 from stages.rewards.grading import Grader
+from storage.errors import RewardError, RunError
 from storage.refs import Commit, RunKeys, commit_key
 from storage.sample import Sample, Status
 from storage.shards import read_samples, write_shards
@@ -66,13 +67,13 @@ def rescore_stage(
         code_version: for the commit.
 
     Raises:
-        ValueError: this was not evaluated, the reward is wrong or fails for every sample, or pass@k is required and it is not known
+        RewardError: this was not evaluated, the reward is wrong or fails for every sample, or pass@k is required and it is not known
             what passes.
         StoreError: the stored samples are damaged.
     """
     old = store.committed(keys.eval(version, name))
     if old is None:
-        raise ValueError(f"run {keys.run!r} has no evaluation of version {version} on {name}")
+        raise RunError(f"run {keys.run!r} has no evaluation of version {version} on {name}")
     new_name = f"{name}@{scoring.hash}"
     prefix = keys.eval(version, new_name)
     if commit := store.committed(prefix):
@@ -118,7 +119,7 @@ def _grade(samples: list[Sample], grader: Grader, max_response_len: int) -> None
     failures = [sample for sample in answered if sample.status is Status.FAILED]
     if answered and len(failures) == len(answered):
         reason = failures[0].metadata["error"]
-        raise ValueError(
+        raise RewardError(
             f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward; nothing is committed"
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from stages.eval.intervals import intervals
 from stages.eval.majority import answer_of, majority_rates
+from storage.errors import OptionError
 from storage.sample import Sample, Status
 
 LOW, HIGH = "-ci_low", "-ci_high"  # behind the name of a number: the bounds of its interval
@@ -36,7 +37,7 @@ def score(
         up to the set's samples per prompt. If there are two prompts or more, the mean, pass@k and majority@k have an interval each.
 
     Raises:
-        ValueError: pass@k is required and it is not known what passes.
+        OptionError: pass@k is required and it is not known what passes.
     """
     groups = groups_of(samples)
     lengths = [sum(sample.loss_mask) for sample in samples]
@@ -55,7 +56,7 @@ def score(
     passes = passes_of(groups, pass_threshold)
     if passes is None and require_pass_rate:
         other = next(reward for group in rewards for reward in group if reward not in (0.0, 1.0))
-        raise ValueError(
+        raise OptionError(
             f"data set {name} has the reward {other:g}, and pass@k needs 0 and 1: say with --pass-threshold from "
             "which reward on a response passes, choose another entry with --eval-reward-key, or leave out --log-passrate"
         )

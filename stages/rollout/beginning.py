@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.rollout.prompts.state import SourceState
+from storage.errors import RunError
 from storage.refs import BUFFER, RunKeys
 from storage.sample import Sample
 from storage.shards import read_samples
@@ -27,13 +28,13 @@ def beginning_of(store: Store, keys: RunKeys, rollout_id: int) -> Beginning:
     A fork with other data begins them anew where it leaves its parent; only the numbers of the prompts go on, for ids are made of them.
 
     Raises:
-        ValueError: the round before is not committed.
+        RunError: the round before is not committed.
     """
     if rollout_id == 0:
         return Beginning()
     previous = store.committed(keys.rollout(rollout_id - 1))
     if previous is None:
-        raise ValueError(
+        raise RunError(
             f"round {rollout_id} begins where round {rollout_id - 1} left the data, which is not committed: do that round first"
         )
     state = previous.state["data_source"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from stages.rollout.config import RolloutConfig
 from stages.rollout.custom_generation import check_generate_function
@@ -12,6 +13,7 @@ from stages.rollout.custom_source import load_buffer_filter, load_data_source
 from stages.rollout.filters import load_filter
 from stages.rollout.hooks import check_hooks
 from stages.rollout.loss_masks import split_pieces
+from stages.rollout.prompts.files import parse_slice, read_entry
 from stages.rollout.prompts.lengths import prompt_limit
 from stages.rollout.tokenizer import PromptTokenizer
 from storage.errors import DataError, OptionError, TemplateError
@@ -76,6 +78,17 @@ def check_rows(
             raise type(error)(f"{path} row {number}: {error}") from error
         if num_positions is not None:
             _check_room(f"{path} row {number}", len(tokenizer.encode([text])[0]), config, num_positions)
+
+
+def first_rows(config: RolloutConfig) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Return (file and row, prompt, label, metadata) of the first rows of each entry of --prompt-data; chat messages as JSON text."""
+    rows = []
+    for path in config.prompt_data:
+        part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{NUM_TRIED_ROWS}]"
+        for number, line in enumerate(read_entry(part, config).rows[:NUM_TRIED_ROWS]):
+            content, label, metadata, *_ = json.loads(line)
+            rows.append((f"{path} row {number}", content if isinstance(content, str) else json.dumps(content), label, metadata))
+    return rows
 
 
 def _check_room(where: str, num_tokens: int, config: RolloutConfig, num_positions: int) -> None:

@@ -30,6 +30,7 @@ from stages.rollout.round import Group, Round, copied
 from stages.rollout.tokenizer import PromptTokenizer
 from stages.rollout.user_code import NoResult, Stopped, UserCode
 from stages.rollout.user_sample import UserSample, taken
+from storage.errors import PluginError
 from storage.sample import Sample, Status
 
 BY_NAME = ("evaluation", "engine")  # parameters that a function has if it wants them
@@ -57,15 +58,15 @@ class GenerateFunction:
 
 
 def find_generate_function(path: str) -> GenerateFunction:
-    """The function at `path`. Raises ValueError if it does not load, or is none of the forms above."""
+    """The function at `path`. Raises PluginError if it does not load, or is none of the forms above."""
     function = load_function(path, usual_name="generate", usual=lambda found: found.__name__ == "custom_generate")
     name = name_of(function, path)
     if inspect.isclass(function):
-        raise ValueError(f"{name} is a class: name a function")
+        raise PluginError(f"{name} is a class: name a function")
     parameters = inspect.signature(function).parameters.values()
     given = [one for one in parameters if one.name not in BY_NAME and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if len(given) < 2:
-        raise ValueError(
+        raise PluginError(
             f"{name} has the signature {inspect.signature(function)}, but is called with (args, sample, sampling_params) or "
             "(args, samples), and with `evaluation` and `engine` if it has parameters of these names"
         )
@@ -84,7 +85,7 @@ def find_generate_function(path: str) -> GenerateFunction:
 
 
 def check_generate_function(path: str) -> None:
-    """Preflight. Raises ValueError if the function at `path` does not load or cannot be called as it will be."""
+    """Preflight. Raises PluginError if the function at `path` does not load or cannot be called as it will be."""
     find_generate_function(path)
 
 
@@ -98,7 +99,7 @@ class CustomGeneration:
         round: what is generated.
 
     Raises:
-        ValueError: the function does not load or fit.
+        PluginError: the function does not load or fit.
     """
 
     def __init__(self, config: RolloutConfig, client: EngineClient, tokenizer: PromptTokenizer, round: Round) -> None:
@@ -133,7 +134,7 @@ class CustomGeneration:
         """The samples, each followed by its siblings; those that are not pending stay as they are.
 
         Raises:
-            ValueError: there is no room for a response to this prompt.
+            PluginError: there is no room for a response to this prompt.
             RuntimeError, ConnectionError, TimeoutError: of the engines.
         """
         waiting = [sample for sample in samples if sample.status is Status.PENDING]
@@ -220,7 +221,7 @@ class CustomGeneration:
         return made
 
     def _finished(self, given: Sample, part: Sample, sample_id: str) -> Sample:
-        """What goes on from here. Raises ValueError if it cannot be trained on."""
+        """What goes on from here. Raises PluginError if it cannot be trained on."""
         sample = replace(
             taken(part),
             sample_id=sample_id,
@@ -239,7 +240,7 @@ class CustomGeneration:
             return sample
         response = sample.token_ids[part.prompt_length :]
         if not response:
-            raise ValueError(
+            raise PluginError(
                 "it has no response tokens: write them with engine.generate, or set `tokens` and `rollout_log_probs`"
             )
         self._check_policy(part)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from storage.config import StageConfig, option
+from storage.errors import OptionError
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # estimators that are defined with whitened advantages
 
@@ -197,7 +198,7 @@ class AlgorithmConfig(StageConfig):
     def _check_algorithm(self) -> AlgorithmConfig:
         for wrong, sentence in self._contradictions():
             if wrong:
-                raise ValueError(sentence)
+                raise OptionError(sentence)
         return self
 
     def _contradictions(self) -> Iterator[tuple[object, str]]:

@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from stages.train.algorithm_config import AlgorithmConfig
 from storage.config import option
+from storage.errors import OptionError
 
 OPTIMIZER_FIELDS = {
     *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
@@ -153,28 +154,52 @@ class TrainConfig(AlgorithmConfig):
         """Whether a micro-batch holds as many samples as fit, or a fixed number of them."""
         return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size
 
+    def check_batch(self, global_batch_size: int) -> None:
+        """Check that every data-parallel replica gets a sample per optimizer step. Raises OptionError."""
+        if global_batch_size < self.data_parallel_size:
+            raise OptionError(
+                f"--global-batch-size {global_batch_size} is smaller than the {self.data_parallel_size} data-parallel replicas, each of "
+                "which needs a sample per step: make the batch larger, or use fewer ranks"
+            )
+
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.num_ranks % model:
-            raise ValueError(
-                f"{self.num_ranks} trainer ranks cannot be divided by tensor x pipeline x context = {model}: "
-                "change --actor-num-nodes, --actor-num-gpus-per-node or a parallel size"
+            raise OptionError(
+                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by tensor x pipeline x "
+                f"context = {model}: change one of them"
             )
         expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         experts = expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if self.num_ranks % experts:
-            raise ValueError(
-                f"{self.num_ranks} trainer ranks cannot be divided by expert tensor x expert x pipeline = {experts}: "
-                "change --actor-num-nodes, --actor-num-gpus-per-node or a parallel size"
+            raise OptionError(
+                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by expert tensor x "
+                f"--expert-model-parallel-size x pipeline = {experts}: change one of them"
             )
-        if self.global_batch_size is not None and self.global_batch_size < self.data_parallel_size:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "
-                "replicas, each of which needs a sample per step: make the batch larger or use fewer ranks"
+        if self.global_batch_size is not None:
+            self.check_batch(self.global_batch_size)
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise OptionError(
+                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs --pipeline-model-parallel-size "
+                "above 1: add it, or leave this out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> TrainConfig:
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            raise ValueError(
+            raise OptionError(
                 f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr"
             )
+        rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}
+        for name, rate in rates.items():
+            if rate is not None and self.min_lr > rate:
+                raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: make it smaller")
+        warmups = {"--lr-warmup-iters": self.lr_warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
+        for name, warmup in warmups.items():
+            if self.lr_decay_style != "constant" and (warmup or 0) >= (self.lr_decay_iters or 0):
+                raise OptionError(
+                    f"--lr-decay-iters {self.lr_decay_iters} is not above {name} {warmup}, which it includes: make it larger"
+                )
         return self

@@ -8,16 +8,18 @@ from itertools import count
 
 import numpy as np
 
+from storage.errors import OptionError
+
 
 def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Sample rows of each optimizer step: consecutive blocks of `global_batch_size` trajectories, siblings together.
 
     Raises:
-        ValueError: a remainder would be left over; nothing is dropped silently.
+        OptionError: a remainder would be left over; nothing is dropped silently.
     """
     num_trajectories = int(trajectory_index.max(initial=-1)) + 1
     if num_trajectories == 0 or num_trajectories % global_batch_size:
-        raise ValueError(
+        raise OptionError(
             f"the rollout holds {num_trajectories} trajectories, which --global-batch-size {global_batch_size} does not "
             "divide: choose it so that rollout batch x samples per prompt is a multiple of it"
         )

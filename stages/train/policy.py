@@ -17,6 +17,7 @@ from typing import Any, Literal
 from stages.train.config import TrainConfig
 from stages.train.group import TrainerGroup
 from stages.train.spec import Beside, Trained
+from storage.errors import RunError
 from storage.faults import reach
 from storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from storage.store import Store
@@ -50,7 +51,7 @@ def ensure_policy(
 
     Raises:
         ReplayError: a replayed round differs from its commit.
-        ValueError: a round before `version` is not committed.
+        RunError: a round before `version` is not committed.
     """
     with group.alone:
         state = group.state()
@@ -134,7 +135,7 @@ def train_round(
 
     Raises:
         ReplayError: another attempt has committed this round with other weights.
-        ValueError: the rollout is not committed, or does not fill whole optimizer steps.
+        RunError: the rollout is not committed, or does not fill whole optimizer steps.
     """
     prefix = keys.step(rollout_id)
     if commit := store.committed(prefix):
@@ -289,7 +290,7 @@ def _difference(before: dict[str, str], after: dict[str, str]) -> str:
 def _committed(store: Store, prefix: str) -> Commit:
     commit = store.committed(prefix)
     if commit is None:
-        raise ValueError(
+        raise RunError(
             f"{commit_key(prefix)} is not committed, but is needed to restore the policy: was it deleted from the store?"
         )
     return commit
@@ -298,5 +299,5 @@ def _committed(store: Store, prefix: str) -> Commit:
 def _record(store: Store, key: str) -> Commit:
     data = store.read(key)
     if data is None:
-        raise ValueError(f"{key} is not in the store {store.uri!r}: convert the model again (`penstock convert`)")
+        raise RunError(f"{key} is not in the store {store.uri!r}: convert the model again (`penstock convert`)")
     return Commit.model_validate_json(data)

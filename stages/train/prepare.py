@@ -16,6 +16,7 @@ from stages.train.algorithms.reductions import custom_reducer, per_sample_weight
 from stages.train.batching import Batch, Packed, pack
 from stages.train.config import TrainConfig
 from stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, optimizer_steps
+from storage.errors import OptionError
 
 Steps = list[list[Packed]]  # this rank's micro-batches of each optimizer step
 
@@ -52,7 +53,7 @@ def _rows_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
         return optimizer_steps(batch.trajectory_index, config.global_batch_size)
     num_trajectories, num_steps = int(batch.trajectory_index.max(initial=-1)) + 1, config.num_steps_per_rollout or 1
     if num_trajectories % num_steps:
-        raise ValueError(
+        raise OptionError(
             f"the rollout holds {num_trajectories} trajectories, which --num-steps-per-rollout {num_steps} does not divide"
         )
     return optimizer_steps(batch.trajectory_index, num_trajectories // num_steps)

@@ -16,6 +16,7 @@ import torch
 from engines.megatron.experts import experts_format
 from engines.megatron.replay import RoutingRecord
 from engines.megatron.shape import ModelShape
+from storage.errors import OptionError
 from storage.routed_experts import ExpertsFormat
 
 
@@ -32,20 +33,20 @@ class EngineChoices:
         """Of a committed rollout.
 
         Raises:
-            ValueError: the model has no experts, or the engines did not return theirs when this rollout was generated.
+            OptionError: the model has no experts, or the engines did not return theirs when this rollout was generated.
         """
         option = "--use-rollout-routing-replay"
         known = experts_format(shape, option)
         column = table["routed_experts"]
         if len(table) and column.null_count == len(table):
-            raise ValueError(f"{option}, but the samples of this rollout have no routed experts: generate it with that option")
+            raise OptionError(f"{option}, but the samples of this rollout have no routed experts: generate it with that option")
         return cls(known, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
 
     def record(self, rows: Sequence[int]) -> RoutingRecord:
         """What is known of the pack of these samples, laid behind each other. No rows: a pack of one pad token, of which nothing is.
 
         Raises:
-            ValueError: the bytes do not fit the model.
+            OptionError: the bytes do not fit the model.
         """
         parts = [self.format.decode(self.column[int(row)].as_py(), int(self.lengths[row])) for row in rows]
         if not parts:

@@ -58,6 +58,7 @@ def test_preflight(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input": f"{i}+1="}) + "\n" for i in range(32)))
     words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model), "--rm-type", "random"]
     words += ["--num-rollout", "1", "--prompt-data", str(tmp_path / "rows.jsonl")]
+    words += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
     for more, sentence in (
         (["--router-polcy", "random"], "did you mean --router-policy"),
         (["--rollout-sampling", "minp=0.1"], "did you mean min_p"),

@@ -84,19 +84,22 @@ SET = '[[datasets]]\nname = "a"\npath = "p"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{SET}temprature = 1", "data set a has 'temprature', which means nothing here: did you mean temperature"),
+        (f"{SET}temprature = 1", "data set a has the unknown setting 'temprature': did you mean temperature"),
         (f"{SET}n_samples = 1", "did you mean n_samples_per_eval_prompt"),
-        (f"{SET}[defaults]\nxyz = 1", r"\[defaults\] has 'xyz'.*it may have n_samples_per_eval_prompt, temperature"),
-        (f"dataset = 1\n{SET}", "the file has 'dataset'.*did you mean datasets"),
+        (
+            f"{SET}[defaults]\nxyz = 1",
+            r"\[defaults\] has the unknown setting 'xyz'.*it may have n_samples_per_eval_prompt, temperature",
+        ),
+        (f"dataset = 1\n{SET}", "the file has the unknown setting 'dataset'.*did you mean datasets"),
         (f"{SET}top_p = 2", r"data set a has top_p = 2: input should be less"),
         (f'{SET}[defaults]\ntop_k = "many"', r"\[defaults\] has top_k = 'many'"),
         ('[[datasets]]\nname = "a"', "data set a has no path"),
         ('[[datasets]]\npath = "a"', "data set 1 has no name"),
-        ("[defaults]\ntop_k = 1", "there are no data sets in it"),
+        ("[defaults]\ntop_k = 1", "the file has no data sets"),
         (SET + SET, "two data sets are named a"),
         (SET.replace('"a"', '"a@1"'), "'a@1' cannot name a data set"),
         (SET.replace('"a"', '"mine"'), "two data sets are named mine"),
-        ("x =", "no TOML file can be read there"),
+        ("x =", "this file is not TOML"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:

@@ -1,15 +1,23 @@
 """Every command says how it is called, and starts nothing for that."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from flows import cli
 
 
-@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - {"demo", "doctor", "resume", "runs"}))
-def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--help"]) == 0
-    words = capsys.readouterr().out.split()
-    assert words[0] == "penstock" and {"--store", "--cron"} & set(" ".join(words).replace("[", " ").split())
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_help(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in ([command, "--help"], [command, "ghost", "--store", "/dev/null/x", "-h"]):  # nothing of it is read
+        assert cli.main(words) == 0
+        out = capsys.readouterr().out
+        assert f"penstock {command}" in out.partition("\n")[0] and {"--store", "--cron", "--directory"} & set(
+            re.findall(r"--\w+", out)
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

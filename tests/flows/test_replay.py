@@ -15,6 +15,7 @@ from flows.config import PostTrainConfig
 from flows.flags import parse
 from flows.replay import own_options, placement_of
 from flows.runs import create_record
+from storage.errors import OptionError
 from storage.refs import RunKeys
 from storage.store import Store
 
@@ -22,16 +23,16 @@ KEYS = RunKeys("trained")
 NUM_ROUNDS = 3
 
 
-def test_own_options_are_taken_out_of_the_words() -> None:
-    own, rest = own_options(["--from", "2", "--store", "s3://x", "--to=5", "--json", "out.json", "--trainer-threads", "2"])
-    assert own == {"first": 2, "last": 5, "json_file": "out.json"}
-    assert rest == ["--store", "s3://x", "--trainer-threads", "2"]
+def test_own_options_become_arguments_of_the_flow() -> None:
+    assert own_options({"--from": "2", "--to": "5", "--json": "out.json"}) == {"first": 2, "last": 5, "json_file": "out.json"}
 
 
-@pytest.mark.parametrize("words", [["--from"], ["--to", "last"], ["--from", "1", "2"], ["--json"]])
-def test_a_bad_value_is_refused(words: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{words[0]} takes"):
-        own_options(words)
+@pytest.mark.parametrize(
+    "own", [{"--from": "²"}, {"--to": "last"}, {"--from": "-1"}, {"--json": "/"}, {"--json": "no/such/directory"}]
+)
+def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
+    with pytest.raises(OptionError, match=next(iter(own))):
+        own_options(own)
 
 
 def test_only_the_placement_of_the_trainer_may_be_said() -> None:

@@ -21,6 +21,7 @@ from stages.train.algorithms.group_relative import centered, leave_one_out, stan
 from stages.train.algorithms.kl import KLType, kl_estimate
 from stages.train.algorithms.reinforce import discounted_returns, outcome, penalized_outcome
 from stages.train.algorithms.whitening import whiten
+from storage.errors import PluginError
 
 # rewards [B], group_index [B] -> rewards [B]. An estimator without a row takes rewards as they were graded.
 NORMALIZATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -64,7 +65,7 @@ def estimate(experience: Experience, options: AdvantageOptions) -> Estimate:
     """Advantages of all trained tokens of a rollout.
 
     Raises:
-        ValueError: the user's estimator returned something else than a finite number per token.
+        PluginError: the user's estimator returned something else than a finite number per token.
     """
     if options.custom_advantage_function_path is not None:
         found = _custom(options.custom_advantage_function_path, experience, options)
@@ -105,10 +106,10 @@ def _custom(path: str, experience: Experience, options: AdvantageOptions) -> Est
         found = Estimate(found.double())
     num_tokens = len(experience.sample_index)
     if not isinstance(found, Estimate) or found.advantages.shape != (num_tokens,) or not found.advantages.isfinite().all():
-        raise ValueError(
+        raise PluginError(
             f"{path} returned something else than {num_tokens} finite advantages, one per trained token: "
             "return an Estimate or a tensor"
         )
     if options.advantage_estimator == "ppo" and found.returns is None:
-        raise ValueError(f"{path} returned no returns, which the critic of ppo learns: return an Estimate with returns")
+        raise PluginError(f"{path} returned no returns, which the critic of ppo learns: return an Estimate with returns")
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from stages.plugins import load_function
 from stages.train.algorithms.ratios import bounded_exp
 from stages.train.algorithms.sequences import SampleSums
+from storage.errors import PluginError
 
 TISMode = Literal["truncate", "mask"]
 TISLevel = Literal["token", "sequence", "geometric"]
@@ -102,7 +103,7 @@ def _custom(path: str, options: CorrectionOptions) -> Correction:
         weights, mask, metrics = function(old, rollout, samples, options)
         for name, found in {"weights": weights, "a mask": mask, **metrics}.items():
             if found is not None and found.shape != old.shape:
-                raise ValueError(
+                raise PluginError(
                     f"{path} returned {name} of shape {list(found.shape)}: return one number for each of {len(old)} tokens"
                 )
         return weights, mask, metrics

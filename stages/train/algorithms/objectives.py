@@ -21,6 +21,7 @@ from stages.train.algorithms.ratios import LOG_RATIOS, bounded_exp, token_log_ra
 from stages.train.algorithms.sequences import SampleSums
 from stages.train.algorithms.streams import TokenStreams
 from stages.train.algorithms.value_loss import value_objective
+from storage.errors import PluginError
 
 __all__ = ["OBJECTIVES", "Objective", "ObjectiveOptions", "TokenStreams", "policy_objective", "value_objective"]
 
@@ -142,7 +143,7 @@ def custom_objective(options: ObjectiveOptions) -> Objective:
         loss, metrics = function(logprobs, entropy, streams, samples, options)
         for name, found in {"a loss": loss, **metrics}.items():
             if found.shape != logprobs.shape:
-                raise ValueError(
+                raise PluginError(
                     f"{path} returned {name} of shape {list(found.shape)}: return one number for each of {len(logprobs)} tokens"
                 )
         return loss, {name if "/" in name else f"train/{name}": found for name, found in metrics.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stages.plugins import load_function
+from storage.errors import PluginError
 
 
 def per_sample_weights(
@@ -42,14 +43,14 @@ def custom_reducer(path: str) -> Reducer:
     """The user's weights of the policy-gradient part of the loss, for the m trained tokens of a step (all samples, all ranks).
 
     Raises:
-        ValueError: no such function; when called, if it returns something else than a finite number per token.
+        PluginError: no such function; when called, if it returns something else than a finite number per token.
     """
     function = load_function(path, usual_name="weights")
 
     def weigh(trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:
         weights = function(trajectory_index, sample_index, num_trajectories)
         if weights.shape != trajectory_index.shape or not weights.isfinite().all():
-            raise ValueError(
+            raise PluginError(
                 f"{path} returned weights of shape {list(weights.shape)}: return a finite one for each of the "
                 f"{len(trajectory_index)} trained tokens"
             )

@@ -1,0 +1,152 @@
+"""Every row of the table of bad inputs ends in one line and exit code 2, starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bad_inputs import BASES, Bad, quick_rows, real_rows, rest_of_rows
+from bad_place import make_place
+
+from flows.cli import main
+from flows.deploy import checked_schedule
+from flows.flags import parse
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "socket.connect"}
+MAX_CHARACTERS = 400
+
+
+class Tripwire(BaseException):
+    """Something was started."""
+
+
+class Watch:
+    """Raises Tripwire in this process, while it is on, as soon as a process or a connection would be started."""
+
+    on = False
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.on and event in STARTS:
+            raise Tripwire(f"{event} {str(arguments)[:300]}")
+
+
+watch = Watch()
+sys.addaudithook(watch)  # cannot be removed again: it is on only while a row runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    root = tmp_path_factory.mktemp("bad")
+    make_place(root, tiny_model)
+    checked_schedule({"--cron": "0 2 * * *"})  # Prefect's imports for it run a program
+    return root
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every door through which an engine is started: Ray, the trainer's process group, SGLang's servers, Prefect's."""
+    import engines.cluster
+    import flows.prefect_api
+
+    def started(*arguments: object, **more: object) -> None:
+        raise Tripwire("an engine was started")
+
+    monkeypatch.setattr(engines.cluster.Cluster, "start", started)
+    monkeypatch.setattr(flows.prefect_api, "ensure_prefect_api", started)
+    if torch := sys.modules.get("torch"):
+        monkeypatch.setattr(torch.distributed, "init_process_group", started)
+    yield
+    assert not watch.on
+
+
+def test_the_table_is_large_and_its_rows_differ() -> None:
+    rows = [*quick_rows(), *rest_of_rows()]
+    assert len(list(quick_rows())) >= 400 and len(list(real_rows())) >= 20
+    assert len({(row.words, row.toml) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("command", sorted(BASES))
+def test_the_request_that_rows_change_is_good(command: str, place: Path) -> None:
+    from flows.preflight import preflight
+
+    words = [word.replace("{root}", str(place)) for name, value in BASES[command].items() for word in (name, *value.split(" "))]
+    flow = {"train": "post_train", "eval": "evaluate"}.get(command, command)
+    preflight(flow, parse([*words, "--store", str(place / "good-store")]))
+
+
+@pytest.mark.parametrize("row", quick_rows(), ids=lambda row: row.id)
+def test_refused_in_one_line(row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(row, place, capsys, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", rest_of_rows(), ids=lambda row: row.id)
+def test_the_rest_is_refused_in_one_line(
+    row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(row, place, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.full] if number % 4 else [], id=row.id) for number, row in enumerate(real_rows())],
+)
+def test_a_process_refuses_in_one_line(row: Bad, place: Path) -> None:
+    words, before = prepare(row, place), snapshot(place)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "flows.cli", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=place / "directory", env=environment
+    )
+    check_outcome(row, place, done.returncode, done.stdout, done.stderr)
+    assert snapshot(place) == before
+
+
+def check(row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = prepare(row, place)
+    monkeypatch.chdir(place / "directory")
+    before = snapshot(place)
+    capsys.readouterr()
+    watch.on = True
+    try:
+        code = main(words)
+    finally:
+        watch.on = False
+    out = capsys.readouterr()
+    check_outcome(row, place, code, out.out, out.err)
+    assert snapshot(place) == before, "something was written"
+
+
+def prepare(row: Bad, place: Path) -> list[str]:
+    """The row's words; its TOML file is written."""
+    if row.toml is not None:
+        content = (
+            row.toml if isinstance(row.toml, bytes) else row.toml.replace("{root}", str(place)).encode("utf-8", "surrogatepass")
+        )
+        (place / "row.toml").write_bytes(content)
+    return [word.replace("{root}", str(place)) for word in row.words]
+
+
+def check_outcome(row: Bad, place: Path, code: int, out: str, err: str) -> None:
+    assert code == 2, (code, out, err)
+    assert out == ""
+    assert err.startswith("penstock: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert len(err) <= MAX_CHARACTERS and err.isprintable() is False and err[:-1].isprintable()
+    assert row.culprit.replace("{root}", str(place)) in err, err
+    assert "Traceback" not in err
+
+
+def snapshot(place: Path) -> dict[str, tuple[int, int]]:
+    """Every file and directory with its size and time of change."""
+    found = {}
+    for directory, folders, files in os.walk(place):
+        folders[:] = [name for name in folders if name != "__pycache__"]  # Python's, of functions that are imported
+        for name in files:
+            stat = os.lstat(path := os.path.join(directory, name))
+            found[path] = (stat.st_size, stat.st_mtime_ns)
+        found[directory] = (len(folders), 0)
+    return found

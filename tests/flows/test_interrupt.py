@@ -1,0 +1,88 @@
+"""How a command ends that is interrupted, whose output nobody reads, or that fails for an unexpected reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows import cli, interrupt
+from storage.errors import StoreError
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "flows.cli"]
+
+
+def start(*words: str, **more: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*PROGRAM, *words], text=True, env=environment, stderr=subprocess.PIPE, **more)  # type: ignore[call-overload]
+
+
+def test_interrupt_ends_in_one_line_with_exit_code_130(tmp_path: Path) -> None:
+    fifo = tmp_path / "c.toml"
+    os.mkfifo(fifo)
+    with start("train", "--config", str(fifo)) as process:
+        writer = os.open(fifo, os.O_WRONLY)  # returns when the command reads its --config
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        err = process.stderr.read()
+        os.close(writer)
+    assert process.returncode == 130
+    assert err == "penstock: interrupted; the same command resumes after the last committed stage\n"
+
+
+def test_closed_pipe_ends_silently() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with start("train", "--help", stdout=writer) as process:
+        os.close(writer)
+        assert process.stderr is not None
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, "")
+
+
+def raising(error: BaseException):
+    def command(words: list[str]) -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
+        (StoreError("the store\nis full"), 2, "penstock: the store is full\n"),
+        (OSError(28, "No space left on device", "/x/y"), 2, "penstock: /x/y: no space left on device\n"),
+        (RuntimeError("why"), 1, "penstock: unexpected RuntimeError: why; add --verbose for the traceback, and please report it\n"),
+        (BrokenPipeError(32, "Broken pipe"), 1, "penstock: unexpected BrokenPipeError: [Errno 32] Broken pipe; add --verbose for the traceback, and please report it\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_error_of_a_command_is_one_line(error, code, text, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_stdout_is_closed", lambda: False)
+    monkeypatch.setitem(cli.COMMANDS, "runs", raising(error))
+    assert cli.main(["runs"]) == code
+    assert capsys.readouterr() == ("", text)
+
+
+def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "runs", raising(RuntimeError("why")))
+    assert cli.main(["runs", "--verbose"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("penstock: unexpected RuntimeError: why\n") and "Traceback" in err
+
+
+def test_first_interrupt_raises_and_the_next_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        interrupt.listen()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is interrupt._again
+    finally:
+        signal.signal(signal.SIGINT, before)
