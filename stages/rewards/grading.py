@@ -3,7 +3,7 @@
 Rewards that are certain to end within microseconds are called in place. All others, and every function of the user's, run in
 grading processes while generation goes on: a grader can neither stall the event loop nor crash the driver, and what hangs is
 killed. Such a sample is `failed` with its reason in `metadata["error"]`, has no reward and is not trained. A wrong request is a
-ValueError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
+RewardError or PluginError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
 """
 
 from __future__ import annotations
