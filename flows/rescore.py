@@ -31,12 +31,14 @@ USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [options o
   --dataset NAME    of this data set alone
 
   What says how to score, in place of the run's: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path, --rm-url,
-  --eval-reward-key (or --reward-key), --pass-threshold, --log-passrate; --reward-timeout, --reward-start-timeout, --reward-workers.
+  --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate; --reward-timeout,
+  --reward-start-timeout, --reward-workers, --allow-row-code.
   They go before what the data sets of --eval-config say. A row that names a reward of its own keeps it."""
 
 _SCORING = {
     "rollout": (
         "rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout", "reward_start_timeout", "reward_workers",
+        "allow_row_code", "rm_evaluated_integers",
     ),
     "eval": ("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
     "run": ("store", "store_options", "store_single_writer"),
@@ -120,6 +122,7 @@ def scoring_of(config: PostTrainConfig, given: PostTrainConfig, name: str) -> tu
         reward_key=rollout.reward_key,
         rm_model_path=rollout.rm_model_path,
         rm_url=rollout.rm_url,
+        evaluated_integers=rollout.rm_evaluated_integers,
         pass_threshold=evals.settings(name).get("pass_threshold") if threshold is None else threshold,
     )
     return scoring, rollout

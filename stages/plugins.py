@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from storage.errors import PluginError
+
 # Functions of slime that configurations name and that are answered here: slime need not be installed.
 _OURS = {
     f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}": f"stages.rollout.filters:{name}"
@@ -36,7 +38,7 @@ class Plugin:
         timeout: seconds that a call may take (`--reward-timeout`).
 
     Raises:
-        ValueError: it does not load, or cannot be called like this.
+        PluginError: it does not load, or cannot be called like this.
     """
 
     def __init__(self, path: str, words: Sequence[str], *, usual_name: str, timeout: float) -> None:
@@ -49,16 +51,16 @@ class Plugin:
         """What it returns; an asynchronous one is awaited. It runs in a thread that keeps nobody from exiting if it hangs.
 
         Raises:
-            ValueError: it raises, or takes too long; one sentence that names it.
+            PluginError: it raises, or takes too long; one sentence that names it.
         """
         answer: Future[Any] = Future()
         with self._one_at_a_time:
             threading.Thread(target=_answer, args=(answer, self.function, arguments), name=self.name, daemon=True).start()
             wait([answer], self.timeout)
         if not answer.done():
-            raise ValueError(f"{self.name} takes more than {self.timeout:g} s: make it faster, or raise --reward-timeout")
+            raise PluginError(f"{self.name} takes more than {self.timeout:g} s: make it faster, or raise --reward-timeout")
         if error := answer.exception():
-            raise ValueError(f"{self.name} raises {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
         return answer.result()
 
 
@@ -75,9 +77,9 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def check_signature(function: Callable[..., Any], name: str, words: Sequence[str]) -> None:
-    """Raise ValueError unless `function` can be called by position with what `words` name, and returns instead of yielding."""
+    """Raise PluginError unless `function` can be called by position with what `words` name, and returns instead of yielding."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ValueError(f"{name} is a generator and would never run: return instead of yielding")
+        raise PluginError(f"{name} is a generator and would never run: return instead of yielding")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -85,7 +87,7 @@ def check_signature(function: Callable[..., Any], name: str, words: Sequence[str
     try:
         signature.bind(*words)
     except TypeError as error:
-        raise ValueError(f"{name} has the signature {signature}, but is called with ({', '.join(words)}): {error}") from None
+        raise PluginError(f"{name} has the signature {signature}, but is called with ({', '.join(words)}): {error}") from None
 
 
 def name_of(function: Callable[..., Any], path: str) -> str:
@@ -94,7 +96,7 @@ def name_of(function: Callable[..., Any], path: str) -> str:
 
 
 def load_checked(path: str, usual_name: str, words: Sequence[str]) -> Callable[..., Any]:
-    """The function that `path` names, if it can be called by position with what `words` name. Raises ValueError otherwise."""
+    """The function that `path` names, if it can be called by position with what `words` name. Raises PluginError otherwise."""
     function = load_function(path, usual_name=usual_name)
     check_signature(function, name_of(function, path), words)
     return function
@@ -111,26 +113,26 @@ def load_function(
         usual: whether it is what such a file may define instead of that name, among helpers.
 
     Raises:
-        ValueError: no such file, module or function, or it fails to import.
+        PluginError: no such file, module or function, or it fails to import.
     """
     path = _OURS.get(path.replace(":", "."), path)
     place, colon, name = path.rpartition(":")
     if not colon:
         place, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]
     if not place:
-        raise ValueError(f"{path!r} names no function: write file.py, file.py:name, pkg.module:name or pkg.module.name")
+        raise PluginError(f"{path!r} names no function: write file.py, file.py:name, pkg.module:name or pkg.module.name")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, path)
     if not name:
         name = _only_function(module, place, usual_name, usual)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}: name one of them")
+        raise PluginError(f"{place} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}: name one of them")
     return function
 
 
 def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
-        raise ValueError(f"{file} does not exist: give the path of a Python file")
+        raise PluginError(f"{file} does not exist: give the path of a Python file")
     name = f"penstock_custom_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -140,17 +142,24 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ValueError(f"{file} fails to import: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{file} fails to import: {_reason(error)}") from error
     return module
 
 
 def _load_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(f"{path}: module {name} fails to import: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{path}: module {name} fails to import: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Of a failed import, in a few words."""
+    if isinstance(error, SystemExit):
+        return f'it calls sys.exit({error.code!r:.50}) while it is imported; remove that, or put it under `if __name__ == "__main__"`'
+    return f"{type(error).__name__}: {error}"
 
 
 def _functions(module: ModuleType) -> list[str]:
@@ -168,5 +177,5 @@ def _only_function(module: ModuleType, place: str, usual_name: str, usual: Calla
         return usual_name
     found = [name for name in found if usual(getattr(module, name))] or found
     if len(found) != 1:
-        raise ValueError(f"{place} defines {', '.join(found) or 'no function'}: say which one is meant, {place}:NAME")
+        raise PluginError(f"{place} defines {', '.join(found) or 'no function'}: say which one is meant, {place}:NAME")
     return found[0]

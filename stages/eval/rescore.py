@@ -33,11 +33,15 @@ class Scoring:
     rm_model_path: str | None = None
     rm_url: str | None = None
     pass_threshold: float | None = None
+    evaluated_integers: bool = False
 
     @property
     def hash(self) -> str:
         """Of these and of the source of the user's own function: an edited one is another way to score."""
-        parts = [asdict(self), _source_digest(self.custom_rm_path)]
+        settings = asdict(self)
+        if not self.evaluated_integers:
+            del settings["evaluated_integers"]  # evaluations that were scored before it was an option keep their names
+        parts = [settings, _source_digest(self.custom_rm_path)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 

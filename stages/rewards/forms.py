@@ -15,14 +15,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.plugins import check_signature, load_function, name_of
-from stages.rewards.outcome import Settings
-from storage.sample import Sample
+from storage.errors import PluginError
+
+if TYPE_CHECKING:  # check_form.py loads this module for every check, and those import much
+    from stages.rewards.outcome import Settings
+    from storage.sample import Sample
 
 METHOD = "compute_reward"
-Call = Callable[[list[Sample]], Any]  # list of values, or an awaitable of one
+Call = Callable[["list[Sample]"], Any]  # list of values, or an awaitable of one
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Form:
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
     def ready(self, settings: Settings) -> Call:
-        """What grades; a class is constructed here. Raises ValueError if its constructor raises."""
+        """What grades; a class is constructed here. Raises PluginError if its constructor raises."""
         if self.is_class:
             compute = getattr(self._constructed(settings.rm_model_path), METHOD)
             return lambda samples: compute([sample.prompt for sample in samples], [sample.response for sample in samples])
@@ -55,31 +58,36 @@ class Form:
     def _constructed(self, model_path: str | None) -> Any:
         try:
             return self.target(model_path) if model_path is not None and _path_parameter(self.target) else self.target()
-        except Exception as error:
-            raise ValueError(f"{self.name}: its constructor raises {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{self.name}: its constructor raises {type(error).__name__}: {error}") from error
 
 
-def find_form(path: str, *, group_rm: bool = False, rm_model_path: str | None = None) -> Form:
+def find_form(path: str, *, group_rm: bool = False, rm_model_path: str | None = None, within: str | None = None) -> Form:
     """The reward at `path`.
 
     Args:
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
         group_rm: a function takes all samples of a prompt.
         rm_model_path: what a class's constructor gets, if it wants something.
+        within: package that must define it, not only import it.
 
     Raises:
-        ValueError: it does not load, or cannot be called as its form demands.
+        PluginError: it does not load, or cannot be called as its form demands.
     """
     target = load_function(path, usual=lambda found: hasattr(found, METHOD))
+    if within is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{within}."):
+        raise PluginError(
+            f"a row's custom_rm_path {path} is not defined below --allow-row-code {within}: name a function that is"
+        )
     is_class = inspect.isclass(target)
     name = name_of(target, path)
     if is_class:
         if not hasattr(target, METHOD):
-            raise ValueError(f"{name} is a class without {METHOD}(prompts, responses): give it one, or name a function")
+            raise PluginError(f"{name} is a class without {METHOD}(prompts, responses): give it one, or name a function")
         check_signature(getattr(target, METHOD), f"{name}: {METHOD}", ("self", "prompts", "responses"))
         parameter = _path_parameter(target)
         if parameter and parameter.default is parameter.empty and rm_model_path is None:
-            raise ValueError(f"{name} wants {parameter.name!r} for its constructor: give --rm-model-path")
+            raise PluginError(f"{name} wants {parameter.name!r} for its constructor: give --rm-model-path")
         check_signature(target, f"{name}: its constructor", ("model_path",) if parameter and rm_model_path is not None else ())
     else:
         check_signature(target, name, ("args", "samples" if group_rm else "sample"))

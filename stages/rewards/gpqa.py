@@ -10,6 +10,7 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stages.rewards.answer_text import answer_text
 from storage.sample import Sample
@@ -44,6 +45,13 @@ def gpqa(sample: Sample) -> float:
         return float(chosen == options.correct)
     said = f" {_plain(text)} "
     return float(any(f" {target} " in said for target in map(_plain, _right_texts(sample, options)) if target))
+
+
+def has_answer(label: str, metadata: dict[str, Any]) -> bool:
+    """Whether a row says which option is right, by its label or in its metadata."""
+    return any(
+        str(value or "").strip() for value in (label, *map(metadata.get, ("correct_letter", "correct_answer", "answer_text")))
+    )
 
 
 def chosen_letter(text: str, letters: Sequence[str]) -> str | None:

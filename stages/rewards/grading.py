@@ -3,7 +3,7 @@
 Rewards that are certain to end within microseconds are called in place. All others, and every function of the user's, run in
 grading processes while generation goes on: a grader can neither stall the event loop nor crash the driver, and what hangs is
 killed. Such a sample is `failed` with its reason in `metadata["error"]`, has no reward and is not trained. A wrong request is a
-ValueError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
+RewardError or PluginError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
-from stages.rewards.forms import find_form
+from stages.rewards.check_form import is_class_reward
 from stages.rewards.hub import Reward, reward_named
-from stages.rewards.outcome import Outcome, Settings, custom_path_of, outcome_of, rm_type_of
+from stages.rewards.outcome import Outcome, Settings, custom_path_of, outcome_of, rm_type_of, row_code_of
 from stages.rewards.process import GradingProcess
+from storage.errors import InputError, PluginError, RewardError
 from storage.sample import Sample
 
 
@@ -33,9 +34,11 @@ class Grader:
         rm_url: server of `remote_rm`.
         rm_model_path: what the constructor of a class gets.
         arguments: attributes of the `args` that a custom function gets.
+        allow_row_code: package from which rows may name functions of their own; None refuses such rows.
+        evaluated_integers: of `math` and `deepscaler`: an integer label wants a number.
 
     Raises:
-        ValueError: no such built-in reward, or `rm_url` is missing.
+        RewardError: no such built-in reward, or `rm_url` is missing.
     """
 
     def __init__(
@@ -51,15 +54,26 @@ class Grader:
         rm_url: str | None = None,
         rm_model_path: str | None = None,
         arguments: dict[str, Any] | None = None,
+        allow_row_code: str | None = None,
+        evaluated_integers: bool = False,
     ) -> None:
         self.settings = Settings(
-            rm_type, custom_rm_path, reward_key, timeout, start_timeout, group_rm, rm_url, rm_model_path, arguments or {}
+            rm_type,
+            custom_rm_path,
+            reward_key,
+            timeout,
+            start_timeout,
+            group_rm,
+            rm_url,
+            rm_model_path,
+            arguments or {},
+            allow_row_code,
+            evaluated_integers,
         )
         if rm_type is not None and custom_rm_path is None:
-            _check_built_in(rm_type, rm_url, reward_key)
+            check_built_in(rm_type, rm_url, reward_key)
         self.num_workers = num_workers
         self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}  # path, built-in name, groups
-        self._is_class: dict[str, bool] = {}  # of every path seen
 
     def __enter__(self) -> Grader:
         return self
@@ -81,7 +95,7 @@ class Grader:
         return [self.submit(sample) for sample in samples]
 
     def grade(self, samples: list[Sample]) -> None:
-        """Grade all of them and write the outcomes into them. Raises ValueError if the request is wrong."""
+        """Grade all of them and write the outcomes into them. Raises RewardError if the request is wrong."""
         futures = [self.submit(sample) for sample in samples]
         for sample, future in zip(samples, futures):
             future.result().apply(sample)
@@ -96,7 +110,7 @@ class Grader:
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
         try:
             settings = self._settings_of(samples[0])
-        except ValueError as error:
+        except InputError as error:
             return [_known(Outcome(wrong=str(error))) for _ in samples]
         if settings is None:
             return [_known(outcome_of(sample, self.settings)) for sample in samples]
@@ -106,14 +120,15 @@ class Grader:
         return min(pool, key=lambda process: process.num_pending).submit(samples)
 
     def _settings_of(self, sample: Sample) -> Settings | None:
-        """Of the processes that grade this sample; None if it is graded in place. Raises ValueError if nothing can grade it."""
+        """Of the processes that grade this sample; None if it is graded in place. Raises InputError if nothing can grade it."""
         path = custom_path_of(sample, self.settings)
         if path is not None:
-            return replace(self.settings, custom_rm_path=path, rm_type=None, group_rm=self._is_group(sample))
+            within = self.settings.allow_row_code if row_code_of(sample.metadata, self.settings.allow_row_code) else None
+            return replace(self.settings, custom_rm_path=path, rm_type=None, group_rm=self._is_group(sample), within=within)
         name = rm_type_of(sample, self.settings)
         if name is None:
             return None  # `outcome_of` says so
-        reward = _check_built_in(name, self.settings.rm_url, self.settings.reward_key)
+        reward = check_built_in(name, self.settings.rm_url, self.settings.reward_key)
         if reward.instant:
             return None
         if reward.remote:
@@ -126,15 +141,20 @@ class Grader:
         return self.settings.group_rm and not sample.metadata.get("custom_rm_path")
 
     def _grades_together(self, sample: Sample) -> bool:
-        path = custom_path_of(sample, self.settings)
-        if path is None:
-            return False
-        if path not in self._is_class:
-            try:
-                self._is_class[path] = find_form(path, rm_model_path=self.settings.rm_model_path).is_class
-            except ValueError:
-                self._is_class[path] = False  # its process says what is wrong with it
-        return self._is_class[path] or self._is_group(sample)
+        try:
+            path = custom_path_of(sample, self.settings)
+            if path is None:
+                return False
+            is_class = is_class_reward(
+                path,
+                group_rm=self._is_group(sample),
+                rm_model_path=self.settings.rm_model_path,
+                within=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
+                timeout=self.settings.start_timeout,
+            )
+        except PluginError:
+            return False  # `submit` says what is wrong with it
+        return is_class or self._is_group(sample)
 
 
 def check_reward(
@@ -145,12 +165,13 @@ def check_reward(
     group_rm: bool = False,
     rm_url: str | None = None,
     rm_model_path: str | None = None,
+    start_timeout: float = 300.0,
 ) -> None:
-    """Preflight: the built-in reward exists, the custom one loads and can be called as it will be. Raises ValueError."""
+    """Check that the built-in reward exists, and that the custom one loads and can be called. Raises RewardError or PluginError."""
     if rm_type is not None:
-        _check_built_in(rm_type, rm_url, reward_key)
+        check_built_in(rm_type, rm_url, reward_key)
     if custom_rm_path is not None:
-        find_form(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path)
+        is_class_reward(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path, timeout=start_timeout)
 
 
 class RewardOptions(Protocol):
@@ -162,6 +183,7 @@ class RewardOptions(Protocol):
     group_rm: bool
     rm_url: str | None
     rm_model_path: str | None
+    reward_start_timeout: float
 
 
 def check_reward_of(options: RewardOptions) -> None:
@@ -173,17 +195,19 @@ def check_reward_of(options: RewardOptions) -> None:
         group_rm=options.group_rm,
         rm_url=options.rm_url,
         rm_model_path=options.rm_model_path,
+        start_timeout=options.reward_start_timeout,
     )
 
 
-def _check_built_in(name: str, rm_url: str | None, reward_key: str | None) -> Reward:
+def check_built_in(name: str, rm_url: str | None, reward_key: str | None) -> Reward:
+    """Return a built-in reward that has what it needs: `reward_key` and `rm_url`. Raises RewardError."""
     reward = reward_named(name)
     if reward.keys and reward_key not in reward.keys:
-        raise ValueError(
+        raise RewardError(
             f"the reward {name} is a dictionary with {', '.join(reward.keys)}: name one with --reward-key (now {reward_key})"
         )
     if reward.remote and not rm_url:
-        raise ValueError(f"the reward {name} asks a server: give its address with --rm-url")
+        raise RewardError(f"the reward {name} asks a server: give its address with --rm-url")
     return reward
 
 

@@ -6,6 +6,7 @@ checks are our own and need neither a model, nor a download, nor the network (st
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
@@ -44,7 +45,9 @@ def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if name in _NEED_A_MODEL:
         raise RewardError(f"instruction {name!r} needs {_NEED_A_MODEL[name]}, which Penstock does without: leave such rows out")
     if name not in CHECKS:
-        raise RewardError(f"instruction {name!r} is unknown; known are {', '.join(sorted(CHECKS))}")
+        near = difflib.get_close_matches(name, CHECKS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/rewards.md says which are known; leave such rows out"
+        raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
     needed = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
     absent = [parameter for parameter in needed if given.get(parameter) is None]
     if absent:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stages.rewards.hub import reward_named
+from storage.errors import PluginError, RewardError
 from storage.sample import Sample, Status
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Settings:
     rm_url: str | None = None  # of remote_rm
     rm_model_path: str | None = None  # for the constructor of a class at custom_rm_path
     arguments: dict[str, Any] = field(default_factory=dict)  # `args` of a custom function
+    allow_row_code: str | None = None  # package from which rows may name functions
+    evaluated_integers: bool = False  # for math and deepscaler
+    within: str | None = None  # package that the function at custom_rm_path must be defined in
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,9 @@ class Outcome:
     wrong: str | None = None
 
     def apply(self, sample: Sample) -> None:
-        """Write it into the sample. Raises ValueError if the request is wrong."""
+        """Write it into the sample. Raises RewardError if the request is wrong."""
         if self.wrong is not None:
-            raise ValueError(self.wrong)
+            raise RewardError(self.wrong)
         sample.reward, sample.rewards = self.reward, self.rewards
         if self.error is not None:
             sample.status = Status.FAILED
@@ -50,7 +57,7 @@ def failed(reason: str) -> Outcome:
     return Outcome(error=reason)
 
 
-def raised(error: Exception, name: str) -> Outcome:
+def raised(error: BaseException, name: str) -> Outcome:
     """The function `name` has raised."""
     return failed(f"{type(error).__name__}: {error} (raised by {name})")
 
@@ -63,11 +70,11 @@ def outcome_of(sample: Sample, settings: Settings) -> Outcome:
             wrong="there is no reward: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of every row"
         )
     try:
-        function = reward_named(name).function
-    except ValueError as error:
+        reward = reward_named(name)
+    except RewardError as error:
         return Outcome(wrong=str(error))
     try:
-        value = function(sample)
+        value = reward.function(sample, **{option: getattr(settings, option) for option in reward.options})
     except Exception as error:
         return raised(error, name)
     return outcome_from(value, settings.reward_key, name)
@@ -78,9 +85,30 @@ def rm_type_of(sample: Sample, settings: Settings) -> str | None:
     return str(sample.metadata.get("rm_type") or "").strip() or settings.rm_type
 
 
+def row_code_of(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
+    """The `custom_rm_path` of a row; None if it has none.
+
+    Raises:
+        PluginError: rows may not name code (`allowed` is None), or this is not a name below the package `allowed`.
+    """
+    path = metadata.get("custom_rm_path")
+    if not path:
+        return None
+    if allowed is None:
+        raise PluginError(
+            f"a row's metadata names code to import, custom_rm_path {path!r:.100}: data may not do so; if you trust it, give "
+            "--allow-row-code PACKAGE, or drop the field"
+        )
+    if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not path.startswith((f"{allowed}.", f"{allowed}:")):
+        raise PluginError(
+            f"a row's custom_rm_path {path!r:.100} is not below --allow-row-code {allowed}: write {allowed}.module:name"
+        )
+    return path
+
+
 def custom_path_of(sample: Sample, settings: Settings) -> str | None:
-    """Path of the custom reward for this sample: a row's own goes before the run's."""
-    return sample.metadata.get("custom_rm_path") or settings.custom_rm_path
+    """Path of the custom reward for this sample: a row's own goes before the run's. Raises PluginError if a row may not name it."""
+    return row_code_of(sample.metadata, settings.allow_row_code) or settings.custom_rm_path
 
 
 def outcomes_from(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:

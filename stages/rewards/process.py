@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from stages.rewards.outcome import Outcome, Settings, failed
+from storage.errors import InputError, PluginError
 from storage.sample import Sample
 
 GRACE = 1.0  # seconds beyond the limit: an asynchronous function is stopped by its own process first
@@ -112,15 +113,16 @@ class GradingProcess:
                 if connection.poll(_TICK):
                     self._accept(connection.recv())
                 elif self._is_overdue():
-                    return f"timeout: more than {self._limit():g} s in {self._name}"
+                    limit = self._limit() if self._ready else self.settings.start_timeout
+                    return f"timeout: more than {limit:g} s in {self._name}"
             except (EOFError, OSError):
-                return f"the grading process died: it was running {self._name}"
+                return f"the grading process died: it was {'running' if self._ready else 'loading'} {self._name}"
         return "closed"
 
-    def _accept(self, message: tuple[int | str, list[Outcome] | str]) -> None:
+    def _accept(self, message: tuple[int | str, list[Outcome] | str | InputError]) -> None:
         key, answer = message
-        if key == "wrong":
-            self._break(ValueError(answer))
+        if isinstance(answer, InputError):
+            self._break(answer)
             return
         with self._lock:
             self._quiet_since = time.monotonic()
@@ -149,9 +151,9 @@ class GradingProcess:
         """The oldest pending job is the one that was being graded; the next process gets the others."""
         if not self._ready:
             self._break(
-                RuntimeError(
-                    f"a grading process does not start ({self._name}) within --reward-start-timeout "
-                    f"{self.settings.start_timeout:g} s, or dies of it: its own output says why"
+                PluginError(
+                    f"the grading process of {self._name} is not ready: {reason}; it may take --reward-start-timeout "
+                    f"{self.settings.start_timeout:g} s and must not exit: its output says more"
                 )
             )
             return

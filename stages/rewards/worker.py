@@ -1,6 +1,6 @@
 """A grading process: `python -m stages.rewards.worker FD`. The parent's side, and all decisions about it, are in process.py.
 
-It receives the settings and answers `("ready", "")` or `("wrong", sentence)`; then it receives `(index, samples)` any number of
+It receives the settings and answers `("ready", "")` or `("wrong", error)`; then it receives `(index, samples)` any number of
 times and answers `(index, outcomes)` for each. It ends with its parent, whatever a grader is doing.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 from stages.rewards.forms import Call, find_form
 from stages.rewards.hub import reward_named
 from stages.rewards.outcome import Outcome, Settings, failed, outcome_of, outcomes_from, raised
+from storage.errors import InputError, PluginError
 from storage.sample import Sample
 
 ASYNC_AT_ONCE = 64  # coroutines of one process in flight
@@ -36,8 +37,8 @@ def main() -> None:
     settings: Settings = connection.recv()
     try:
         name, call, is_async = _grader(settings)
-    except ValueError as error:
-        connection.send(("wrong", str(error)))
+    except InputError as error:
+        connection.send(("wrong", error))
         return
     connection.send(("ready", ""))
     if call is None:
@@ -49,9 +50,11 @@ def main() -> None:
 
 
 def _grader(settings: Settings) -> tuple[str, Call | None, bool]:
-    """Name, how to call it, and whether that is awaited; nothing to call if built-in functions grade. Raises ValueError."""
+    """Name, how to call it, and whether that is awaited; nothing to call if built-in functions grade. Raises InputError."""
     if settings.custom_rm_path:
-        form = find_form(settings.custom_rm_path, group_rm=settings.group_rm, rm_model_path=settings.rm_model_path)
+        form = find_form(
+            settings.custom_rm_path, group_rm=settings.group_rm, rm_model_path=settings.rm_model_path, within=settings.within
+        )
         return form.name, form.ready(settings), form.is_async
     if settings.rm_type is None or not reward_named(settings.rm_type).remote:
         return "", None, False
@@ -67,7 +70,7 @@ def _grader(settings: Settings) -> tuple[str, Call | None, bool]:
 def _called(samples: list[Sample], settings: Settings, name: str, call: Call) -> list[Outcome]:
     try:
         values = call(samples)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [raised(error, name)] * len(samples)
     return outcomes_from(values, len(samples), settings.reward_key, name)
 
@@ -90,7 +93,7 @@ async def _serve_async(connection: Connection, settings: Settings, name: str, ca
         limit = settings.timeout * len(samples)
         async with at_once:
             try:
-                values = await asyncio.wait_for(call(samples), limit)
+                values = await asyncio.wait_for(_without_exit(call, samples), limit)
                 outcomes = outcomes_from(values, len(samples), settings.reward_key, name)
             except TimeoutError:
                 outcomes = [failed(f"timeout: more than {limit:g} s in {name}")] * len(samples)
@@ -100,6 +103,14 @@ async def _serve_async(connection: Connection, settings: Settings, name: str, ca
 
     _receive(connection, lambda job: asyncio.run_coroutine_threadsafe(grade(*job), loop))
     await asyncio.Event().wait()
+
+
+async def _without_exit(call: Call, samples: list[Sample]) -> Any:
+    """What `call` gives. SystemExit would end the event loop, and every other sample in flight with it."""
+    try:
+        return await call(samples)
+    except SystemExit as error:
+        raise PluginError(f"SystemExit: {error.code!r}") from error
 
 
 def _receive(connection: Connection, accept: Callable[[Job], object]) -> None:

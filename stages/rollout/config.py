@@ -165,7 +165,13 @@ class RolloutConfig(StageConfig):
 
     custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
     """Reward of yours, a function `f(args, sample, **kwargs)`, async or not, or a class with `compute_reward(prompts, responses)`:
-    file.py, file.py:name, pkg.module:name or pkg.module.name. A row's metadata may name another one as `custom_rm_path`."""
+    file.py, file.py:name, pkg.module:name or pkg.module.name. With --allow-row-code, a row's metadata may name another one as `custom_rm_path`."""
+
+    allow_row_code: str | None = option(None, change="placement")
+    """Python package from which a row's `custom_rm_path` may name a reward, as PACKAGE.module:name; without it such rows are refused."""
+
+    rm_evaluated_integers: bool = option(False)
+    """math and deepscaler: where the label is a whole number, the answer must be a number too, so that 17\\cdot 23 is not 391."""
 
     group_rm: bool = option(False)
     """The function is `f(args, samples)` and grades all samples of a prompt together; never used in evaluations."""
@@ -292,6 +298,10 @@ class RolloutConfig(StageConfig):
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise OptionError(
                 "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: give both, or neither"
+            )
+        if self.allow_row_code is not None and not all(part.isidentifier() for part in self.allow_row_code.split(".")):
+            raise OptionError(
+                f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: write package or package.part"
             )
         if self.rm_type and self.custom_rm_path:
             raise OptionError(

@@ -216,6 +216,8 @@ def grader_of(config: RolloutConfig) -> Grader:
         rm_model_path=config.rm_model_path,
         num_workers=config.reward_workers,
         arguments={**config.model_dump(), "rm_url": rm_url},
+        allow_row_code=config.allow_row_code,
+        evaluated_integers=config.rm_evaluated_integers,
     )
 
 

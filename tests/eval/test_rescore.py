@@ -1,5 +1,7 @@
 """Stored samples graded again: `penstock eval --rescore`, as people call it."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,16 @@ def test_the_command_line_goes_before_the_file_of_the_run(tmp_path: Path) -> Non
     assert custom == Scoring(custom_rm_path="m.py", reward_key="x", pass_threshold=1.0) and rollout.rm_type is None
     assert len({one.hash for one in (plain, said, custom)}) == 3
     assert keys_of(config).run == "r"
+    integers, _ = rescore.scoring_of(
+        config, rescore.scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
+    )
+    assert integers.evaluated_integers and integers.hash not in (plain.hash, said.hash)
+
+
+def test_scoring_without_evaluated_integers_keeps_its_name() -> None:
+    """Commits of earlier versions are found again: their hash did not know of the option."""
+    parts = [{key: None for key in ("rm_type", "custom_rm_path", "reward_key", "rm_model_path", "rm_url", "pass_threshold")}, ""]
+    assert Scoring().hash == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Rewards of the user's in every form: what is called with what, what is refused before anything starts, what a mistake costs."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stages.rewards.forms import find_form
 from stages.rewards.grading import Grader, check_reward
 from stages.rewards.outcome import Outcome
+from storage.errors import InputError, PluginError
 from storage.sample import Sample, Status
 
 REWARDS = r"""
@@ -74,6 +77,19 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def row_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package from which rows may name rewards."""
+    package = tmp_path / "packages" / "row_rewards"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "graders.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(package.parent))
+    for name in ("row_rewards", "row_rewards.graders"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package
+
+
 def group(*responses: str) -> list[Sample]:
     return [Sample(f"{i}", "g", f"{i}", 0, prompt="p", response=r, status=Status.COMPLETED) for i, r in enumerate(responses)]
 
@@ -134,17 +150,96 @@ def test_the_same_as_submit_where_no_group_form_is_in_use(file: Path) -> None:
         assert [outcome.reward for outcome in outcomes(grader, group("1", "2"))] == [7.0, 7.0]
 
 
-def test_a_row_names_its_own_function(file: Path) -> None:
+def test_a_row_names_its_own_function(file: Path, row_package: Path) -> None:
     """Also under --group-rm, where it still takes one sample; and before everything else."""
     own = group("a", "b")
     for sample in own:
-        sample.metadata |= {"custom_rm_path": f"{file}:of_the_row", "rm_type": "random"}
-    with Grader(custom_rm_path=f"{file}:rank", group_rm=True, num_workers=1, arguments={"scale": 1}) as grader:
+        sample.metadata |= {"custom_rm_path": "row_rewards.graders:of_the_row", "rm_type": "random"}
+    options: dict[str, Any] = {"num_workers": 1, "arguments": {"scale": 1}, "allow_row_code": "row_rewards"}
+    with Grader(custom_rm_path=f"{file}:rank", group_rm=True, **options) as grader:
         assert [outcome.reward for outcome in outcomes(grader, own)] == [7.0, 7.0]
         assert [outcome.reward for outcome in outcomes(grader, group("aa", "b"))] == [1.0, 0.0]
-    own[0].metadata["custom_rm_path"] = f"{file}:absent"
-    with Grader("random", num_workers=1) as grader, pytest.raises(ValueError, match="has no function 'absent'"):
+    own[0].metadata["custom_rm_path"] = "row_rewards.graders:absent"
+    with Grader("random", **options) as grader, pytest.raises(PluginError, match="absent"):
         grader.grade(own[:1])
+
+
+@pytest.mark.parametrize(
+    ("named", "allowed"),
+    [
+        ("{}:of_the_row", None),
+        ("{}:of_the_row", "row_rewards"),
+        ("row_rewards.graders:of_the_row", None),
+        ("row_rewards.graders:of_the_row", "row_reward"),
+        ("row_rewards_2.graders:of_the_row", "row_rewards"),
+        ("os:getcwd", "row_rewards"),
+        ("row_rewards/../graders.py:of_the_row", "row_rewards"),
+        ("row_rewards.graders:os.system", "row_rewards"),
+        ("row_rewards", "row_rewards"),
+        (["row_rewards.graders:of_the_row"], "row_rewards"),
+    ],
+)
+def test_row_code_is_refused_unless_it_is_below_the_allowed_package(
+    file: Path, row_package: Path, named: Any, allowed: str | None
+) -> None:
+    (row_package / "graders.py").write_text(f"open({str(row_package / 'ran')!r}, 'w')\n" + REWARDS)
+    sample = group("a")[0]
+    sample.metadata["custom_rm_path"] = named.format(file) if isinstance(named, str) else named
+    with Grader("random", num_workers=1, allow_row_code=allowed) as grader:
+        assert not grader._grades_together(sample)
+        if named != "row_rewards":  # which names no function: its process says so
+            assert grader.submit(sample).result(30).wrong is not None
+            assert not (row_package / "ran").exists(), "nothing was imported"
+        with pytest.raises(InputError):
+            grader.grade([sample])
+
+
+def test_row_code_must_be_defined_in_the_package_not_only_imported_there(row_package: Path) -> None:
+    (row_package / "graders.py").write_text("from os import system\nfrom shutil import copytree\n")
+    for name in ("system", "copytree"):
+        with pytest.raises(PluginError):
+            find_form(f"row_rewards.graders:{name}", within="row_rewards")
+
+
+EXITS = {
+    "raise SystemExit(0)": "sys.exit", "import sys\nsys.exit()": "sys.exit", "import os\nos._exit(0)": "os._exit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, marks=() if "_exit" in source else pytest.mark.full) for source in EXITS]
+)
+def test_reward_that_exits_at_import_is_refused_in_one_sentence(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text(f"{source}\ndef reward_func(args, sample): return 1.0\n")
+    with pytest.raises(PluginError) as refused:
+        check_reward(None, str(path))
+    assert EXITS[source] in str(refused.value) and "leaving.py" in str(refused.value) and len(str(refused.value)) < 400
+    with Grader(custom_rm_path=str(path), num_workers=1) as grader, pytest.raises(PluginError):
+        grader.grade(group("a"))
+
+
+@pytest.mark.parametrize("spelling", [pytest.param("def", marks=pytest.mark.full), "async def"])
+def test_reward_that_exits_when_called_fails_its_sample(tmp_path: Path, spelling: str) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text(
+        f"import sys\n{spelling} reward_func(args, sample):\n    sys.exit(0) if sample.response == 'exit' else None\n    return 1.0\n"
+    )
+    with Grader(custom_rm_path=str(path), num_workers=1) as grader:
+        samples = group("a", "exit", "b")
+        grader.grade(samples)
+    assert [sample.status is Status.FAILED for sample in samples] == [False, True, False]
+    assert "SystemExit" in samples[1].metadata["error"]
+
+
+@pytest.mark.full
+def test_class_whose_constructor_exits_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text(
+        "class Model:\n    def __init__(self): raise SystemExit(0)\n    def compute_reward(self, prompts, responses): return [1]\n"
+    )
+    with Grader(custom_rm_path=str(path), num_workers=1) as grader, pytest.raises(PluginError, match=r"leaving\.py"):
+        grader.grade(group("a"))
 
 
 def test_a_class_is_constructed_once_per_process(tmp_path: Path) -> None:
@@ -189,8 +284,8 @@ def test_a_class_is_constructed_once_per_process(tmp_path: Path) -> None:
 def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Path, source: str, message: str) -> None:
     path = tmp_path / "bad.py"
     path.write_text(source)
-    with pytest.raises(ValueError, match=message):
-        check_reward(None, str(path))
+    with pytest.raises(PluginError, match=message):
+        find_form(str(path))
 
 
 @pytest.mark.parametrize(

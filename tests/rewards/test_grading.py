@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from stages.plugins import load_function
-from stages.rewards.grading import Grader, check_reward
+from stages.rewards.grading import Grader
+from storage.errors import PluginError
 from storage.sample import Sample, Status
 
 REWARDS = r"""
@@ -71,8 +72,8 @@ def test_spellings(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_loaded_is_said_before_anything_starts(file: Path, path: str, message: str) -> None:
     (file.parent / "bad.py").write_text("1 / 0")
     (file.parent / "two.py").write_text("def a(): ...\ndef b(): ...\n")
-    with pytest.raises(ValueError, match=message):
-        check_reward(None, path.format(file.parent))
+    with pytest.raises(PluginError, match=message):
+        load_function(path.format(file.parent))
 
 
 def test_asynchronous_functions_run_side_by_side(file: Path) -> None:
@@ -137,6 +138,7 @@ def test_a_row_chooses_its_reward() -> None:
 def test_a_stuck_process_dies_with_its_parent(file: Path) -> None:
     program = f"""
 from stages.rewards.grading import Grader
+from storage.errors import PluginError
 from storage.sample import Sample
 grader = Grader(custom_rm_path="{file}:moody", num_workers=1, timeout=3600)
 grader.grade([Sample("0", "g", "0", 0, response="ok")])

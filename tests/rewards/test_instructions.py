@@ -261,7 +261,7 @@ def test_arguments_as_data_sets_write_them() -> None:
         (
             ["format:rhyme"],
             [{}],
-            "instruction 'format:rhyme' is unknown; known are change_case:capital_word_frequency, .*words:words_pos",
+            "instruction 'format:rhyme' is unknown: ",
         ),
         (["words:start_verb"], [{}], "needs a tagger of parts of speech"),
         (["count:numbers"], [{"N": None}], "instruction 'count:numbers' needs the argument 'N'"),
