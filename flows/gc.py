@@ -10,6 +10,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from flows import residue
 from flows.flags import parse
 from flows.runs import open_store
 from flows.words import number, size, taken
@@ -22,7 +23,7 @@ DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
   Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints, journals of finished rounds,
-  half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
+  half-made forks, temporary files. Without RUN also what dead processes have left in TMPDIR and /dev/shm. What a commit of any run names is never touched (forks use their parent's files).
 
   RUN            only what lies under this run; the whole store if not given
   --delete       remove it; without this nothing is changed
@@ -46,6 +47,8 @@ def main(words: list[str]) -> int:
     found = leftovers(store, run, older_than=older_than)
     removed = delete(store, found, run, older_than) if "--delete" in own else None
     show(store, found, removed)
+    if run is None:
+        residue.report(delete="--delete" in own)
     return 0
 
 
