@@ -10,6 +10,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from flows import residue
 from flows.flags import parse_store
 from flows.runs import existing_run, open_store
 from flows.words import number, shown, size, taken
@@ -24,7 +25,8 @@ DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
   Lists what nothing in the store needs: attempts of writers that died or lost, files of expired checkpoints and removed runs, journals of
-  finished rounds, half-made forks, temporary files. What a commit of any run names is never touched (forks use their parent's files).
+  finished rounds, half-made forks, temporary files. Without RUN also what dead processes have left in TMPDIR and /dev/shm. What a commit
+  of any run names is never touched (forks use their parent's files).
 
   RUN            only what lies under this run; the whole store if not given
   --delete       remove it; without this nothing is changed
@@ -53,6 +55,8 @@ def main(words: list[str]) -> int:
         with changing(store):
             removed = delete(store, found, run, older_than)
     show(store, found, removed)
+    if run is None:
+        residue.report(delete="--delete" in own)
     return 0
 
 

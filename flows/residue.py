@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines import scratch
+from flows.words import size
 
 _SESSION = re.compile(r"^session_[\d_-]+_(?P<pid>\d+)$")
 _LOADS = re.compile(r"^sglang_loads_.+\.shm$")
@@ -128,3 +129,12 @@ def _read(path: Path) -> str | None:
 def _residue(kind: str, path: Path) -> Residue:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
     return Residue(kind, path, sum(file.stat().st_size for file in files), path.stat().st_mtime)
+
+
+def report(*, delete: bool) -> None:
+    """Print what dead processes of this user have left on this machine; with `delete` remove it."""
+    found = find()
+    removed = [residue for residue in found if delete and remove(residue)]
+    for residue in found:
+        state = "" if not delete else " (removed)" if residue in removed else " (in use now, kept)"
+        print(f"{residue.kind}  {residue.path}  {size(residue.bytes)}{state}")

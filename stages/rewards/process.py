@@ -74,6 +74,12 @@ class GradingProcess:
     # ---- the supervisor's thread ----------------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
+        try:
+            self._keep_process()
+        except Exception as error:  # no process could be started, say: whoever waits for a grade must learn of it
+            self._break(error)
+
+    def _keep_process(self) -> None:
         while self._broken is None:
             process, connection = self._start()
             sender = threading.Thread(target=_send_all, args=(connection, self._unsent), daemon=True)

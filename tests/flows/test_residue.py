@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engines import scratch
-from flows import residue
+from flows import gc, residue
 
 
 def dead_pid() -> int:
@@ -75,3 +75,18 @@ def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None
     (directory / scratch.LOCK).touch()
     assert found(places) == [("temporary directory", directory.name)]
     assert residue.remove(residue.find(places[0], shm=places[1])[0]) and not directory.exists()
+
+
+def test_gc_lists_it_and_removes_it_when_told_to(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = places[0] / "penstock-0123"
+    directory.mkdir()
+    (directory / scratch.LOCK).touch()
+    find = residue.find
+    monkeypatch.setattr(residue, "find", lambda: find(places[0], shm=places[1]))
+    store = str(places[0].parent / "store")
+    assert gc.main(["--store", store]) == 0 and directory.exists()
+    assert str(directory) in capsys.readouterr().out
+    assert gc.main(["--store", store, "--delete"]) == 0 and not directory.exists()
+    assert f"{directory}  0 B (removed)" in capsys.readouterr().out

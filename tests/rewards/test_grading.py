@@ -4,11 +4,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from stages.plugins import load_function
+from stages.rewards import process
 from stages.rewards.grading import Grader
 from storage.errors import PluginError
 from storage.sample import Sample, Status
@@ -163,3 +165,15 @@ def test_math_runs_in_a_process() -> None:
     with Grader("math", num_workers=1) as grader:
         grader.grade([sample])
     assert sample.reward == 1.0
+
+
+def test_a_process_that_cannot_be_started_fails_what_is_pending(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that supervises it must not end while somebody waits for grades."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError("cannot allocate memory")
+
+    with Grader(custom_rm_path=f"{file}:moody", num_workers=1) as grader:
+        monkeypatch.setattr(process.subprocess, "Popen", refuse)
+        with pytest.raises(OSError, match="cannot allocate memory"):
+            grader.grade(samples("ok"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
 
@@ -288,3 +289,12 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
         endpoint = OpenAIEndpoint(handle, taken_port.getsockname()[1])
         with pytest.raises(EngineError, match="--agent-endpoint-port"):
             endpoint.session(pending(handle))
+
+
+def test_a_server_that_cannot_start_is_an_error_and_not_a_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(runner: web.AppRunner) -> None:
+        raise RuntimeError("out of file descriptors")
+
+    monkeypatch.setattr(web.AppRunner, "setup", fail)
+    with pytest.raises(RuntimeError, match="out of file descriptors"):
+        Bench()

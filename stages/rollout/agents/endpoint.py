@@ -111,7 +111,7 @@ class OpenAIEndpoint:
 
     def _start(self) -> None:
         listening: Future[int] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(listening)), name="openai-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(listening,), name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -120,6 +120,14 @@ class OpenAIEndpoint:
             raise EngineError(
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free one"
             ) from None
+
+    def _run(self, listening: Future[int]) -> None:
+        try:
+            asyncio.run(self._serve(listening))
+        except BaseException as error:
+            if listening.done():
+                raise
+            listening.set_exception(error)  # the caller waits for a port
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
