@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from storage.errors import EngineError, RunError
+
 UNKNOWN = -1  # in place of an expert
 
 
@@ -40,17 +42,17 @@ class ExpertsFormat:
             num_tokens: R, for which it speaks.
 
         Raises:
-            ValueError: it says something else, or names an expert twice or one that does not exist.
+            EngineError: it says something else, or names an expert twice or one that does not exist.
         """
         if chosen.size != num_tokens * self.num_layers * self.top_k:
-            raise ValueError(
+            raise EngineError(
                 f"the engine returned {chosen.size} routed experts for {num_tokens} tokens, {self.num_layers} layers and "
                 f"{self.top_k} experts a token: it must serve the model that is trained"
             )
         routed = chosen.reshape(num_tokens, self.num_layers, self.top_k)[:, self.num_dense_layers :]
         ordered = np.sort(routed, axis=-1)
         if routed.size and (ordered[..., 0].min() < 0 or ordered.max() >= self.num_experts or not np.diff(ordered).all()):
-            raise ValueError(
+            raise EngineError(
                 f"the engine returned a choice that is not {self.top_k} different ones of {self.num_experts} experts: "
                 "use another release of SGLang, or --use-routing-replay"
             )
@@ -64,14 +66,14 @@ class ExpertsFormat:
             num_tokens: of the sample.
 
         Raises:
-            ValueError: the bytes are those of another model.
+            RunError: the bytes are those of another model.
         """
         chosen = np.full((num_tokens, len(self.routed_layers), self.top_k), UNKNOWN, dtype=np.int16)
         if content:
             numbers = np.frombuffer(content, dtype=self._dtype)
             num_known, left = divmod(numbers.size, len(self.routed_layers) * self.top_k)
             if left or num_known > num_tokens:
-                raise ValueError(
+                raise RunError(
                     f"routed_experts holds {numbers.size} numbers for a sample of {num_tokens} tokens, which does not fit "
                     f"{len(self.routed_layers)} layers and {self.top_k} experts a token: the rollout was made with another model"
                 )
