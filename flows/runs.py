@@ -55,7 +55,7 @@ def run_keys(run: str) -> RunKeys:
         RunError: no run can have this name.
     """
     if not is_run_name(run):
-        raise RunError(f"{run[:60]!r} cannot name a run: use at most 128 letters, digits, dots, dashes and underscores")
+        raise RunError(f"{run[:60]!r} cannot name a run: use at most 200 letters, digits, dots, dashes and underscores")
     return RunKeys(run)
 
 
