@@ -19,10 +19,10 @@ from storage.disk import in_parallel
 from storage.errors import RunError, StoreError
 from storage.faults import reach
 from storage.leases import claim_key, condemn, holder, lease_key, live_drivers, pardon, store_time
-from storage.refs import Commit, RunKeys, commit_key
+from storage.refs import Commit, RunKeys, commit_key, parsed
 from storage.removal import remove_run
 from storage.retention import Expired, fork_key
-from storage.store import Store, parsed
+from storage.store import Store
 
 NUM_READS = 16  # small ones at a time; on an object store each waits for the network
 
