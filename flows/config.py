@@ -36,7 +36,7 @@ class RunConfig(StageConfig):
     """The run as a whole."""
 
     run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
-    """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore, at most 128 characters."""
+    """Name of the run, and the key by which it is resumed; letters, digits, dot, dash, underscore, at most 200 characters."""
 
     store: str = option("penstock-store", change="placement", secret=True)
     """Where runs lie: a directory or any fsspec URI such as s3://bucket/prefix."""

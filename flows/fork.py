@@ -24,10 +24,10 @@ from flows.runs import create_record, open_store, read_record, recorded, with_op
 from flows.words import command, run_name, taken, whole_number
 from storage.disk import in_parallel
 from storage.errors import OptionError, RunError, StoreError
-from storage.refs import Commit, RunKeys, commit_key, is_unchanged
+from storage.refs import Commit, RunKeys, commit_key, is_unchanged, parsed
 from storage.removal import being_removed, is_removed
 from storage.retention import fork_key
-from storage.store import Store, committed_prefixes, parsed
+from storage.store import Store, committed_prefixes
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
 

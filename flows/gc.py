@@ -18,8 +18,9 @@ from storage.errors import OptionError
 from storage.leases import store_time
 from storage.leftovers import Leftover, leftovers, remove
 from storage.refs import RunKeys
+from storage.removal import changing
 from storage.retention import finish_expiries
-from storage.store import Store, changing
+from storage.store import Store
 
 DEFAULT_HOURS = 24.0
 USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]

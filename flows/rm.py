@@ -6,8 +6,8 @@ from flows.flags import parse
 from flows.runs import discard, existing_run, open_store
 from flows.words import size, taken
 from storage.errors import OptionError, RunError
-from storage.removal import is_removed
-from storage.store import changing, committed_prefixes
+from storage.removal import changing, is_removed
+from storage.store import committed_prefixes
 
 USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
 

@@ -15,10 +15,10 @@ import numpy as np
 from storage.disk import in_parallel
 from storage.errors import RunError, StoreError
 from storage.leftovers import NUM_READS, leftovers
-from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key, is_unchanged
+from storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key, is_unchanged, parsed
 from storage.retention import Expired, expired, expired_key, expired_versions
 from storage.served import Course, read_round
-from storage.store import Store, committed_prefixes, parsed
+from storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # looked at at a time
 _KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}

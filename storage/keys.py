@@ -7,7 +7,7 @@ import re
 MOST_BYTES_OF_PART, MOST_BYTES = 255, 1024  # of a file name on common disks; of a key on S3
 
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-MAX_RUN_NAME = 128  # characters; leaves room for suffixes within the 255 bytes of a file name
+MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes of a file name
 
 
 def key_problem(key: str) -> str | None:
@@ -43,5 +43,5 @@ def valid_key(key: str) -> str:
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a run may have this name: letters, digits, dot, dash, underscore, at most 128 of them, the first a letter or digit."""
+    """Whether a run may have this name: letters, digits, dot, dash, underscore, at most 200 of them, the first a letter or digit."""
     return re.fullmatch(RUN_NAME, name) is not None and len(name) <= MAX_RUN_NAME

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TTL = 600.0  # seconds without a renewal after which a lease has ended
 RENEW = 60.0
 SEAL_LIMIT = 3600.0  # seconds after which a sealed attempt without a commit is one of a writer that died in between
+_LAST_RENEWAL = 5.0  # seconds to wait for a renewal that is under way, perhaps to a store that does not answer
 SEALED, CONDEMNED = b"sealed", b""  # empty: a full disk has room for a name, not for a byte
 _NUM_SIZES = 16  # asked for at a time
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts the time for which the machine was suspended
@@ -62,7 +63,7 @@ class Lease:
     def stop(self) -> None:
         """Renew no more; the lease lasts for TTL seconds from the last renewal."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_LAST_RENEWAL)
 
     def release(self) -> None:
         """End the lease now."""
@@ -226,7 +227,10 @@ def seal(store: Store, commit: Commit) -> Seal:
         if decided == SEALED:  # by another process of the same attempt
             break
         if decided is not None:
-            raise StoreError(f"{attempt} was removed by `penstock gc` before its commit: the stage must run again")
+            raise StoreError(
+                f"{attempt} was condemned by `penstock gc` before its commit: the stage must run again "
+                "(if that gc was killed, `penstock gc --delete --older-than 0` finishes it)"
+            )
     sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:

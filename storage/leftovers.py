@@ -16,13 +16,13 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from storage.disk import in_parallel
-from storage.errors import StoreError
+from storage.errors import RunError, StoreError
 from storage.faults import reach
 from storage.leases import claim_key, condemn, holder, lease_key, live_drivers, pardon, store_time
-from storage.refs import Commit, RunKeys, commit_key
+from storage.refs import Commit, RunKeys, commit_key, parsed
 from storage.removal import remove_run
 from storage.retention import Expired, fork_key
-from storage.store import Store, parsed
+from storage.store import Store
 
 NUM_READS = 16  # small ones at a time; on an object store each waits for the network
 
@@ -98,7 +98,10 @@ def remove(store: Store, leftover: Leftover, now: float | None = None) -> bool:
         return _remove_attempt(store, leftover, now)
     run = _RUN.match(leftover.key + "/")
     if leftover.kind == "removed run" and run:
-        remove_run(store, RunKeys(run["run"]))
+        try:
+            remove_run(store, RunKeys(run["run"]))
+        except RunError:  # another process removes it
+            return False
         return True
     if leftover.kind == "half-made fork" and run and store.exists(RunKeys(run["run"]).record):
         return False

@@ -8,17 +8,34 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from storage.errors import StoreError
 from storage.keys import valid_key
 
 TRAINED, BUFFER = "part", "buffer"  # shards of a rollout: what is trained on, and what was asked for and waits for a later round
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
+Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(valid_key)]  # relative to the root of the store, and inside it
+
+
+def parsed(model: type[Record], key: str, data: bytes) -> Record:
+    """Return the record that was read at `key`.
+
+    Raises:
+        StoreError: it is damaged, or names something outside the store.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise StoreError(f"{key} is not a valid record ({reason[:150]}): restore it from a backup") from error
 
 
 class Frozen(BaseModel):

@@ -8,6 +8,7 @@ lease. So at least one of them sees the other. `removed.json` is the decision: f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from storage.errors import RunError, StoreError
@@ -66,6 +67,22 @@ def remove_run(store: Store, keys: RunKeys, *, but: str | None = None) -> list[F
     finally:
         lease.release()
     return found
+
+
+@contextmanager
+def changing(store: Store) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into one sentence.
+
+    Raises:
+        StoreError: the store is read-only or full, or this user may not write there.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be changed ({reason}): mount it writable, make room, or run as its owner"
+        ) from error
 
 
 def dependents(store: Store, keys: RunKeys) -> list[str]:

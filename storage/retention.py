@@ -17,8 +17,8 @@ from collections.abc import Collection
 
 from pydantic import model_validator
 
-from storage.refs import Commit, Frozen, RunKeys, commit_key
-from storage.store import Store, parsed
+from storage.refs import Commit, Frozen, RunKeys, commit_key, parsed
+from storage.store import Store
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")

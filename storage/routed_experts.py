@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage.errors import EngineError
+from storage.errors import EngineError, RunError
 
 UNKNOWN = -1  # in place of an expert
 
@@ -66,14 +66,14 @@ class ExpertsFormat:
             num_tokens: of the sample.
 
         Raises:
-            EngineError: the bytes are those of another model.
+            RunError: the bytes are those of another model.
         """
         chosen = np.full((num_tokens, len(self.routed_layers), self.top_k), UNKNOWN, dtype=np.int16)
         if content:
             numbers = np.frombuffer(content, dtype=self._dtype)
             num_known, left = divmod(numbers.size, len(self.routed_layers) * self.top_k)
             if left or num_known > num_tokens:
-                raise EngineError(
+                raise RunError(
                     f"routed_experts holds {numbers.size} numbers for a sample of {num_tokens} tokens, which does not fit "
                     f"{len(self.routed_layers)} layers and {self.top_k} experts a token: the rollout was made with another model"
                 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.errors import DataError
+from storage.errors import PluginError, RunError
 
 SCHEMA_VERSION = 2  # 2: routed_experts
 _VERSION_KEY = b"penstock_schema_version"
@@ -64,15 +64,19 @@ class Sample:
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.token_ids)
 
     def check(self) -> None:
-        """Raise ValueError if the streams do not fit together."""
+        """Check that the streams fit together.
+
+        Raises:
+            PluginError: they do not; only a user-defined function can have made such a sample.
+        """
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)}
         if len(lengths) != 1:
-            raise DataError(
+            raise PluginError(
                 f"sample {self.sample_id}: token_ids, loss_mask and rollout_logprobs have lengths {len(self.token_ids)}, "
                 f"{len(self.loss_mask)}, {len(self.rollout_logprobs)}; they must be equal: give every token a mask and a log-prob"
             )
         if not set(self.loss_mask) <= {0, 1}:
-            raise DataError(f"sample {self.sample_id}: loss_mask holds {sorted(set(self.loss_mask))}; only 0 and 1 are allowed")
+            raise PluginError(f"sample {self.sample_id}: loss_mask holds {sorted(set(self.loss_mask))}; only 0 and 1 are allowed")
 
 
 SCHEMA = pa.schema(
@@ -99,7 +103,7 @@ SCHEMA = pa.schema(
 
 
 def to_table(samples: Iterable[Sample]) -> pa.Table:
-    """Samples as an Arrow table in SCHEMA. Raises DataError for a sample whose streams do not fit together."""
+    """Samples as an Arrow table in SCHEMA. Raises PluginError for a sample whose streams do not fit together."""
     rows = list(samples)
     columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
     if streams := _streams(rows):
@@ -140,7 +144,7 @@ def _streams(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
 
 
 def from_table(table: pa.Table) -> list[Sample]:
-    """The inverse of `to_table`. Raises DataError for a table written by a newer Penstock."""
+    """The inverse of `to_table`. Raises RunError for a table written by a newer Penstock."""
     rows = current(table).to_pylist()
     for row in rows:
         row["rewards"] = dict(row["rewards"])
@@ -151,7 +155,7 @@ def from_table(table: pa.Table) -> list[Sample]:
 
 
 def current(table: pa.Table) -> pa.Table:
-    """The same with SCHEMA's columns: those that an older Penstock did not write are empty. Raises DataError if a newer one wrote it."""
+    """The same with SCHEMA's columns: those that an older Penstock did not write are empty. Raises RunError if a newer one wrote it."""
     check_schema(table.schema)
     for index, column in enumerate(SCHEMA):
         if column.name not in table.schema.names:
@@ -160,10 +164,14 @@ def current(table: pa.Table) -> pa.Table:
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Refuse what this version cannot read, with a sentence."""
+    """Check that this release can read a shard.
+
+    Raises:
+        RunError: a newer release has written it.
+    """
     found = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
     if not 1 <= found <= SCHEMA_VERSION:
-        raise DataError(
+        raise RunError(
             f"sample shard has schema version {found or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: "
             "install the release that wrote it"
         )

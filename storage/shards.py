@@ -36,7 +36,7 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
 
     Raises:
         StoreError: a shard is missing or is not what was committed.
-        ValueError: written by a newer Penstock.
+        RunError: written by a newer Penstock.
     """
     paths = [Path(record.path).relative_to(commit.attempt or "") for record in commit.files]
     shards = sorted(path for path in paths if re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.name))

@@ -21,20 +21,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel, ValidationError
 
 from storage import disk, leases, objects
 from storage.disk import hash_file
 from storage.errors import StoreError
 from storage.faults import reach
 from storage.keys import key_problem
-from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
+from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded, parsed
 from storage.secrets import has_credentials, reveal
 
-__all__ = ["Found", "Store", "Writing", "changing", "committed_prefixes", "free_bytes", "hash_file", "parsed"]
+__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
 
 T = TypeVar("T")
-Record = TypeVar("Record", bound=BaseModel)
 
 _NUM_AT_ONCE = 16  # small requests to an object store
 _NUM_PROBES = 2  # tries of the probe: a wrong address should be told soon
@@ -373,41 +371,10 @@ class Store:
             raise StoreError(f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner") from error
 
 
-@contextmanager
-def changing(store: Store) -> Iterator[None]:
-    """Turn what the file system refuses inside the block into one sentence.
-
-    Raises:
-        StoreError: the store is read-only or full, or this user may not write there.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StoreError(
-            f"store {store.uri} cannot be changed ({reason}): mount it writable, make room, or run as its owner"
-        ) from error
-
-
 def _is_own(attempt: str, prefix: str) -> bool:
     """Whether an attempt was written for this commit, and not for that of another run whose files it shares."""
     place = attempt.rpartition("/")[0]
     return place in (prefix, prefix.rpartition("/")[0]) and leases.needs_guard(attempt)
-
-
-def parsed(model: type[Record], key: str, data: bytes) -> Record:
-    """Return the record that was read at `key`.
-
-    Raises:
-        StoreError: it is damaged, or names something outside the store.
-    """
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        reason = f"{where}: {first['msg']}" if where else first["msg"]
-        raise StoreError(f"{key} is not a valid record ({reason[:150]}): restore it from a backup") from error
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:

@@ -117,6 +117,17 @@ def test_a_fork_that_is_being_made_is_seen_or_sees(store: Store) -> None:
     remover.release()
 
 
+def test_gc_leaves_a_removal_that_goes_on_to_its_process(store: Store) -> None:
+    store.create(removed_key(KEYS), b"")
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease")
+    before = files(store, KEYS.prefix)
+    assert gc.main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
+    assert files(store, KEYS.prefix) == before
+    remover.release()
+    assert gc.main(["r", "--delete", "--store", store.root]) == 0
+    assert files(store, KEYS.prefix) == set()
+
+
 class Dying(Store):
     """The same store, for a process that dies before it deletes file number `left`."""
 
