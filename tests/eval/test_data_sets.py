@@ -86,7 +86,10 @@ SET = '[[datasets]]\nname = "a"\npath = "p"\n'
     [
         (f"{SET}temprature = 1", "data set a has the unknown setting 'temprature': did you mean temperature"),
         (f"{SET}n_samples = 1", "did you mean n_samples_per_eval_prompt"),
-        (f"{SET}[defaults]\nxyz = 1", r"\[defaults\] has the unknown setting 'xyz'.*it may have n_samples_per_eval_prompt, temperature"),
+        (
+            f"{SET}[defaults]\nxyz = 1",
+            r"\[defaults\] has the unknown setting 'xyz'.*it may have n_samples_per_eval_prompt, temperature",
+        ),
         (f"dataset = 1\n{SET}", "the file has the unknown setting 'dataset'.*did you mean datasets"),
         (f"{SET}top_p = 2", r"data set a has top_p = 2: input should be less"),
         (f'{SET}[defaults]\ntop_k = "many"', r"\[defaults\] has top_k = 'many'"),

@@ -17,7 +17,10 @@ def test_every_function_of_the_users_is_looked_at_before_anything_starts() -> No
     "options,sentence",
     [
         ({"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4}, "6 trainer ranks .* cannot be divided by .* = 4"),
-        ({"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 4}, "2 trainer ranks .* cannot be divided by expert .* = 4"),
+        (
+            {"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 4},
+            "2 trainer ranks .* cannot be divided by expert .* = 4",
+        ),
         (
             {"actor_num_gpus_per_node": 4, "global_batch_size": 2},
             "--global-batch-size 2 is smaller than the 4 data-parallel replicas",
