@@ -49,7 +49,7 @@ class Bad:
         if self.toml is not None:
             return f"toml {self.words[0]} {self.toml[:60]!r}"
         base = {word for pair in BASES.get(self.words[0], {}).items() for part in pair for word in part.split(" ")}
-        own = " ".join(word for word in self.words[1:] if word not in base)
+        own = " ".join(word for word in self.words[1:] if word not in base) or f"without {self.culprit}"
         return f"{self.words[0]} {own}"[:90].encode("ascii", "backslashreplace").decode()
 
 
