@@ -9,10 +9,34 @@ import ast
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from engines.sglang.args import installed
 from engines.sources import parsed
 from storage.errors import EngineError
+
+READING_THE_TOP = ("LlamaForCausalLM",)  # original_max_position_embeddings beside the rotary settings, in 0.5.21
+
+
+def check_model(values: dict[str, Any]) -> None:
+    """Check that the installed SGLang serves the model of a config.json, as transformers computes it.
+
+    Args:
+        values: entries of a config.json that Penstock reads.
+
+    Raises:
+        EngineError: an architecture that it does not serve, or an entry that it does not read.
+    """
+    architecture = values["architectures"][0]
+    check_architecture(architecture)
+    settings, name = values.get("rope_scaling") or values.get("rope_parameters") or {}, "original_max_position_embeddings"
+    scaled = (settings.get("rope_type") or settings.get("type") or "default") != "default"
+    top, read = values.get(name), settings.get(name, values.get("max_position_embeddings"))
+    if scaled and top not in (None, read) and architecture not in READING_THE_TOP:
+        raise EngineError(
+            f"config.json says {name} {top} at the top, which SGLang does not read for {architecture} (it takes {read}): move it into "
+            "rope_parameters (or rope_scaling)"
+        )
 
 
 def check_architecture(architecture: str) -> None:

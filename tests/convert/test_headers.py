@@ -122,7 +122,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("hf"), seed=3, tied=False, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != "deepseek-v3")]
+)
 def test_weights_of_every_family_fit(name: str, tmp_path: Path) -> None:
     directory = make_family(tmp_path / name, name)
     check_weights(directory, ModelShape.from_hf(directory))

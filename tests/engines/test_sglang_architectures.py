@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.megatron.hf_config import ARCHITECTURES
-from engines.sglang.architectures import check_architecture, serves
+from engines.sglang.architectures import check_architecture, check_model, serves
 from storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,31 @@ def test_every_supported_architecture_but_the_old_glm_is_served() -> None:
                 check_architecture(architecture)
         else:
             check_architecture(architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "top", "inside", "served"),
+    [
+        ("Qwen3ForCausalLM", 64, {"rope_type": "yarn"}, False),
+        ("Qwen3ForCausalLM", 64, {"rope_type": "yarn", "original_max_position_embeddings": 128}, False),
+        ("Qwen3ForCausalLM", 64, {"rope_type": "yarn", "original_max_position_embeddings": 64}, True),
+        ("Qwen3ForCausalLM", 4096, {"rope_type": "yarn"}, True),
+        ("Qwen3ForCausalLM", 64, {"rope_type": "default"}, True),
+        ("Qwen3ForCausalLM", None, {"type": "yarn"}, True),
+        ("LlamaForCausalLM", 64, {"rope_type": "llama3"}, True),
+        ("GlmForCausalLM", None, {}, False),
+    ],
+)
+def test_entries_that_sglang_does_not_read_are_refused(
+    architecture: str, top: int | None, inside: dict[str, Any], served: bool
+) -> None:
+    values = {"architectures": [architecture], "max_position_embeddings": 4096, "rope_parameters": inside}
+    values |= {} if top is None else {"original_max_position_embeddings": top}
+    if served:
+        check_model(values)
+        return
+    with pytest.raises(EngineError):
+        check_model(values)
 
 
 @pytest.mark.parametrize(
