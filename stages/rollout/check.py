@@ -85,7 +85,9 @@ def first_rows(config: RolloutConfig) -> list[tuple[str, str, str, dict[str, Any
     rows = []
     for path in config.prompt_data:
         part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{NUM_TRIED_ROWS}]"
-        for number, line in enumerate(read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:NUM_TRIED_ROWS]):
+        for number, line in enumerate(
+            read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:NUM_TRIED_ROWS]
+        ):
             content, label, metadata, *_ = json.loads(line)
             rows.append((f"{path} row {number}", content if isinstance(content, str) else json.dumps(content), label, metadata))
     return rows
