@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import socket
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.config import PostTrainConfig, check_secrets
@@ -207,9 +208,8 @@ def _check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 
 def _check_reward(rollout: RolloutConfig) -> None:
     """Check that a reward exists for the first rows and finds what it needs in them, and try a user-defined one."""
-    from stages.rewards.preflight import Row, check_rows, try_reward
-
     from stages.rewards.grading import check_reward_of
+    from stages.rewards.preflight import Row, check_rows, try_reward
     from stages.rollout.check import first_rows
 
     check_reward_of(rollout)
@@ -266,14 +266,15 @@ def warnings(flow: str, config: PostTrainConfig) -> list[str]:
 
 
 def _check_engines(config: PostTrainConfig, shape: ModelShape) -> None:
-    from engines.sglang.architectures import check_architecture
+    from engines.megatron.hf_config import read_config
+    from engines.sglang.architectures import check_model
     from engines.sglang.args import check_router_args, check_sglang_args, returning_experts
     from engines.sglang.external import url_of
     from engines.sglang.sampling import check_sampling, check_seeds
 
     rollout = config.rollout
     if not rollout.rollout_external_engine_addrs and rollout.sglang_python is None:  # the SGLang installed here
-        check_architecture(shape.architecture)
+        check_model(read_config(Path(config.convert.hf_checkpoint) / "config.json"))
     check_sglang_args(rollout.sglang)
     routed = rollout.use_router or bool(rollout.router)
     if routed:
