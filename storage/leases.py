@@ -109,7 +109,8 @@ def holder(store: Store, key: str, now: float) -> str | None:
     try:
         process = json.loads(data)
     except ValueError:  # cut by a full disk: its age still counts
-        process = {}
+        process = None
+    process = process if isinstance(process, dict) else {}
     if now - modified > TTL or _is_dead(process):
         return None
     return f"process {process.get('pid', '?')} on {process.get('host', '?')}, {max(0.0, now - modified):.0f} s ago"
