@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return interrupt.report(resumable=bool(words) and words[0] in RESUMABLE)
     except BrokenPipeError as error:
         return _reader_gone() if _stdout_is_closed() else _unexpected(error, words)
-    except (PenstockError, ValueError) as error:
+    except PenstockError as error:
         return _refuse(error, words)
     except OSError as error:
         return _refuse(error, words) if error.errno in REFUSED_BY_THE_SYSTEM else _unexpected(error, words)

@@ -24,6 +24,7 @@ from stages.convert.adopt import megatron_directory
 from stages.convert.config import ConvertConfig
 from stages.convert.targets import ASSETS_DIRECTORY, above, committed_in
 from storage.errors import OptionError
+from storage.keys import is_run_name
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from storage.store import Store
 
@@ -234,7 +235,7 @@ def found_checkpoint(config: PostTrainConfig) -> Commit | str:
         return str((megatron_directory(path) or path).resolve())
     store, (run, _, version) = open_store(config.run, probe=False), named.partition("/")
     keys = RunKeys(run)
-    versions = store.committed_indices(f"{keys.prefix}/checkpoints")
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints") if is_run_name(run) else []
     wanted = int(version) if version.isdigit() else versions[-1] if versions and not version else -1
     commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
     if commit is None:

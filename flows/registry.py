@@ -11,6 +11,7 @@ from typing import Any
 
 from flows.config import PostTrainConfig
 from flows.words import one_line
+from storage.errors import InputError
 from storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # module flows/<name>.py holds the flow of that name
@@ -47,7 +48,7 @@ def start(name: str, config: PostTrainConfig) -> int:
             _say(f"{name} is complete, but its end could not be reported to Prefect ({type(error).__name__}: {error}); "
                  "its page goes on showing it as running until it is marked crashed")  # fmt: skip
             return 0
-        if isinstance(reason, ValueError | BrokenPipeError):  # a wrong request that only showed on the way
+        if isinstance(reason, InputError | BrokenPipeError):  # a wrong request that only showed on the way
             raise reason from None
         _say(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
         print(

@@ -24,6 +24,7 @@ from flows.preflight import preflight, warnings
 from flows.processes import Processes
 from flows.runs import code_version, open_run, open_store, run_commits, run_keys
 from flows.stopping import listen
+from storage.errors import RunError
 from storage.leases import Lease, driver_key
 from storage.preemption import Preempted, StopRequest
 from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -133,18 +134,18 @@ class Session:
             get_run_logger().warning(warning)
 
     def begin_at(self, base: CheckpointRef) -> CheckpointRef:
-        """Tie the run to its starting weights. Raises ValueError if it began from others."""
+        """Tie the run to its starting weights. Raises RunError if it began from others."""
         self.pin("base", self.config.convert.hf_checkpoint, base)
         self.processes.base = base
         return base
 
     def pin(self, name: str, path: str, model: CheckpointRef) -> None:
-        """Tie the run to a model by content: its base, a reference, a teacher. Raises ValueError if it had another one before."""
+        """Tie the run to a model by content: its base, a reference, a teacher. Raises RunError if it had another one before."""
         key = self.keys.origin(name)
         self.store.create(key, model.model_dump_json().encode())
         pinned = CheckpointRef.model_validate(self.store.read_json(key))
         if pinned.key != model.key:
-            raise ValueError(
+            raise RunError(
                 f"the {name} of run {self.keys.run!r} is {pinned.key}, but {path} now holds {model.key}: restore the directory, or start "
                 "a new run with another --run"
             )

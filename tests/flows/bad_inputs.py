@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import annotated_types
-from bad_place import MODELS, TOKENIZERS
+from bad_place import MODELS, TOKENIZERS, WEIGHTS
 
 from flows.config import flag, options
 from flows.option_values import leaf_types
@@ -81,6 +81,10 @@ def rows_of_models() -> Iterator[Bad]:
     for number, (name, _, culprit) in enumerate(MODELS):
         command = ("train", "convert", "eval")[number % 3]
         yield on(command, "--hf-checkpoint", f"{{root}}/models/{number}-{name}", culprit=culprit)
+    for number, kind in enumerate(WEIGHTS):
+        yield on(
+            ("train", "convert")[number % 2], "--hf-checkpoint", f"{{root}}/weights/{kind}", culprit=f"{{root}}/weights/{kind}"
+        )
     for name, _, culprit in TOKENIZERS:
         yield train("--hf-checkpoint", f"{{root}}/tokenizers/{name}", culprit=culprit)
     for path in (

@@ -64,6 +64,10 @@ def make_place(root: Path, model: Path) -> None:
     (root / "huge.toml").write_text("# " + "x" * (5 << 20))
     for number, (name, values, _) in enumerate(MODELS):
         make_model(root / "models" / f"{number}-{name}", model, values)
+    for kind in WEIGHTS:
+        file = shutil.copytree(model, root / "weights" / kind) / "model.safetensors"
+        data = {"missing": b"", "cut": file.read_bytes()[:-100], "empty": b"", "text": b"not safetensors"}[kind]
+        file.unlink() if kind == "missing" else file.write_bytes(data)
     for name, content, _ in TOKENIZERS:
         directory = root / "tokenizers" / name
         shutil.copytree(model, directory, ignore=shutil.ignore_patterns(name if content is None else ""))
@@ -140,6 +144,7 @@ MODELS: list[tuple[str, Any, str]] = [  # name, config.json, culprit beside its 
     ("sliding", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window"),
     ("layer-types", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
 ]
+WEIGHTS = ("missing", "cut", "empty", "text")  # what model.safetensors is
 TOKENIZERS: list[tuple[str, bytes | None, str]] = [  # file, "-kind" behind it; content, None removes it; culprit
     ("tokenizer.json", None, "tokenizer"),
     ("tokenizer.json-list", b"[]", "tokenizer"),

@@ -17,7 +17,11 @@ from flows.deploy import checked_schedule
 from flows.flags import parse
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "socket.connect"}
-PREFLIGHT = ("stages.rewards.check_form", "template_process", "stages.rewards.worker")  # look at what users give, in a process each
+PREFLIGHT = (
+    "stages.rewards.check_form",
+    "template_process",
+    "stages.rewards.worker",
+)  # look at what users give, in a process each
 MAX_CHARACTERS = 400
 
 

@@ -58,6 +58,7 @@ def raising(error: BaseException):
         (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
         (StoreError("the store\nis full"), 2, "penstock: the store is full\n"),
         (OSError(28, "No space left on device", "/x/y"), 2, "penstock: /x/y: no space left on device\n"),
+        (ValueError("why"), 1, "penstock: unexpected ValueError: why; add --verbose for the traceback, and please report it\n"),
         (RuntimeError("why"), 1, "penstock: unexpected RuntimeError: why; add --verbose for the traceback, and please report it\n"),
         (BrokenPipeError(32, "Broken pipe"), 1, "penstock: unexpected BrokenPipeError: [Errno 32] Broken pipe; add --verbose for the traceback, and please report it\n"),
     ],
