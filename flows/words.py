@@ -135,9 +135,9 @@ def size(num_bytes: int) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)`, shortened to MAX_VALUE characters."""
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
+    """Return `repr(value)`, a long one shortened to MAX_VALUE characters in its middle: the end of a path says most."""
+    text, half = repr(value), (MAX_VALUE - 3) // 2
+    return text if len(text) <= MAX_VALUE else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(text: str) -> str:

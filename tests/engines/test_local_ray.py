@@ -33,6 +33,7 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
 
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))  # see test_cluster.py
         monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+        monkeypatch.setattr(local_ray, "_on_loopback", nullcontext)
         monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
         return started
 
@@ -71,6 +72,7 @@ def test_wrong_options_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(local_ray, "_end_half_started", lambda others: pytest.fail("nothing was started"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
+    monkeypatch.setattr(local_ray, "_on_loopback", nullcontext)
     monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")
     with pytest.raises(ValueError, match="num_cpus"):
         start_ray(num_cpus=-1)

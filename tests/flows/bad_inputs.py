@@ -337,7 +337,7 @@ def rows_of_words() -> Iterator[Bad]:
         "\u0430",
         "caf\u00e9",
         "a\\b",
-        "x" * 129,
+        "x" * 201,
         LONG,
         "~",
         "*",

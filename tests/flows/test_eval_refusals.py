@@ -40,5 +40,5 @@ def test_a_group_reward_needs_another_one_for_every_data_set(words: list[str], t
     write(tmp_path, 'input_key = "question"')
     with pytest.raises(ValueError, match="which an evaluation cannot do"):
         preflight("evaluate", parse(group))
-    write(tmp_path, 'input_key = "question"\nrm_type = "math"')
+    write(tmp_path, 'input_key = "question"\nrm_type = "random"')
     preflight("evaluate", parse(group))

@@ -256,7 +256,7 @@ def test_seeds_and_evaluation(bench: Bench) -> None:
 
 
 MISTAKES = {
-    "await engine.generate(sample, temperature=0.3)": "raises ValueError: temperature 0.3 is not --rollout-temperature 1.0",
+    "await engine.generate(sample, temperature=0.3)": "raises PluginError: temperature 0.3 is not --rollout-temperature 1.0",
     "raise KeyError('tool')": "raises KeyError: 'tool'",
     "raise SystemExit(3)": "raises SystemExit: 3",
     "raise asyncio.CancelledError": "it was cancelled",
