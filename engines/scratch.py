@@ -69,7 +69,7 @@ def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
     found = []
     for directory in sorted(base.glob(f"{PREFIX}*")):
         lock, kept = directory / LOCK, directory / KEPT
-        if directory.is_symlink() or directory.stat().st_uid != os.getuid() or not lock.is_file():
+        if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or not lock.is_file():
             continue
         if kept.exists() and time.time() - kept.stat().st_mtime < kept_for:
             continue

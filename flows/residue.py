@@ -80,7 +80,7 @@ def _unmapped(shm: Path) -> list[Path]:
 def _ours(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if not path.is_symlink() and path.stat().st_uid == os.getuid())
+    return sorted(path for path in directory.iterdir() if not path.is_symlink() and path.stat().st_uid == os.geteuid())
 
 
 def _lives(pid: int) -> bool:
@@ -97,7 +97,7 @@ def _mapped() -> set[str] | None:
     paths: set[str] = set()
     for process in _processes():
         try:
-            if process.stat().st_uid != os.getuid():
+            if process.stat().st_uid != os.geteuid():
                 continue
         except FileNotFoundError:  # it has ended
             continue

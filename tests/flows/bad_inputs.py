@@ -170,7 +170,7 @@ LONG = "x" * 300
 def rows_of_commands() -> Iterator[Bad]:
     """Words that are not a command, and commands' own words."""
     for word in ("trian", "Train", "", " ", "-v", "--trian", "tr\u0430in", "train\n", LONG, "--config", "runs/x", "train=1"):
-        yield Bad((word,), repr(word)[:60].strip("'").replace("\\\\", "\\") or "''")
+        yield Bad((word,), repr(word)[:30].strip("'").replace("\\\\", "\\") or "''")
     run = ("--store", "{root}/runs")
     for words, culprit in (
         (("resume",), "resume"), (("resume", *run), "resume"), (("resume", "a", "b", *run), "a b"), (("resume", "ghost", *run), "ghost"),
@@ -297,7 +297,7 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
             without="--run --num-rollout --hf-checkpoint" if "[run]" in str(content) or "hf_" in str(content) else "",
         )
     for name in ("nowhere.toml", "directory", "binary.toml", "huge.toml", "loop", "file", "file/x.toml", LONG):
-        yield train("--config", f"{{root}}/{name}", culprit=f"{{root}}/{name}"[:20])
+        yield train("--config", f"{{root}}/{name}", culprit=name[-20:])
     yield train("--config", "/dev/zero", culprit="/dev/zero")
     yield train("--config", "{root}/good.toml", "{root}/nowhere.toml", culprit="nowhere.toml")
     yield train("--config", culprit="--config")

@@ -161,5 +161,5 @@ def test_flags_make_a_weighted_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [[-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]])
 def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
     options: dict[str, Any] = {"prompt_data": ["a.jsonl", "b.jsonl"], "prompt_data_weights": weights}
-    with pytest.raises(ValueError, match="weights are 0 or more|finite number"):
+    with pytest.raises(ValueError, match=r"weights are 0 or more|finite number"):
         RolloutConfig(**options)
