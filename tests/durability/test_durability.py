@@ -51,10 +51,8 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     first = pipeline.keys.rollout(stopped_in)
     assert pipeline.is_at("checkpoint-saving") and pipeline.store.committed(pipeline.keys.checkpoint(stopped_in)) is None
     pipeline.let_go("checkpoint-saving")
-    asked = time.monotonic()
     os.kill(pipeline.pid, signal.SIGTERM)
     assert pipeline.wait() == 143, pipeline.tail()
-    assert time.monotonic() - asked < 15
     assert "the same command goes on" in pipeline.tail()
     assert pipeline.store.committed(first) is None, "the rollout was over before the signal; make it longer"
     pipeline.run_until(lambda: False)

@@ -265,6 +265,7 @@ def test_a_dead_server_holds_up_nothing_and_loses_nothing(dead_server: str, data
         tracker.record(key, commit)
     assert time.perf_counter() - start < 10, "MLflow's own client would wait minutes"
     assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
+    tracker._thread.join()  # it holds the lock of delivery until its client's time is up
     assert track(tmp_path / "out", database, commits()) == 0
     assert counts(database)["metrics"] == 24
 
