@@ -53,7 +53,8 @@ class ExternalEngine:
         self.spec = spec
         self.index = index
         self._url = url_of(address)
-        control.use_key(self._url, spec.args.get("api_key"))
+        if key := spec.args.get("api_key"):
+            control.use_key(self._url, key)
         self._found = False
         self.begin()
 

@@ -169,7 +169,7 @@ cluster.stop()
 
 @pytest.mark.integration
 def test_everything_of_our_own_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
-    cluster.run(os.getpid)  # a worker listens too
+    cluster.run(cpu_count)  # a worker listens too
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = [
         (process.name(), port.laddr.ip) for process in family for port in process.net_connections() if port.status == "LISTEN"

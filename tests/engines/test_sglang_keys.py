@@ -84,6 +84,7 @@ def test_what_a_log_says_of_a_key_is_not_shown(tmp_path: Path) -> None:
 def test_external_engines_take_the_given_key_and_no_credentials_in_their_address(tiny_model: Path) -> None:
     spec = ServerSpec(model_path=str(tiny_model), args={"api_key": "given-key"})
     ExternalEngine("127.0.0.1:7", spec, 0)
+    ExternalEngine("127.0.0.1:7", ServerSpec(model_path=str(tiny_model)), 0)  # no key is given: the known one stays
     assert control.headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
     control.use_key("http://127.0.0.1:7", None)
     with pytest.raises(EngineError) as refused:
