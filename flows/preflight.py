@@ -6,6 +6,7 @@ probed last, and a run's name is claimed by the caller after that (`runs.open_ru
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from functools import cache
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
 TRAINING = ("post_train", "sft")
+logger = logging.getLogger(__name__)
 # estimators whose advantage is the reward minus that of the other samples of the prompt: 0 where there are none
 GROUP_RELATIVE = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
@@ -217,7 +219,8 @@ def _check_reward(rollout: RolloutConfig) -> None:
         return  # it may grade its samples itself
     rows = [Row(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
     check_rows(rollout, rows)
-    try_reward(rollout, rows, rollout.model_dump())
+    for reason in try_reward(rollout, rows, rollout.model_dump()):
+        logger.warning("the reward gives no number for a made sample (%s); the run starts, for others have one", reason)
 
 
 def _check_algorithm(train: TrainConfig, shape: ModelShape) -> None:

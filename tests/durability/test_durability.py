@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 
 import pytest
 from harness import ROUNDS, Pipeline, World, tiny_flags
