@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.config import PostTrainConfig, check_secrets
+from flows.learning_signal import GROUP_RELATIVE
 from flows.runs import check_run, open_store
 from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 GENERATING = ("post_train", "evaluate")  # flows that need engines
 TRAINING = ("post_train", "sft")
 logger = logging.getLogger(__name__)
-# estimators whose advantage is the reward minus that of the other samples of the prompt: 0 where there are none
-GROUP_RELATIVE = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def preflight(flow: str, config: PostTrainConfig) -> None:
