@@ -21,7 +21,7 @@ from flows.prefect_api import LAUNCHER, prefect_server
 from flows.service import Service, choose_port
 from flows.services import mlflow_server
 from storage.faults import VARIABLE
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
+from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
 from storage.store import Store
 from storage.tracking import Tracker
 from storage.tracking.lineage import Lineage
@@ -140,7 +140,7 @@ def test_mlflow_is_down_for_the_whole_run_and_is_told_everything_once(tmp_path: 
 
     offered = list(rounds(keys))
     for key, commit in offered:
-        store.commit(key.removesuffix(".commit.json"), commit)
+        store.create(key, encoded(commit))  # not `commit`: the files that these name were never written
     assert tracked(0.5, offered) == len(offered) + 2  # its start and its end
     service.start()
     try:
