@@ -24,6 +24,7 @@ import psutil
 
 from engines.ports import free_port
 from flows.demo_model import make_tiny_data, make_tiny_model
+from flows.prefect_api import LAUNCHER
 from storage.audit import audit
 from storage.faults import VARIABLE
 from storage.refs import RunKeys, commit_key
@@ -323,11 +324,7 @@ class Pipeline:
             case "runtime-env-agent":
                 return running("ray::RuntimeEnvAgent")
             case "prefect":
-                return [
-                    process
-                    for process in ours
-                    if "prefect server start" in command(process) or "prefect.server" in command(process)
-                ]
+                return [process for process in ours if str(LAUNCHER) in command(process)]
             case "mlflow":
                 return self.world.family("mlflow")
         raise AssertionError(f"unknown target {target!r}")
