@@ -109,5 +109,5 @@ def test_other_directories_are_never_taken_for_ours(tmp_path: Path) -> None:
 def test_directories_of_other_users_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with owner(tmp_path) as (process, _):
         process.kill()
-    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     assert abandoned(tmp_path) == []
