@@ -1,4 +1,4 @@
-"""A Ray of this process's own: started, started again if a part of it dies meanwhile, without the processes that nobody needs."""
+"""Start a Ray that belongs to this process: retried if one of its processes dies meanwhile, without the helpers a run does not use."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _reserved: dict[int, socket.socket] = {}  # by this process
 
 
 def free_port(highest: int = HIGHEST, beside: Sequence[int] = ()) -> int:
-    """Return a TCP port up to `highest` that nobody listens on and no other run has reserved; it is reserved now.
+    """Return a TCP port up to `highest` that is free and not reserved by another run, and reserve it.
 
     Args:
         highest: largest number that will do.

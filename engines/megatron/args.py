@@ -113,7 +113,7 @@ def _pattern(text: str) -> list[int]:
     """`([0]*3+[1]*58)`, as Megatron-LM writes which layers are mixtures -> the list."""
     terms = [re.fullmatch(r"\[(\d(?:,\d)*)\](?:\*(\d+))?", term) for term in re.sub(r"[()'\"\s]", "", text).split("+")]
     if None in terms:
-        raise OptionError(f"megatron option moe_layer_freq = {text!r} is no pattern of layers: write it like '([0]*3+[1]*58)'")
+        raise OptionError(f"megatron option moe_layer_freq = {text!r} is not a layer pattern: write it like '([0]*3+[1]*58)'")
     return [int(digit) for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
 
 

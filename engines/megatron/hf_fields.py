@@ -67,7 +67,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
 
-NEEDED = {  # null is no value of these: transformers has none either
+NEEDED = {  # null is not allowed for these: transformers has no default either
     "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
     "rms_norm_eps", "hidden_act", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "routed_scaling_factor", "is_causal",

@@ -35,7 +35,7 @@ class ParallelLayout(BaseModel):
         """Number of data-parallel replicas in a world of that size.
 
         Raises:
-            LayoutError: the world is no multiple of one replica, of the experts or of the rest.
+            LayoutError: the world size is not a multiple of one replica, of the experts or of the rest.
         """
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
@@ -108,7 +108,7 @@ def init_parallel(
 
 
 def listen_at(host: str) -> socket.socket:
-    """Return a socket that listens on one address of this machine, on a port that the kernel chooses and nobody else can take."""
+    """Return a socket that listens on one address of this machine, on a port that the kernel chooses and no other process can take."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
