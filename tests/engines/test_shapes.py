@@ -180,7 +180,7 @@ def test_contradictions_name_both_values() -> None:
         ("moe_layer_freq", 1): r"moe_layer_freq = \[1, 1, 1",
         ("moe_router_bias_update_rate", 1e-3): "moe_router_bias_update_rate = 0.001, .* has 0.0",
         ("mtp_num_layers", 1): "mtp_num_layers = 1, .* as Penstock trains it, has None",
-        ("moe_layer_freq", "every second"): "'every second' is no pattern of layers",
+        ("moe_layer_freq", "every second"): "'every second' is not a layer pattern",
         ("num_layer", 61): "unknown megatron option 'num_layer': did you mean 'num_layers'",
     }.items():
         with pytest.raises(ValueError, match=found):
