@@ -21,8 +21,8 @@ test: test-unit  ## the tests of every change: unit first, then one run and one 
 test-unit: setup  ## only the tests that need no engine
 	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
 
-test-all: test  ## `make test`, then the long ones: full matrices, pairs of faults, S3, examples
-	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist loadfile
+test-all: test  ## `make test`, then the long ones: full matrices, pairs of faults, S3, all bad inputs
+	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist load
 
 lint: setup  ## ruff, formatter, types
 	$(BIN)/ruff check .
