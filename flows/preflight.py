@@ -19,6 +19,7 @@ from flows.runs import check_run, open_store
 from stages.rollout.config import RolloutConfig
 from stages.train.config import TrainConfig
 from storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
+from storage.secrets import reveal
 
 if TYPE_CHECKING:
     from engines.megatron.shape import ModelShape
@@ -213,6 +214,7 @@ def _check_reward(rollout: RolloutConfig) -> None:
     from stages.rewards.preflight import Row, check_rows, try_reward
     from stages.rollout.check import first_rows
 
+    rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
     check_reward_of(rollout)
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # it may grade its samples itself

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
+from storage.errors import RewardError
 
 
 @pytest.fixture
@@ -131,3 +132,17 @@ def test_sampling_and_what_stands_before_the_engines(good, capsys) -> None:
     assert "top_p" in refusal(good | {"--rollout-sampling": "top_pp=0.9"}, capsys)
     assert "--router-policy" in refusal(good | {"--router-polcy": "random"}, capsys)
     assert "host:port" in refusal(good | {"--rollout-external-engine-addrs": "nowhere"}, capsys)
+
+
+def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, capsys) -> None:
+    from flows.flags import parse
+    from flows.preflight import preflight
+
+    words = [word for pair in (good | {"--rm-type": "remote_rm", "--rm-url": "env:GRADER_OF_A_TEST"}).items() for word in pair]
+    with socket.create_server(("127.0.0.1", 0)) as grader:
+        address = f"http://127.0.0.1:{grader.getsockname()[1]}/score"
+        monkeypatch.setenv("GRADER_OF_A_TEST", address)
+        preflight("post_train", parse(words))
+    preflight_again = [*words, "--run", "another"]
+    with pytest.raises(RewardError, match="does not answer"):
+        preflight("post_train", parse(preflight_again))
