@@ -71,7 +71,7 @@ def completed(config: PostTrainConfig) -> PostTrainConfig:
     """A config in which `hf_checkpoint` says whose config.json counts, also where `convert_load` knows it itself.
 
     Raises:
-        OptionError: nobody says it, or options that do not go together.
+        OptionError: no option names it, or options contradict each other.
     """
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:

@@ -89,7 +89,7 @@ def remove_demo(directory: Path) -> None:
     """Remove what an earlier demo has made in a directory, and nothing else; links are removed, not followed.
 
     Raises:
-        OptionError: there is no sign that a demo has made what is there, or it is the home, the current or the root directory.
+        OptionError: the demo's marker file is missing, or it is the home, the current or the root directory.
         RunError: a demo runs in it.
     """
     if not directory.exists() and not directory.is_symlink():

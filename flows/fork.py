@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     for field, before, after in differences(parent, config):
         print(f"  {flag(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
-    print(f"go on with: {command()} resume {name}{options}")
+    print(f"to continue: {command()} resume {name}{options}")
     return 0
 
 
@@ -201,7 +201,7 @@ def _claim(store: Store, old: RunKeys, new: RunKeys, plan: dict[str, Any], at: i
         )
     if standing is None:
         if store.list(new.prefix) and store.read(fork_key(new)) is None:
-            raise RunError(f"something lies in {store.path(new.prefix)} that is no fork: give --name another name")
+            raise RunError(f"something lies in {store.path(new.prefix)} that is not a fork: give --name another name")
         store.create(fork_key(new), json.dumps(plan, indent=1).encode())
         standing = store.read_json(fork_key(new)) or store.read_json(new.record) or {}
     if {key: standing.get(key) for key in plan} != json.loads(json.dumps(plan)):

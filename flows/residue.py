@@ -1,7 +1,7 @@
 """What killed processes of this user have left on this machine, outside the store: found, and removed.
 
 Directories of dead owners (engines/scratch.py) hold nearly all of it. Earlier releases left things in /tmp and /dev/shm as well; of
-these only Ray's session folders, which name their driver, and files in shared memory that nobody has mapped are proven to be unused.
+these only Ray's session folders, which name their driver, and files in shared memory that no process has mapped are proven to be unused.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
 
     Raises:
         OptionError: the words are not those of the command.
-        RunError: no such run, it has rounds and is not confirmed, somebody drives it, or a fork needs its files.
+        RunError: no such run, it has rounds and is not confirmed, a driver of it is alive, or a fork needs its files.
         StoreError: the store cannot be written.
     """
     alone, own, rest = taken(words, {"--yes": True})

@@ -110,7 +110,7 @@ def _checked(
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean --{prefix}-{near[0].replace('_', '-')}?" if near else f": see `python -m {module} --help`"
-            raise EngineError(f"{flag} is no flag of the installed {program}{hint}")
+            raise EngineError(f"{flag} is not a flag of the installed {program}{hint}")
         checked[name] = value
     return checked
 

@@ -58,7 +58,7 @@ class EngineClient:
         router: Callable[[], str | None] | None = None,
     ) -> None:
         if not callable(engines) and not engines:
-            raise EngineError("there is no engine to generate with: start one")
+            raise EngineError("no engine is available for generation: start one")
         self._engines = engines
         self.timeout = timeout
         self.num_tries = num_tries

@@ -1,4 +1,4 @@
-"""Blocking calls to one running SGLang server: what it is, which weights it serves, pause and go on. Standard library only.
+"""Blocking calls to one running SGLang server: what it is, which weights it serves, pause and continue. Standard library only.
 
 Every server has a key (server.py). Whoever learns a server's address from its owner learns its key too and says so here (`use_key`); from then
 on all requests of this process to that address carry it, and no other request does.

@@ -180,7 +180,7 @@ class Engine:
             url = self.cluster.get(starting, timeout=SHORT_CALL)
             if url is not None:
                 self._log = str(self._ask("log_path"))
-                control.use_key(url, self._ask("key"))  # a server of an earlier driver has told nobody else
+                control.use_key(url, self._ask("key"))  # only the actor knows the key of a server that an earlier driver started
         except (
             ray.exceptions.RayError,
             AttributeError,

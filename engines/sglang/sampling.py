@@ -59,7 +59,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(sorted(known))}"
-            raise EngineError(f"--rollout-sampling {name} is no sampling parameter of the installed SGLang: {hint}")
+            raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
         if routed and name in LOST_IN_ROUTER:
             raise EngineError(f"--rollout-sampling {name} does not pass SGLang's router, which drops it: leave --use-router out")
 

@@ -116,7 +116,7 @@ def test_flags_are_those_of_the_installed_router() -> None:
     words = command_line({"policy": "random", "disable_retries": True, "dp_aware": False, "retry_max_retries": 3}, router_flags())
     assert words == ["--policy", "random", "--disable-retries", "--retry-max-retries", "3"]
     with pytest.raises(
-        ValueError, match=r"--router-polcy is no flag of the installed sglang-router: did you mean --router-policy\?"
+        ValueError, match=r"--router-polcy is not a flag of the installed sglang-router: did you mean --router-policy\?"
     ):
         check_router_args({"polcy": "random"})
     with pytest.raises(ValueError, match="--router-port was given, but Penstock sets it: leave it out, a free one is chosen"):

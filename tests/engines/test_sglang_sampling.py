@@ -27,7 +27,7 @@ def test_names_of_an_older_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("min_pp", "min_pp is no sampling parameter of the installed SGLang: did you mean min_p?"),
+        ("min_pp", "min_pp is not a sampling parameter of the installed SGLang: did you mean min_p?"),
         ("temperature", "use --rollout-temperature"),
         ("sampling_seed", "use --rollout-sampling-seeds"),
         ("logit_bias", "does not pass SGLang's router"),
