@@ -20,6 +20,21 @@ from storage.errors import InputError, PluginError, RewardError
 from storage.sample import Sample
 
 
+class RewardOptions(Protocol):
+    """Fields of the configuration that say how samples are graded."""
+
+    rm_type: str | None
+    custom_rm_path: str | None
+    reward_key: str | None
+    reward_timeout: float
+    reward_start_timeout: float
+    group_rm: bool
+    rm_url: str | None
+    rm_model_path: str | None
+    allow_row_code: str | None
+    rm_evaluated_integers: bool
+
+
 class Grader:
     """Grades samples. Processes start at first need and live until `close`; a context manager.
 
@@ -74,6 +89,24 @@ class Grader:
             check_built_in(rm_type, rm_url, reward_key)
         self.num_workers = num_workers
         self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}  # path, built-in name, groups
+
+    @classmethod
+    def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
+        """Return the grader that a configuration describes. Raises as the constructor does."""
+        return cls(
+            options.rm_type,
+            options.custom_rm_path,
+            reward_key=options.reward_key,
+            timeout=options.reward_timeout,
+            start_timeout=options.reward_start_timeout,
+            num_workers=num_workers,
+            group_rm=options.group_rm,
+            rm_url=options.rm_url,
+            rm_model_path=options.rm_model_path,
+            arguments=arguments,
+            allow_row_code=options.allow_row_code,
+            evaluated_integers=options.rm_evaluated_integers,
+        )
 
     def __enter__(self) -> Grader:
         return self
@@ -172,18 +205,6 @@ def check_reward(
         check_built_in(rm_type, rm_url, reward_key)
     if custom_rm_path is not None:
         is_class_reward(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path, timeout=start_timeout)
-
-
-class RewardOptions(Protocol):
-    """Fields of the configuration that say how samples are graded."""
-
-    rm_type: str | None
-    custom_rm_path: str | None
-    reward_key: str | None
-    group_rm: bool
-    rm_url: str | None
-    rm_model_path: str | None
-    reward_start_timeout: float
 
 
 def check_reward_of(options: RewardOptions) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from stages.rewards.dapo import normalized_label
 from stages.rewards.gpqa import has_answer
-from stages.rewards.grading import Grader, check_built_in
+from stages.rewards.grading import Grader, RewardOptions, check_built_in
 from stages.rewards.hub import BOXED
 from stages.rewards.ifbench import instructions_of
 from stages.rewards.outcome import Outcome, row_code_of
@@ -32,23 +32,13 @@ class Row:
     prompt: str = ""
 
 
-class RewardOptions(Protocol):
-    """Fields of the configuration that say how samples are graded."""
+class RowOptions(RewardOptions, Protocol):
+    """The same, and the column of labels."""
 
-    rm_type: str | None
-    custom_rm_path: str | None
-    reward_key: str | None
-    reward_timeout: float
-    reward_start_timeout: float
-    group_rm: bool
-    rm_url: str | None
-    rm_model_path: str | None
     label_key: str | None
-    allow_row_code: str | None
-    rm_evaluated_integers: bool
 
 
-def check_rows(options: RewardOptions, rows: Sequence[Row]) -> None:
+def check_rows(options: RowOptions, rows: Sequence[Row]) -> None:
     """Check that every row has a reward that exists, that it may name, and that finds the label it compares with.
 
     Raises:
@@ -62,7 +52,7 @@ def check_rows(options: RewardOptions, rows: Sequence[Row]) -> None:
             raise type(error)(f"{row.where}: {error}") from None
 
 
-def _check_row(options: RewardOptions, row: Row) -> None:
+def _check_row(options: RowOptions, row: Row) -> None:
     if row_code_of(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = str(row.metadata.get("rm_type") or "").strip() or options.rm_type
@@ -110,20 +100,7 @@ def try_reward(options: RewardOptions, rows: Sequence[Row], arguments: dict[str,
         if "remote_rm" in names:
             _check_connection(options.rm_url or "")
         return []
-    with Grader(
-        options.rm_type,
-        options.custom_rm_path,
-        reward_key=options.reward_key,
-        timeout=options.reward_timeout,
-        start_timeout=options.reward_start_timeout,
-        num_workers=1,
-        group_rm=options.group_rm,
-        rm_url=options.rm_url,
-        rm_model_path=options.rm_model_path,
-        arguments=arguments,
-        allow_row_code=options.allow_row_code,
-        evaluated_integers=options.rm_evaluated_integers,
-    ) as grader:
+    with Grader.from_options(options, 1, arguments) as grader:
         futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
         outcomes: list[Outcome] = [future.result() for future in futures]
     if wrong := next((outcome.wrong for outcome in outcomes if outcome.wrong is not None), None):

@@ -203,22 +203,9 @@ def commit_samples(
 
 
 def grader_of(config: RolloutConfig) -> Grader:
-    """The grader that a config describes. Raises ValueError for an unknown reward."""
-    rm_url = reveal(config.rm_url)
-    return Grader(
-        config.rm_type,
-        config.custom_rm_path,
-        reward_key=config.reward_key,
-        timeout=config.reward_timeout,
-        start_timeout=config.reward_start_timeout,
-        group_rm=config.group_rm,
-        rm_url=rm_url,
-        rm_model_path=config.rm_model_path,
-        num_workers=config.reward_workers,
-        arguments={**config.model_dump(), "rm_url": rm_url},
-        allow_row_code=config.allow_row_code,
-        evaluated_integers=config.rm_evaluated_integers,
-    )
+    """Return the grader that a config describes. Raises RewardError for an unknown reward."""
+    config = config.model_copy(update={"rm_url": reveal(config.rm_url)})
+    return Grader.from_options(config, config.reward_workers, config.model_dump())
 
 
 def inputs_of(config: RolloutConfig) -> dict[str, str]:
