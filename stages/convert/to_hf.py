@@ -60,7 +60,7 @@ def export_hf(
         return commit
     start, from_commit = time.monotonic(), checkpoint if isinstance(checkpoint, Commit) else None
     attempt = store.new_attempt(prefix)
-    with room(store), _files(store, checkpoint) as source, store.writing(attempt) as writing:
+    with room(store), checkpoint_files(store, checkpoint) as source, store.writing(attempt) as writing:
         num_bytes = write_hf(source, writing.path, Origin(Path(assets_dir), dtype, mtp=mtp), shard_bytes, on_progress)
         reach("export-writing")
     return store.commit(
@@ -109,7 +109,7 @@ class Leaving:
     @contextmanager
     def export(self) -> Iterator[Export]:
         """What is to be written, with open files."""
-        with _files(self.store, self.checkpoint) as source:
+        with checkpoint_files(self.store, self.checkpoint) as source:
             with Export(source, self.origin, self.shard_bytes, self.stored) as export:
                 yield export
 
@@ -148,7 +148,7 @@ def prepare_export(
     store: Store, checkpoint: Commit | str, origin: Origin, save: str, shard_bytes: int = SHARD_BYTES
 ) -> Leaving | CheckpointRef:
     """Look whether it is done already, and whether it can be done. See `export_to`."""
-    said = f"{FORMAT} {_lies(checkpoint)} {small_files(origin.directory)} {replace(origin, directory=Path())} {shard_bytes}"
+    said = f"{FORMAT} {checkpoint_state(checkpoint)} {small_files(origin.directory)} {replace(origin, directory=Path())} {shard_bytes}"
     identity = xxhash.xxh3_64_hexdigest(said.encode())
     target = InDirectory(save, "hf", identity, store.options)
     if standing := target.standing(identity):
@@ -200,13 +200,14 @@ def _where(checkpoint: Commit | str) -> str:
     return checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(Path(checkpoint).resolve())
 
 
-def _lies(checkpoint: Commit | str) -> str:
-    """A name for a checkpoint that stays while nobody writes it."""
+def checkpoint_state(checkpoint: Commit | str) -> str:
+    """Return a text that changes whenever the files of a checkpoint do."""
     if isinstance(checkpoint, Commit):
         return str(checkpoint.attempt)
     found = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path in disk.files_in(Path(checkpoint)) for stat in [path.stat()]]
     return f"{Path(checkpoint).resolve()} {found}"
 
 
-def _files(store: Store, checkpoint: Commit | str | Path) -> AbstractContextManager[Path]:
+def checkpoint_files(store: Store, checkpoint: Commit | str | Path) -> AbstractContextManager[Path]:
+    """Return a context manager that gives a local directory with a checkpoint's files."""
     return store.reading(checkpoint) if isinstance(checkpoint, Commit) else nullcontext(Path(checkpoint))

@@ -22,9 +22,9 @@ from stages.convert.hf_assets import CARRIED, copy_assets, small_files
 from stages.convert.plan import SHARE_BYTES, Box, Share
 from stages.convert.shares import Parts, Progress, Record, Tally, write_files
 from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, Target, check_room
-from stages.convert.to_hf import _files, _lies
-from stages.convert.to_torch_dist import Written
-from stages.convert.torch_dist_files import TorchDistWeights, write_boxes, write_metadata
+from stages.convert.to_hf import checkpoint_files, checkpoint_state
+from stages.convert.to_torch_dist import Written, write_share
+from stages.convert.torch_dist_files import TorchDistWeights, write_metadata
 from storage.refs import CheckpointRef, Commit, FileRecord, commit_key
 from storage.store import Store
 
@@ -58,7 +58,7 @@ def export_megatron(
     target = InDirectory(save, "torch_dist", identity, store.options)
     if standing := target.standing(identity):
         return standing
-    with _files(store, checkpoint) as source:
+    with checkpoint_files(store, checkpoint) as source:
         return rewrite(source, assets_dir, target, identity, names, on_progress, extra=True)
 
 
@@ -119,7 +119,7 @@ def rewrite(
 
 
 def _identity(checkpoint: Commit | str, assets_dir: Path, names: MegatronNames) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{FORMAT} {_lies(checkpoint)} {small_files(assets_dir)} {names}".encode())
+    return xxhash.xxh3_64_hexdigest(f"{FORMAT} {checkpoint_state(checkpoint)} {small_files(assets_dir)} {names}".encode())
 
 
 def _content_identity(records: list[Record], assets_dir: Path) -> str:
@@ -156,16 +156,7 @@ def _write(target: Target, weights: TorchDistWeights, plan: _Plan, share: Share,
         with weights.lent(name) as tensor:
             yield tensor[piece.part].contiguous().view(-1).view(torch.uint8).numpy().data
 
-    hashes: dict[str, str] = {}
-    spans: list[tuple[int, int]] = []
-
-    def write(directory: Path) -> None:
-        written = write_boxes(directory / share.file, share, content, on_bytes)
-        hashes[share.file] = written.xxh3
-        spans.extend(written.spans)
-
-    files = write_files(target, write, lambda: hashes)
-    return {"files": [file.model_dump() for file in files], "spans": spans}
+    return write_share(target, share, content, on_bytes)
 
 
 def adopt_megatron(store: Store, directory: str, assets_dir: str | Path) -> CheckpointRef:

@@ -23,7 +23,7 @@ from stages.convert.hf_files import HFWeights
 from stages.convert.hf_writer import Shard, write_shard
 from stages.convert.plan import SHARE_BYTES, Box, Share, plan_shares
 from stages.convert.shares import Parts, Progress, Record, Tally, write_files
-from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, check_room
+from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, Target, check_room
 from stages.convert.torch_dist_files import write_boxes, write_metadata
 from stages.convert.verify import check_source, verify_conversion
 from storage.errors import ModelError
@@ -227,6 +227,13 @@ def _write(work: Conversion, weights: HFWeights, share: Share, on_bytes: Callabl
         for rows in box.rows:
             yield from weights.rows(rows.name, rows.start, rows.stop)
 
+    return write_share(work.target, share, content, on_bytes)
+
+
+def write_share(
+    target: Target, share: Share, content: Callable[[Box], Iterator[memoryview]], on_bytes: Callable[[int], object]
+) -> Record:
+    """Write one file of a torch_dist checkpoint; `content` gives the bytes of a box. Returns its record and where its boxes lie."""
     hashes: dict[str, str] = {}
     spans: list[tuple[int, int]] = []
 
@@ -235,7 +242,7 @@ def _write(work: Conversion, weights: HFWeights, share: Share, on_bytes: Callabl
         hashes[share.file] = written.xxh3
         spans.extend(written.spans)
 
-    files = write_files(work.target, write, lambda: hashes)
+    files = write_files(target, write, lambda: hashes)
     return {"files": [file.model_dump() for file in files], "spans": spans}
 
 
