@@ -1,4 +1,4 @@
-# `make demo` and `make test` are the only two commands anybody needs: both set up first, and setup skips what is done.
+# `make demo` and `make test` are enough for most users: both run setup first, which skips finished steps.
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -6,33 +6,34 @@ export VENV PYTHON
 
 .PHONY: help setup demo test test-unit test-all lint up bench clean
 
-help:  ## this list
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup:  ## make .venv with everything, on CPU and on CUDA machines
+setup:  ## create .venv with all dependencies, for CPU or CUDA
 	@configs/environment/setup.sh
 
-demo: setup  ## make a tiny model and watch it learn: convert, SFT, eval, GRPO, eval, export
+demo: setup  ## train a tiny model: convert, SFT, eval, GRPO, eval, export
 	@$(BIN)/penstock demo
 
-test: test-unit  ## the tests of every change: unit first, then one run and one kill per mode with real engines
+test: test-unit  ## the tests for every change: unit, then one run and one kill per mode with real engines
 	$(BIN)/python -m pytest -m "integration and not gpu and not full" -n 2 --dist loadfile
 
-test-unit: setup  ## only the tests that need no engine
+test-unit: setup  ## only the tests without engines
 	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
 
-test-all: test  ## `make test`, then the long ones: full matrices, pairs of faults, S3, all bad inputs
+test-all: test  ## `make test`, then the long tests: full matrices, pairs of faults, S3, all bad inputs
 	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist load
 
-lint: setup  ## ruff, formatter, types
-	$(BIN)/ruff check .
+lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q tests/test_boundaries.py
 	$(BIN)/mypy
 
-up: setup  ## Prefect server, a worker and the MLflow UI on loopback; prints the links
-	@$(BIN)/python -m flows.services up $(if $(STORE),--store $(STORE))
+up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the links
+	@$(BIN)/python -m penstock.flows.services.stack up $(if $(STORE),--store $(STORE))
 
-bench: setup  ## where the time of a round goes; the rollout stage against the bare engine
+bench: setup  ## time of each stage of a round; throughput of the rollout stage against the engine alone
 	@$(BIN)/python benchmarks/run.py
 
 clean:  ## remove the virtual environment and the demo's store

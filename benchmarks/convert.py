@@ -1,8 +1,10 @@
-"""`python benchmarks/convert.py`: what a conversion costs beside copying the same bytes on the same disk, and beside transformers + torch.save.
+"""`python benchmarks/convert.py`: what a conversion costs beside copying the same bytes on the same disk, and beside
+transformers + torch.save.
 
-A synthetic checkpoint (random bf16 weights, layers of a real model's sizes, few of them) lies on the disk. In turns it is copied, converted,
-converted, copied, and so on; every turn begins with files that are not in memory and ends when what was written is safe (fsync). Each
-conversion runs in a process of its own, which also says how much memory it took at most. Only the ratios travel to other machines.
+A synthetic checkpoint (random bf16 weights, layers of a real model's sizes, few of them) lies on the disk. In turns it
+is copied, converted, converted, copied, and so on; every turn begins with files that are not in memory and ends when
+what was written is safe (fsync). Each conversion runs in a process of its own, which also says how much memory it took
+at most. Only the ratios travel to other machines.
 """
 
 from __future__ import annotations
@@ -54,16 +56,21 @@ MODELS: dict[str, dict[str, Any]] = {  # layers of these sizes; see models.md of
         tie_word_embeddings=False,
     ),
 }
-COMMON = dict(max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", torch_dtype="bfloat16")
+COMMON = dict(
+    max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", torch_dtype="bfloat16"
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", help="on the disk to measure; it needs room for three copies (default: a temporary one)")
+    parser.add_argument(
+        "--directory", help="on the disk to measure; it needs room for three copies (default: a temporary one)"
+    )
     parser.add_argument("--turns", type=int, default=5, help="of copying and of converting")
     options = parser.parse_args()
     print(
-        "| model | GB | copy GB/s | convert GB/s | ratio | bits read back | back to HF | transformers + torch.save: times slower | peak memory, of allowed |"
+        "| model | GB | copy GB/s | convert GB/s | ratio | bits read back | back to HF "
+        "| transformers + torch.save: times slower | peak memory, of allowed |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for title, config in MODELS.items():
@@ -91,13 +98,15 @@ def row(title: str, root: Path, config: dict[str, Any], turns: int) -> str:
     loaded = in_process(root, load_and_save, source, root / "out", [])
     copy_s, convert_s = statistics.median(copied), statistics.median(converted)
     return (
-        f"| {title} | {size / 1e9:.1f} | {size / 1e9 / copy_s:.2f} | {size / 1e9 / convert_s:.2f} | **{copy_s / convert_s:.2f}** "
-        f"({min(copied):.1f}-{max(copied):.1f} s, {min(converted):.1f}-{max(converted):.1f} s) | {copy_s / verified:.2f} "
+        f"| {title} | {size / 1e9:.1f} | {size / 1e9 / copy_s:.2f} | {size / 1e9 / convert_s:.2f} "
+        f"| **{copy_s / convert_s:.2f}** "
+        f"({min(copied):.1f}-{max(copied):.1f} s, {min(converted):.1f}-{max(converted):.1f} s) "
+        f"| {copy_s / verified:.2f} "
         f"| {copy_s / back:.2f} | {loaded / convert_s:.1f} | {max(peaks) / 1e9:.2f} of {allowed / 1e9:.2f} GB |"
     )
 
 
-# ---- what is measured ---------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 
 def copy(source: Path, target: Path) -> None:
@@ -110,8 +119,8 @@ def copy(source: Path, target: Path) -> None:
 
 
 def convert(source: Path, target: Path, verify: bool = False) -> None:
-    from stages.convert.to_torch_dist import convert_hf
-    from storage.store import Store
+    from penstock.stages.convert.to_torch_dist import convert_hf
+    from penstock.storage.store import Store
 
     convert_hf(Store(str(target)), source, verify=verify)
 
@@ -121,8 +130,9 @@ def convert_and_verify(source: Path, target: Path) -> None:
 
 
 def back_to_hf(source: Path, target: Path) -> None:
-    from stages.convert.to_hf import Origin, export_to
-    from storage.store import Store
+    from penstock.stages.convert.export_plan import Origin
+    from penstock.stages.convert.to_hf import export_to
+    from penstock.storage.store import Store
 
     export_to(Store(str(target), probe=False), str(source), Origin(source / "hf_assets"), str(target))
 
@@ -148,7 +158,7 @@ def export_after_conversion(root: Path, source: Path) -> float:
     return seconds
 
 
-# ---- how it is measured -------------------------------------------------------------------------------------------------------
+# ---- how it is measured ----------------------------------------------------------------------------------------------
 
 
 def timed(root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> float:
@@ -175,12 +185,17 @@ def in_process(root: Path, work: Callable[[Path, Path], None], source: Path, tar
 
 
 def _child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> None:
-    for module in ("transformers.models.auto", "stages.convert.to_torch_dist", "stages.convert.to_hf", "torch._dynamo"):
+    for module in (
+        "transformers.models.auto",
+        "penstock.stages.convert.to_torch_dist",
+        "penstock.stages.convert.to_hf",
+        "torch._dynamo",
+    ):
         importlib.import_module(module)
-    from engines.megatron.stored import open_door
+    from penstock.engines.megatron.compat import import_megatron
 
-    open_door()
-    importlib.import_module("engines.megatron.engine")
+    import_megatron()
+    importlib.import_module("penstock.engines.megatron.engine")
     seconds = timed(root, work, source, target)
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
@@ -204,24 +219,17 @@ def make_checkpoint(directory: Path, config: dict[str, Any]) -> None:
     """Random weights under the hub's names, written as they are made."""
     import torch
 
-    from engines.megatron.shape import ModelShape
-    from engines.megatron.stored import stored_model
-    from stages.convert.hf_files import TensorInfo
-    from stages.convert.hf_writer import shards, write_index, write_shard
-    from storage.layouts import layout_for
+    from penstock.engines.families import layout_for, read_shape
+    from penstock.stages.convert.hf.weights import TensorInfo, plan_shards, write_index, write_shard
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    shape = ModelShape.from_hf(directory)
-    layout, stored = layout_for(shape), stored_model(shape)
+    layout = layout_for(read_shape(directory))
     groups = [
-        [
-            (name, TensorInfo(torch.bfloat16, tuple(tensor.shape)))
-            for name, tensor in layout.to_hf(megatron, torch.empty(stored.shape(megatron), device="meta"))
-        ]
+        [(name, TensorInfo(torch.bfloat16, layout.hf_shapes[name])) for name in layout.hf_of(megatron)]
         for megatron in layout.megatron_names()
     ]
-    parts = shards(groups, SHARD_BYTES)
+    parts = plan_shards(groups, SHARD_BYTES)
     for part in parts:
         random = ((name, torch.empty(info.shape, dtype=info.dtype).normal_(0, 0.02)) for name, info in part.tensors)
         write_shard(directory / part.file, part, random)

@@ -1,9 +1,11 @@
-"""Does every estimator learn? The demo's task through the real flows: `penstock sft` once a seed, then `penstock train` from its export.
+"""Does every estimator learn? The demo's task through the real flows: `penstock sft` once a seed, then `penstock train`
+from its export.
 
-    python benchmarks/learning.py DIRECTORY [--estimators grpo gspo ppo reinforce_plus_plus] [--seeds 0 1 2] [-- further train options]
+    python benchmarks/learning.py DIRECTORY [--estimators grpo gspo ppo reinforce_plus_plus] [--seeds 0 1 2]
+        [-- further train options]
 
-Recipes are the demo's, with configs/recipes/demo-<estimator>.toml on top where there is one. Prints a Markdown table from the
-commits. Stopped anywhere, the same command goes on; a finished run is only read.
+Recipes are the demo's, with configs/recipes/demo-<estimator>.toml on top where there is one. Prints a Markdown table
+from the commits. After an interruption the same command resumes; a finished run is only read.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flows.demo import RECIPES, make_inputs
-from stages.train.config import TrainConfig
-from storage.refs import Commit, RunKeys
-from storage.store import Store
+from penstock.flows.commands.demo import RECIPES, make_inputs
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
 
 ESTIMATORS = get_args(TrainConfig.model_fields["advantage_estimator"].annotation)
 SHOWN = 5  # rounds at the end whose rewards are averaged
@@ -27,15 +29,22 @@ SHOWN = 5  # rounds at the end whose rewards are averaged
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where everything goes")
-    parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=["grpo", "gspo", "ppo", "reinforce_plus_plus"])
+    parser.add_argument(
+        "--estimators", nargs="+", choices=ESTIMATORS, default=["grpo", "gspo", "ppo", "reinforce_plus_plus"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     own, further = split(sys.argv[1:])
     options = parser.parse_args(own)
-    print("| estimator | seed | mean reward, first round | mean of the last five | greedy held-out before | after |", flush=True)
+    print(
+        "| estimator | seed | mean reward, first round | mean of the last five | greedy held-out before | after |",
+        flush=True,
+    )
     print("|---|---|---|---|---|---|", flush=True)
     for seed in options.seeds:
         model, data = make_inputs(options.directory / "inputs", seed)
-        sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, ["--config", recipe("sft")])
+        sft = train(
+            "sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, ["--config", recipe("sft")]
+        )
         for estimator in options.estimators:
             words = [*recipes(estimator), "--eval-prompt-data", "heldout", data / "heldout.jsonl", *further]
             start = exported(options.directory, sft)
@@ -56,17 +65,21 @@ def recipe(name: str) -> Path:
 
 def recipes(estimator: str) -> list[str | Path]:
     """Options that choose an estimator, with its recipe on top of the demo's if it has one."""
-    more: list[str | Path] = ["--config", recipe(estimator)] if recipe(estimator).exists() and estimator != "grpo" else []
+    more: list[str | Path] = (
+        ["--config", recipe(estimator)] if recipe(estimator).exists() and estimator != "grpo" else []
+    )
     return ["--config", recipe("grpo"), *more, "--advantage-estimator", estimator]
 
 
-def train(command: str, run: str, directory: Path, model: Path, prompts: Path, seed: int, words: list[str | Path]) -> str:
+def train(
+    command: str, run: str, directory: Path, model: Path, prompts: Path, seed: int, words: list[str | Path]
+) -> str:
     """Run `penstock <command>` to its end, with its lines in a file. Returns the run's name."""
     seeds = ("--seed", seed, "--rollout-seed", seed)
     given = ("--run", run, "--store", directory / "store", "--hf-checkpoint", model, "--prompt-data", prompts, *seeds)
     log = directory / f"{run}.log"
     with log.open("a", encoding="utf-8") as out:
-        line = [sys.executable, "-m", "flows.cli", command, *map(str, (*words, *given))]
+        line = [sys.executable, "-m", "penstock", command, *map(str, (*words, *given))]
         code = subprocess.run(line, stdout=out, stderr=subprocess.STDOUT).returncode
     if code:
         raise SystemExit(f"`penstock {command}` of run {run} ended with {code}: see {log}")

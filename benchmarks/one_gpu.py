@@ -1,8 +1,10 @@
-"""The whole loop on one GPU: a Qwen3-0.6B shape with random bf16 weights, trainer and engine on the same device, weights over CUDA IPC.
+"""The whole loop on one GPU: a Qwen3-0.6B shape with random bf16 weights, trainer and engine on the same device,
+weights over CUDA IPC.
 
     python benchmarks/one_gpu.py DIRECTORY [further `penstock train` options]
 
-Prints seconds per stage, tokens per second and the gap between the trainer's and the engine's log-probs, from the run's commits.
+Prints seconds per stage, tokens per second and the gap between the trainer's and the engine's log-probs, from the run's
+commits.
 """
 
 import json
@@ -10,12 +12,12 @@ import random
 import sys
 from pathlib import Path
 
-from flows import environment
-from flows.demo_model import CHARACTERS, make_tiny_model
-from flows.flags import parse
-from flows.registry import start
-from flows.runs import open_store
-from storage.refs import RunKeys
+from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime import environment
+from penstock.flows.runtime.runner import start
+from penstock.flows.runtime.runs import open_store
+from penstock.storage.refs import RunKeys
 
 RECIPE = Path(__file__).parent.parent / "configs/recipes/qwen3-0.6b-1gpu.toml"
 QWEN3_0_6B = {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936}
@@ -32,7 +34,16 @@ def main(directory: Path, words: list[str]) -> int:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = parse(
         [
-            *("--config", str(RECIPE), "--run", "one-gpu", "--store", str(directory / "store"), "--hf-checkpoint", str(model)),
+            *(
+                "--config",
+                str(RECIPE),
+                "--run",
+                "one-gpu",
+                "--store",
+                str(directory / "store"),
+                "--hf-checkpoint",
+                str(model),
+            ),
             *("--prompt-data", str(prompts), "--rollout-sampling", "ignore_eos=true", *words),
         ]
     )

@@ -1,6 +1,7 @@
-"""What a crash costs: loading the last checkpoint and replaying the committed rounds after it, against generating those rounds again.
+"""What a crash costs: loading the last checkpoint and replaying the committed rounds after it, against generating those
+rounds again.
 
-    python benchmarks/recovery.py                                  12 rounds of the tiny recipe, recovery from versions 8, 4 and 0
+    python benchmarks/recovery.py      12 rounds of the tiny recipe, recovery from versions 8, 4 and 0
     python benchmarks/recovery.py --store S --run R --versions 0   of a run that is there already
 
 A fresh trainer is brought to the last version of the run from each of the versions in turn.
@@ -15,12 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from flows import environment
-from flows.config import PostTrainConfig, RunConfig, read_toml, validated
-from flows.demo import RECIPES
-from flows.demo_model import make_tiny_data, make_tiny_model
-from flows.runs import open_store, recorded
-from storage.refs import CheckpointRef, RunKeys
+from penstock.flows.commands.demo import RECIPES
+from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
+from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validated
+from penstock.flows.runtime import environment
+from penstock.flows.runtime.runs import open_store, recorded
+from penstock.storage.refs import CheckpointRef, RunKeys
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
         config = recipe(root, rounds=12, save_interval=4)
-        from flows.registry import start
+        from penstock.flows.runtime.runner import start
 
         assert start("post_train", config) == 0
         recover(config, options.versions)
@@ -51,7 +52,12 @@ def recipe(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
     values = read_toml(RECIPES / "demo-grpo.toml")
     del values["eval"]
     values["convert"] = {"hf_checkpoint": str(root / "model")}
-    values["run"] = {"run": "bench", "store": str(root / "store"), "num_rollout": rounds, "save_interval": save_interval}
+    values["run"] = {
+        "run": "bench",
+        "store": str(root / "store"),
+        "num_rollout": rounds,
+        "save_interval": save_interval,
+    }
     values["rollout"] |= {"prompt_data": [str(root / "data" / "train.jsonl")], "rm_type": "random"}
     values["rollout"] |= {"rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
     return validated(values)
@@ -59,18 +65,18 @@ def recipe(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
 
 def recover(config: PostTrainConfig, versions: list[int]) -> None:
     """Print seconds and ratios for every version to begin at."""
-    from engines.cluster import Cluster
-    from engines.megatron.shape import ModelShape
-    from stages.train.group import TrainerGroup
-    from stages.train.policy import load, replay_round
-    from stages.train.spec import TrainerSpec
+    from penstock.engines.cluster import Cluster
+    from penstock.engines.families import read_shape
+    from penstock.stages.train.group import TrainerGroup
+    from penstock.stages.train.restore import PolicyRestorer
+    from penstock.stages.train.spec import TrainerSpec
 
     store, keys = open_store(config.run), RunKeys(config.run.run)
     rounds = len(store.committed_indices(f"{keys.prefix}/steps"))
     base = CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json"))
     spec = TrainerSpec(
         run=keys.run,
-        shape=ModelShape.from_hf(config.convert.hf_checkpoint),
+        shape=read_shape(config.convert.hf_checkpoint),
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -78,17 +84,19 @@ def recover(config: PostTrainConfig, versions: list[int]) -> None:
     cluster = Cluster.start()
     print(f"\nRecovery at round {rounds}: a fresh trainer, seconds")
     print(
-        f"  {'from':<18}{'start':>8}{'load':>8}{'replay':>8}{'a round':>9}{'generating and training them again':>36}{'ratio':>8}"
+        f"  {'from':<18}{'start':>8}{'load':>8}{'replay':>8}{'a round':>9}"
+        f"{'generating and training them again':>36}{'ratio':>8}"
     )
     for version in versions:
         group = TrainerGroup(cluster, spec)
         times = [time.perf_counter()]
         group.ensure_started()
         times.append(time.perf_counter())
-        load(store, keys, group, version, base=base)
+        policy = PolicyRestorer(store, keys, group, base)
+        policy.load(version)
         times.append(time.perf_counter())
         for rollout_id in range(version, rounds):
-            verdict = replay_round(store, keys, group, rollout_id).verdict
+            verdict = policy.replay_round(rollout_id).verdict
             assert verdict != "DIFFERS"
         times.append(time.perf_counter())
         group.kill()
@@ -106,7 +114,9 @@ def recover(config: PostTrainConfig, versions: list[int]) -> None:
             f"{(loaded + replayed) / again:8.2f}"
         )
     train = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step(r))))
-    rollout = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r))))
+    rollout = statistics.median(
+        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r)))
+    )
     print(f"  a round: {rollout:.2f} s of generating, {train:.2f} s of training (medians)")
     cluster.stop()
 

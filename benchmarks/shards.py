@@ -1,10 +1,11 @@
-"""Sample shards against plain pyarrow: time to write, time to read, bytes per token; and what each encoding of a column would cost.
+"""Sample shards against plain pyarrow: time to write, time to read, bytes per token; and what each encoding of a column
+would cost.
 
     python benchmarks/shards.py [--groups 128] [--turns 9]
 
-All in CPU seconds, in turns, medians: others on the machine hit all alike. Samples are made up: groups of 8 with a prompt of 60 to 300
-tokens and responses of about 900, ids of a vocabulary of 150,000 by Zipf's law, text of about five letters a token, log-probs of random mantissa
-(nothing compresses worse), and tool tokens in every third response.
+All in CPU seconds, in turns, medians: others on the machine hit all alike. Samples are made up: groups of 8 with a
+prompt of 60 to 300 tokens and responses of about 900, ids of a vocabulary of 150,000 by Zipf's law, text of about five
+letters a token, log-probs of random mantissa (nothing compresses worse), and tool tokens in every third response.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.sample import SCHEMA, Sample, Status, from_table, to_table
-from storage.shards import write_shards
+from penstock.storage.samples.sample import SCHEMA, Sample, Status, from_table, to_table
+from penstock.storage.samples.shards import write_shards
 
 VOCABULARY = 150_000
 GROUP_SIZE = 8
@@ -46,9 +47,13 @@ def main() -> None:
 def made_up(num_groups: int) -> list[Sample]:
     rng = np.random.default_rng(0)
     shares = np.cumsum(1 / (np.arange(VOCABULARY) + 2.7) ** 1.05)  # Zipf's law with Mandelbrot's shift
-    lengths = rng.integers(1, 4, VOCABULARY) + np.log2(np.arange(VOCABULARY) + 2).astype(int) // 3  # frequent words are short
+    lengths = (
+        rng.integers(1, 4, VOCABULARY) + np.log2(np.arange(VOCABULARY) + 2).astype(int) // 3
+    )  # frequent words are short
     letters = np.frombuffer(b"etaoinshrdlcumwfgypbvk", dtype=np.uint8)
-    words = [" " + bytes(letters[np.minimum(rng.geometric(0.12, length), len(letters)) - 1]).decode() for length in lengths]
+    words = [
+        " " + bytes(letters[np.minimum(rng.geometric(0.12, length), len(letters)) - 1]).decode() for length in lengths
+    ]
     ids = rng.permutation(VOCABULARY)
 
     def ranks(count: int) -> np.ndarray:
@@ -104,7 +109,9 @@ def whole_shards(samples: list[Sample], num_tokens: int, scratch: Path, turns: i
         print(f"  {name:<32}{value / num_tokens * 1e9:7.1f} ns a token")
     for other in ("lists", "a table"):
         print(
-            f"  write_shards has {seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} of the rate with {other}"
+            "  write_shards has "
+            f"{seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} of "
+            f"the rate with {other}"
         )
     for name, path in (("plain", plain), ("ours", ours)):
         print(f"  {name:<8}{path.stat().st_size / num_tokens:6.2f} bytes a token")

@@ -2,8 +2,8 @@
 
     python benchmarks/streaming.py DIRECTORY [--gigabytes 10] [--workers 2]
 
-The disk under DIRECTORY needs twice that much, for the file and for the rows; both are removed at the end. Each start is a process of
-its own: memory is the most that Linux counted for it, and for its largest worker.
+The disk under DIRECTORY needs twice that much, for the file and for the rows; both are removed at the end. Each start
+is a process of its own: memory is the most that Linux counted for it, and for its largest worker.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.source import PromptSource
 
 ROW_BYTES = 1000
 ROUNDS, PROMPTS = 100, 64
@@ -40,7 +40,9 @@ def main() -> None:
         num_rows = write_prompts(Path(scratch) / "prompts.jsonl", round(options.gigabytes * 1e9))
         print(f"{num_rows:,} rows of {ROW_BYTES} bytes, {options.workers} workers")
         for start in ("first", "next"):
-            subprocess.run([sys.executable, __file__, scratch, "--workers", str(options.workers), "--start", start], check=True)
+            subprocess.run(
+                [sys.executable, __file__, scratch, "--workers", str(options.workers), "--start", start], check=True
+            )
 
 
 def write_prompts(path: Path, num_bytes: int) -> int:

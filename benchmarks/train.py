@@ -1,13 +1,13 @@
 """Our train step against a bare Megatron-core loop: the same packs, model, optimizer and process, in turns.
 
     python benchmarks/train.py                               # a small model on this machine's CPU
-    python benchmarks/train.py --device cuda                 # Qwen3-0.6B's shape in bf16, packs of 8 sequences of 2,048 tokens
+    python benchmarks/train.py --device cuda       # Qwen3-0.6B's shape in bf16, packs of 8 sequences of 2,048 tokens
 
-Ours is `train_rollout` with GRPO, log-probs, entropy and metrics included, at the tokens per second that it reports itself. The bare
-loop is what one would write with Megatron-core alone where TransformerEngine is absent: its GPT model with our attention (its own
-refuses packs), its cross-entropy over whole logits, its gradient buffers, optimizer and schedule; its packs are ready on the device
-before the clock starts. Before anything is timed both make one step of supervised fine-tuning from the same weights: loss and norm
-of the gradient must agree.
+Ours is `train_rollout` with GRPO, log-probs, entropy and metrics included, at the tokens per second that it reports
+itself. The bare loop is what one would write with Megatron-core alone where TransformerEngine is absent: its GPT model
+with our attention (its own refuses packs), its cross-entropy over whole logits, its gradient buffers, optimizer and
+schedule; its packs are ready on the device before the clock starts. Before anything is timed both make one step of
+supervised fine-tuning from the same weights: loss and norm of the gradient must agree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Work:
 
 MODELS = {
     "tiny": Work(2, 128, 4, 2, 32, 384, 64, length=12, num_sequences=256, dtype="fp32"),  # the demo's
-    "small": Work(4, 256, 4, 2, 64, 768, 4096, length=256, num_sequences=8, dtype="fp32"),  # 0.6b's share of the head: a quarter
+    "small": Work(
+        4, 256, 4, 2, 64, 768, 4096, length=256, num_sequences=8, dtype="fp32"
+    ),  # 0.6b's share of the head: a quarter
     "0.6b": Work(28, 1024, 16, 8, 128, 3072, 151936, length=2048, num_sequences=8, dtype="bf16"),
     "1.7b": Work(28, 2048, 16, 8, 128, 6144, 151936, length=2048, num_sequences=4, dtype="bf16"),
 }
@@ -59,7 +61,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="default: small on a CPU, 0.6b on a GPU")
     parser.add_argument("--packs", type=int, default=2, help="micro-batches of an optimizer step")
     parser.add_argument("--turns", type=int, default=10, help="timed steps of each")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps of each before them; the first ones compile kernels")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="steps of each before them; the first ones compile kernels"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--chunk", type=int, help="--log-probs-chunk-size, if not the default")
     parser.add_argument("--profile", action="store_true", help="print where the time of one more step of each goes")
@@ -69,7 +73,7 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # two users of one cache
     work = MODELS[options.model or ("small" if options.device == "cpu" else "0.6b")]
 
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
+    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         init_parallel(0, 1, f"file://{Path(scratch) / 'world'}", threads=options.threads)
@@ -91,7 +95,9 @@ def compare(work: Work, options: argparse.Namespace) -> None:
     (our_loss, our_norm), (bare_loss, bare_norm) = ours.fine_tune(), bare.turn()[1]
     print(f"{torch.__version__}, {ours.engine.fingerprint()['device']}, {work}")
     print(f"one step of fine-tuning: loss {our_loss:.6f} and {bare_loss:.6f}, norm {our_norm:.6f} and {bare_norm:.6f}")
-    assert np.allclose((our_loss, our_norm), (bare_loss, bare_norm), rtol=AGREE[work.dtype]), "the two do not do the same work"
+    assert np.allclose((our_loss, our_norm), (bare_loss, bare_norm), rtol=AGREE[work.dtype]), (
+        "the two do not do the same work"
+    )
 
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     whole: list[float] = []  # calls of train_rollout, planning and packing included
@@ -110,7 +116,8 @@ def compare(work: Work, options: argparse.Namespace) -> None:
 
 
 def measured(turn: Turn) -> tuple[float, float, float]:
-    """Seconds of the step by its own account, seconds of the whole call, and GiB at the GPU's peak above what lay there before."""
+    """Seconds of the step by its own account, seconds of the whole call, and GiB at the GPU's peak above what lay
+    there before."""
     import torch
 
     before = 0
@@ -129,7 +136,10 @@ def report(tokens: int, seconds: dict[str, list[float]], whole: list[float], pea
     speeds["ours, planning and packing included"] = [tokens / taken for taken in whole]
     for name, values in speeds.items():
         memory = f", {peaks[name]:.1f} GiB above weights and optimizer" if peaks.get(name) else ""
-        print(f"{name:<36}{statistics.median(values):12,.0f} tokens/s   ({min(values):,.0f} to {max(values):,.0f}){memory}")
+        print(
+            f"{name:<36}{statistics.median(values):12,.0f} tokens/s   "
+            f"({min(values):,.0f} to {max(values):,.0f}){memory}"
+        )
     ratio, whole_ratio = (
         statistics.median(bare / own for bare, own in zip(seconds["bare"], values, strict=True))
         for values in (seconds["ours"], whole)
@@ -142,20 +152,23 @@ def profile(name: str, turn: Turn) -> None:
     from torch.profiler import ProfilerActivity
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+    ) as profiler:
         turn()
     print(
-        f"\n{name}\n{profiler.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=30, max_name_column_width=70)}"
+        f"\n{name}\n"
+        + profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30, max_name_column_width=70)
     )
 
 
-# ---- the work ---------------------------------------------------------------------------------------------------------------
+# ---- the work --------------------------------------------------------------------------------------------------------
 
 
 def rollout(work: Work, num_packs: int) -> Any:
     """Random samples in groups of eight, every token trained but the first of each, which nothing predicts."""
-    from stages.train.batching import Batch
-    from storage.sample import Sample, to_table
+    from penstock.stages.train.batching import Batch
+    from penstock.storage.samples.sample import Sample, to_table
 
     rng = np.random.default_rng(0)
     samples = [
@@ -172,7 +185,7 @@ def rollout(work: Work, num_packs: int) -> Any:
 
 
 def model_shape(work: Work) -> Any:
-    from engines.megatron.shape import ModelShape, Rotary
+    from penstock.engines.families.shape import ModelShape, Rotary
 
     return ModelShape(
         architecture="Qwen3ForCausalLM",
@@ -197,8 +210,8 @@ class Ours:
     """The trainer of one rank, without Ray."""
 
     def __init__(self, work: Work, batch: Any, chunk: int | None) -> None:
-        from engines.megatron.engine import MegatronEngine
-        from stages.train.config import TrainConfig
+        from penstock.engines.megatron.engine import MegatronEngine
+        from penstock.stages.train.config import TrainConfig
 
         chosen: dict[str, Any] = {} if chunk is None else {"log_probs_chunk_size": chunk}
         self.batch, self.capacity = batch, work.length * work.num_sequences
@@ -216,37 +229,48 @@ class Ours:
         return metrics["train/loss"], metrics["train/grad_norm"]
 
     def train(self, config: Any) -> dict[str, float]:
-        from stages.train.step import Models, train_rollout
+        from penstock.stages.train.step import Models, train_rollout
 
         return train_rollout(Models(policy=self.engine), self.batch, config, temperature=1.0).metrics
 
 
-# ---- the bare loop ------------------------------------------------------------------------------------------------------------
+# ---- the bare loop ---------------------------------------------------------------------------------------------------
 
 
 class Bare:
     """Megatron-core by its own functions, with the weights that ours has now."""
 
     def __init__(self, work: Work, batch: Any, ours: Ours) -> None:
-        from engines.megatron.layers import block_spec
-        from engines.megatron.transformer_config import transformer_config
+        from penstock.engines.megatron.model.layers import block_spec
+        from penstock.engines.megatron.model.transformer_config import transformer_config
 
         # isort: split
         import torch
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         shape = model_shape(work)
         config = transformer_config(shape, dtype=work.dtype)
-        embedding = {"position_embedding_type": "none", "share_embeddings_and_output_weights": True}  # our attention turns
-        model = GPTModel(config, block_spec(shape, config, None), work.vocab, work.length, **embedding).to(ours.engine.device)
+        embedding = {
+            "position_embedding_type": "none",
+            "share_embeddings_and_output_weights": True,
+        }  # our attention turns
+        model = GPTModel(config, block_spec(shape, config, None), work.vocab, work.length, **embedding).to(
+            ours.engine.device
+        )
         model.load_state_dict(ours.engine.chunks[0].state_dict())
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(config, buffers, model)
         bf16 = work.dtype == "bf16"
-        settings = OptimizerConfig(bf16=bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True, **OPTIMIZER)
+        settings = OptimizerConfig(
+            bf16=bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True, **OPTIMIZER
+        )
         self.optimizer = get_megatron_optimizer(settings, [self.model])
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
@@ -255,10 +279,17 @@ class Bare:
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             **{"init_lr": 0.0, "max_lr": OPTIMIZER["lr"], "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1},
-            **{"lr_decay_style": "constant", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 0, "wd_incr_style": "constant"},
+            **{
+                "lr_decay_style": "constant",
+                "start_wd": 0.1,
+                "end_wd": 0.1,
+                "wd_incr_steps": 0,
+                "wd_incr_style": "constant",
+            },
         )
         self.packs = [
-            pack(work, tokens, shape, ours.engine) for tokens in np.split(batch.token_ids, len(batch.token_ids) // ours.capacity)
+            pack(work, tokens, shape, ours.engine)
+            for tokens in np.split(batch.token_ids, len(batch.token_ids) // ours.capacity)
         ]
         self.synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -287,21 +318,25 @@ class Bare:
 
 
 def pack(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> tuple[Any, ...]:
-    """A micro-batch on the device: tokens, positions, labels and mask of the loss, [1, t] each, and what our attention needs."""
+    """A micro-batch on the device: tokens, positions, labels and mask of the loss, [1, t] each, and what our
+    attention needs."""
     import torch
 
-    from engines.megatron.packing import pack_stream
-    from engines.megatron.rotary import cosines_and_sines, rotary_width
-    from stages.train.batching import Packed
+    from penstock.engines.megatron.model.rotary import rope_cos_sin, rope_dim
+    from penstock.engines.megatron.packing import pack_stream
+    from penstock.stages.train.batching import PackedMicrobatch
 
     ids = torch.from_numpy(tokens)
     starts = torch.arange(0, len(ids) + 1, work.length, dtype=torch.int32)
     positions = torch.arange(len(ids)) % work.length
-    parts: dict[str, Any] = dict.fromkeys(Packed.__dataclass_fields__)
+    parts: dict[str, Any] = dict.fromkeys(PackedMicrobatch.__dataclass_fields__)
     parts |= {"token_ids": ids, "position_ids": positions, "cu_seqlens": starts, "max_seqlen": work.length}
-    stream = pack_stream(Packed(**parts), engine.device, bucketed=engine.device.type == "cpu")
-    stream.cos_sin = cosines_and_sines(stream.positions, rotary_width(shape), shape.rotary)
-    labels, counted = ids.roll(-1), (positions != work.length - 1).float()  # the last of a sequence has nothing to predict
+    stream = pack_stream(PackedMicrobatch(**parts), engine.device, bucketed=engine.device.type == "cpu")
+    stream.cos_sin = rope_cos_sin(stream.positions, rope_dim(shape), shape.rotary)
+    labels, counted = (
+        ids.roll(-1),
+        (positions != work.length - 1).float(),
+    )  # the last of a sequence has nothing to predict
     return (*(x[None].to(engine.device) for x in (ids, positions, labels, counted)), stream)
 
 

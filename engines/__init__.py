@@ -1,1 +1,4 @@
-"""The doors: the only code that knows Ray, Megatron-core and SGLang from inside."""
+"""Engines for training (Megatron-core) and generation (SGLang), and their placement with Ray.
+
+Only this package uses the internals of Ray, Megatron-core and SGLang.
+"""

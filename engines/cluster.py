@@ -1,11 +1,12 @@
-"""Ray: starting and ending it, who runs on which GPU, who outlives the driver, and the thread budget.
+"""Connect to Ray, place processes on GPUs, keep actors alive across driver restarts, and divide CPU threads.
 
-By default the driver owns a Ray of its own (`ray.init` on this machine), which dies with it. An address joins a standing one, where
-trainer and engines are named and detached: they outlive a killed driver, and the next one finds them and asks what they hold. Ray here
-only holds processes; what is true is in the store.
+By default the driver starts its own local Ray (`ray.init` on this machine), which ends when the driver ends. With an
+address the driver joins an external (long-running) Ray cluster, where trainer and engines are named, detached actors:
+they survive a killed driver, and the next driver finds them by name and reuses them if they match its configuration.
+Ray only holds processes; the state of a run is in the store.
 
-Every wait for Ray goes through `wait`, `get` or `call`, which look twice a second whether our own Ray lives: Ray itself would wait for
-a dead one, or end this process after a minute.
+Every blocking call to Ray goes through `wait`, `get` or `call`, which check twice a second that the local Ray is alive.
+Ray's own functions would wait forever for a dead Ray, or end this process after a minute.
 """
 
 from __future__ import annotations
@@ -21,80 +22,94 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engines.local_ray import ClusterLost, import_ray, keep_signals, start_ray
-from engines.scratch import kept, own_directory
-from storage.errors import EngineError, LayoutError
+from penstock.engines.local_ray import ClusterLost, import_ray, sigterm_handler_kept, start_ray
+from penstock.engines.scratch import kept, own_directory
+from penstock.storage.errors import EngineError, LayoutError
 
 T = TypeVar("T")
 
-LOOK_EVERY = 0.5  # seconds between looks at our own Ray while something is awaited
-GPU_SHARE = 0.45  # of a GPU, in Ray's accounting: a trainer rank and an engine fit on the same one, and a probe beside them
+POLL_SECONDS = 0.5  # interval at which a waiting call checks that the local Ray is alive
+GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one process runs."""
+    """Placement of one process: Ray options and GPU ids."""
 
     options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
-    gpu_ids: tuple[str, ...] = ()  # the node's numbers of its GPUs, empty on CPU
+    gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
 
     def with_env(self, **variables: str) -> dict[str, Any]:
-        """The options, with environment variables for the process (Ray sets OMP_NUM_THREADS=1 unless told)."""
+        """Return `options` plus environment variables of the process (Ray sets OMP_NUM_THREADS=1 by default)."""
         return {**self.options, "runtime_env": {"env_vars": variables}}
 
 
 class Cluster:
-    """A connection to Ray. Make one with `Cluster.start`; `stop` ends every process it placed."""
+    """A connection to Ray, created with `Cluster.start`. `stop` ends the processes placed through this connection."""
 
     def __init__(self, namespace: str = "penstock", node: Any | None = None) -> None:
         self.owned = node is not None
         self.namespace = namespace
-        self._node = node  # Ray's record of the processes that it has started for us; None of a standing Ray
-        self._lost = threading.Event()  # for good: a later Ray of this process does not revive what was placed on this one
+        self._node = node  # ray._private.node.Node of the local Ray; None for an external Ray cluster
+        self._lost = threading.Event()  # set when the local Ray died or was stopped; never cleared
         self._stopped = False
         self._idle = threading.Condition()
-        self._num_calls = 0  # into Ray, right now
-        self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle, the GPU's number on its node), in order
+        self._num_calls = 0  # running calls into Ray
+        self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle index, GPU id), sorted by node and id
         self._groups: list[Any] = []
 
     @classmethod
     def start(
-        cls, address: str | None = None, namespace: str = "penstock", num_cpus: int | None = None, num_gpus: int | None = None
+        cls,
+        address: str | None = None,
+        namespace: str = "penstock",
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
     ) -> Cluster:
-        """Start a Ray that ends with this process, or join the one at `address` ("auto", "host:port", "ray://...").
+        """Start a local Ray that ends with this process, or join the external Ray cluster at `address`.
+
+        Args:
+            address: "auto", "host:port" or "ray://..."; None starts a local Ray.
+            namespace: Ray namespace of the run's named actors.
+            num_cpus: CPUs of a local Ray; by default the cores that this process may use.
+            num_gpus: GPUs of a local Ray; detected by Ray by default.
 
         Raises:
-            EngineError: nothing answers at `address`.
-            ClusterLost: no Ray could be started here, in START_TRIES tries.
+            EngineError: no Ray cluster answers at `address`.
+            ClusterLost: the local Ray did not start in START_TRIES tries.
         """
-        # The other users of this machine reach its loopback: a token of our own keeps them out.
+        # Other users of this machine can connect to its loopback ports: a random token keeps them out.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is None and "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         if address is None:
-            own_directory()  # before anything that inherits TMPDIR
+            own_directory()  # sets TMPDIR, which the processes started below inherit
             import_ray()
         import ray
 
-        assert not ray.is_initialized(), "this process has a Ray already: stop the other Cluster first"
+        assert not ray.is_initialized(), "this process is already connected to Ray: stop the other Cluster first"
         quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             try:
-                ray.init(address=address, **quiet)
+                with sigterm_handler_kept():
+                    ray.init(address=address, **quiet)
             except (ConnectionError, ray.exceptions.RayError) as error:
                 raise EngineError(
-                    f"no Ray answers at {address!r} ({error}): start one with `ray start --head` and give this process the same "
-                    "RAY_AUTH_MODE and token, or leave --ray-address out to get a Ray that ends with this process"
+                    f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head` and set the "
+                    "same RAY_AUTH_MODE and RAY_AUTH_TOKEN for this process, or omit --ray-address to start a local "
+                    "Ray that ends with this process"
                 ) from error
-            keep_signals()
             return cls(namespace)
-        start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
-        keep_signals()
+        with sigterm_handler_kept():
+            start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
         return cls(namespace, ray._private.worker._global_node)
 
     def stop(self) -> None:
-        """End what was placed and leave Ray, ending it if it is ours. Safe to call twice. Threads that still wait get ClusterLost."""
+        """Remove the placement groups, which ends their processes, and disconnect; a local Ray is stopped.
+
+        Safe to call twice. Threads that are waiting in `wait`, `get` or `call` get ClusterLost.
+        """
         import ray
 
         if self._stopped:
@@ -104,44 +119,54 @@ class Cluster:
             for group in self._groups:
                 self.call(ray.util.remove_placement_group, group)
         self._lost.set()
-        with self._idle:  # Ray ends the process if it is shut down under a call
-            self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * LOOK_EVERY)
+        with self._idle:  # `ray.shutdown` during a running Ray call would end this process
+            self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         ray.shutdown()
         if self._node is not None and not kept():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self._groups, self._gpus = [], []
 
     def alive(self) -> bool:
-        """Whether our own Ray's processes run. Of a standing Ray only the calls themselves can tell."""
+        """Return whether the processes of the local Ray run.
+
+        Always True for an external Ray cluster: its failure shows only as an error of the next call.
+        """
         if self._node is not None and not self._lost.is_set() and self._node.dead_processes():
             self._lost.set()
         return not self._lost.is_set()
 
     def check(self) -> None:
-        """Raise ClusterLost if our own Ray has died."""
+        """Raise ClusterLost if the local Ray has died."""
         if not self.alive():
-            raise ClusterLost("the run's own Ray has died with the trainer and the engines: they are restarted")
+            raise ClusterLost("the run's local Ray died, and with it the trainer and the engines; restarting them")
 
-    def lasting(self, name: str) -> dict[str, Any]:
-        """Options for an actor of this run that is to outlive the driver: none on our own Ray, where nothing can."""
+    def detached_options(self, name: str) -> dict[str, Any]:
+        """Return the Ray options of a named, detached actor, which outlives the driver; {} on a local Ray, which ends
+        with the driver."""
         return {} if self.owned else {"name": name, "lifetime": "detached"}
 
     def find(self, name: str) -> Any | None:
-        """The lasting actor of that name that an earlier driver of this run has left; None on our own Ray."""
+        """Return the detached actor named `name` of an earlier driver of this run.
+
+        None if there is none, and always None on a local Ray.
+        """
         import ray
 
         if self.owned:
             return None
         try:
             return ray.get_actor(name)
-        except ValueError:  # Ray's word for "no such actor"
+        except ValueError:  # the actor does not exist
             return None
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        """`ray.wait` for one of the calls: those done (none if time is up) and those still running.
+        """Wait until one of `calls` is done or `timeout` seconds have passed (`ray.wait`).
+
+        Returns:
+            The object references that are done (empty after a timeout) and those still running.
 
         Raises:
-            ClusterLost: our Ray has died meanwhile.
+            ClusterLost: the local Ray died while this call waited.
         """
         import ray
 
@@ -149,18 +174,18 @@ class Cluster:
         while True:
             left = deadline - time.monotonic()
             with self._in_ray():
-                done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, LOOK_EVERY)))
+                done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
-            self.check()  # before the deadline: callers that poll with short time limits must learn of it as well
-            if left <= LOOK_EVERY:
+            self.check()  # also if the timeout is over, for callers that poll with short timeouts
+            if left <= POLL_SECONDS:
                 return done, waiting
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
-        """`ray.get` of one call.
+        """Wait for the object reference `call` and return its result (`ray.get`).
 
         Raises:
-            ray.exceptions.GetTimeoutError: time is up.
+            ray.exceptions.GetTimeoutError: the result does not arrive within `timeout` seconds.
             ClusterLost: see `wait`.
         """
         import ray
@@ -170,9 +195,9 @@ class Cluster:
             return ray.get(call, timeout=0)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call something of Ray's that has no time limit of its own (placing an actor, killing one, counting GPUs).
+        """Call a Ray function that has no timeout of its own (create or kill an actor, count GPUs).
 
-        It runs in a thread, which is abandoned if our Ray dies meanwhile.
+        The function runs in a thread; if the local Ray dies before it returns, the thread is abandoned.
 
         Raises:
             ClusterLost: see `wait`.
@@ -189,15 +214,15 @@ class Cluster:
         threading.Thread(target=run, name="ray-call", daemon=True).start()
         while True:
             try:
-                return result.result(LOOK_EVERY)
+                return result.result(POLL_SECONDS)
             except TimeoutError:
-                if result.done():  # its own
+                if result.done():  # raised by the function
                     raise
                 self.check()
 
     @contextmanager
     def _in_ray(self) -> Iterator[None]:
-        """Count a call into Ray, and refuse it if our Ray has died."""
+        """Count the block as a running Ray call, which `stop` waits for. Raises ClusterLost if the local Ray died."""
         with self._idle:
             self.check()
             self._num_calls += 1
@@ -210,19 +235,24 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole cluster."""
+        """Return the number of GPUs of the whole cluster."""
         import ray
 
         return int(self.call(ray.cluster_resources).get("GPU", 0))
 
     def place(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
-        """Slots for `count` processes, on the GPUs `offset`, `offset + 1`, ... of this cluster's order.
+        """Return slots for `count` processes, on consecutive GPUs starting with GPU number `offset` of the cluster.
 
-        Roles placed at the same offset share GPUs (colocated); a role placed behind another has its own. Without any GPU in the
-        cluster, or with `gpus_each=0`, a slot is just a process: the thread budget is the caller's.
+        Trainer and engines placed at the same offset share GPUs (colocated). Without GPUs in the cluster, or with
+        `gpus_each=0`, a slot reserves no resources, and the caller divides the CPU threads (`cpu_threads`).
+
+        Args:
+            count: number of processes.
+            gpus_each: GPUs of one process.
+            offset: first GPU; GPUs are ordered by node, then by GPU id.
 
         Raises:
-            LayoutError: the cluster has fewer GPUs, or the GPUs of one slot lie on two nodes.
+            LayoutError: the cluster has too few GPUs, or the GPUs of one slot are on different nodes.
         """
         if gpus_each == 0 or self.num_gpus == 0:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
@@ -239,10 +269,10 @@ class Cluster:
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> T:
-        """Call `fn` once in a process of its own; its exception is raised here as it is.
+        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged.
 
         Raises:
-            TimeoutError: it took longer than `timeout` seconds; the process is killed.
+            TimeoutError: `fn` took longer than `timeout` seconds; its process was killed.
         """
         import ray
 
@@ -256,7 +286,8 @@ class Cluster:
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(reference, force=True)
             raise TimeoutError(
-                f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or give it less to do"
+                f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or reduce its "
+                "input"
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
@@ -267,27 +298,33 @@ class Cluster:
 
         nodes = {self.call(placement_group_table, group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
         if len(nodes) > 1:
-            raise LayoutError(f"one process was to use {len(gpus)} GPUs, which lie on {len(nodes)} nodes: use fewer GPUs each")
+            raise LayoutError(
+                f"the {len(gpus)} GPUs of one process are on {len(nodes)} nodes, but must be on one: use fewer GPUs "
+                "per process"
+            )
         group, bundle, _ = gpus[0]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
-        return Slot(options, tuple(number for _, _, number in gpus))
+        return Slot(options, tuple(gpu_id for _, _, gpu_id in gpus))
 
     def _reserve(self, needed: int) -> None:
-        """Hold the first `needed` GPUs, in the order of nodes and numbers; on a standing Ray first those an earlier driver holds."""
-        for name in self._left_behind():
-            self._hold(name, 0)
+        """Reserve GPUs until `needed` are reserved in total. On an external Ray cluster the placement groups of an
+        earlier driver of this run are reused first."""
+        for name in self._existing_groups():
+            self._add_group(name, 0)
         missing = needed - len(self._gpus)
         if missing <= 0:
             return
         if needed > self.num_gpus:
             raise LayoutError(
-                f"the cluster has {self.num_gpus} GPUs, {needed} are needed: use fewer, or colocate trainer and engines"
+                f"the cluster has {self.num_gpus} GPUs, but {needed} are needed: use fewer GPUs, or colocate trainer "
+                "and engines"
             )
-        self._hold(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
+        self._add_group(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
 
-    def _left_behind(self) -> list[str]:
-        """Names of placement groups of this run that this driver does not hold yet, in the order they were made."""
+    def _existing_groups(self) -> list[str]:
+        """Return the names of this run's placement groups on the external Ray cluster that are not in `self._groups`
+        yet, oldest first."""
         from ray.util.placement_group import placement_group_table
 
         if self.owned:
@@ -297,15 +334,15 @@ class Cluster:
         names = {group["name"] for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"}
         return sorted(names)[first:]
 
-    def _hold(self, name: str, missing: int) -> None:
-        """Hold `missing` more GPUs in a placement group of that name, or with 0 the group that is there."""
+    def _add_group(self, name: str, missing: int) -> None:
+        """Reserve `missing` GPUs in a new placement group named `name`; with 0 take over the existing group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if missing:
-            lasting = {} if self.owned else {"name": name, "lifetime": "detached"}
-            group = self.call(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **lasting)
+            options = self.detached_options(name)
+            group = self.call(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **options)
         else:
             group = ray.util.get_placement_group(name)
             missing = group.bundle_count
@@ -314,21 +351,24 @@ class Cluster:
             self.get(self.call(group.ready), timeout=60)
         except ray.exceptions.GetTimeoutError as error:
             raise LayoutError(
-                f"{missing} more GPUs are needed, but other processes of this Ray hold them: wait or use fewer"
+                f"could not reserve {missing} GPUs within 60 s, because other processes of this Ray cluster use them: "
+                "wait until they end, or use fewer GPUs"
             ) from error
         probes = [
-            ray.remote(_where_am_i)
+            ray.remote(_locate_gpu)
             .options(num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
             .remote()
             for bundle in range(missing)
         ]
-        found = [self.get(probe, timeout=120) for probe in probes]
-        order = sorted(range(missing), key=lambda bundle: (found[bundle][0], len(found[bundle][1]), found[bundle][1]))
-        self._gpus += [(group, bundle, found[bundle][1]) for bundle in order]
+        locations = [self.get(probe, timeout=120) for probe in probes]  # (node id, GPU id) of each bundle
+        order = sorted(
+            range(missing), key=lambda bundle: (locations[bundle][0], len(locations[bundle][1]), locations[bundle][1])
+        )
+        self._gpus += [(group, bundle, locations[bundle][1]) for bundle in order]
 
 
-def _where_am_i() -> tuple[str, str]:
-    """The node and the number of the GPU this task was given."""
+def _locate_gpu() -> tuple[str, str]:
+    """Return the node id and the GPU id that Ray assigned to this task."""
     import ray
 
     context = ray.get_runtime_context()
@@ -336,13 +376,14 @@ def _where_am_i() -> tuple[str, str]:
 
 
 def cpu_count() -> int:
-    """Cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_threads(configured: int | None, sharers: int = 1) -> int:
-    """Threads for one of `sharers` processes that compute at the same time: as configured, else an even share of the cores.
+    """Return the number of CPU threads for one of `sharers` processes that compute at the same time: `configured`, or
+    an equal share of the cores.
 
-    The number is part of a run's numerics: floating-point sums depend on how many threads make them.
+    The thread count affects a run's numerics, because it changes the order of floating-point sums.
     """
     return configured or max(1, cpu_count() // sharers)

@@ -1,4 +1,5 @@
-"""Start a Ray that belongs to this process: retried if one of its processes dies meanwhile, without the helpers a run does not use."""
+"""Start a local Ray for this process: retry if one of Ray's processes dies during the start, and skip the Ray processes
+that a run does not need."""
 
 from __future__ import annotations
 
@@ -12,47 +13,54 @@ from typing import Any
 
 import psutil
 
-from engines.scratch import LONGEST_FOR_RAY, own_directory
-from storage.errors import PenstockError
+from penstock.engines.scratch import MAX_RAY_PATH, own_directory
+from penstock.storage.errors import PenstockError
 
-OBJECT_STORE_BYTES = 200 << 20  # refs and numbers pass through Ray; samples and weights never do
+OBJECT_STORE_BYTES = 200 << 20  # small: samples and weights are not passed through Ray, only references and numbers
 START_TRIES = 3
 RAY_PROCESSES = ("gcs_server", "raylet")
-HELPERS = ("start_monitor", "start_log_monitor", "start_api_server")  # of Ray's node: what starts processes that we do not need
+UNUSED_STARTERS = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 logger = logging.getLogger(__name__)
 
 
 class ClusterLost(PenstockError, ConnectionError):
-    """The driver's own Ray is gone, and everything in it; a new one must be started."""
+    """The driver's local Ray died, and with it all its processes; a new `Cluster` must be started."""
 
     code = "cluster-lost"
 
 
 def import_ray() -> None:
-    """Import Ray such that its C++ client never ends this process.
+    """Import Ray with a setting that keeps its C++ client from ending this process.
 
-    By default it does so 60 s after the control service of a Ray that this process has used is gone, if a call to it still waits then,
-    even when another Ray has been started meanwhile (seen with Ray 2.60). The setting is read at the import; Ray's own processes, which
-    must end, do not inherit it.
+    By default the client ends the process 60 s after the GCS (Ray's control service) of a Ray to which it was connected
+    has died, if a call to that GCS is still waiting, even if another Ray has been started since (seen with Ray 2.60).
+    The setting is read at import. It is removed from the environment afterwards, because Ray's own processes must end
+    when their GCS dies.
     """
-    ours = RECONNECT not in os.environ
+    was_unset = RECONNECT not in os.environ
     os.environ.setdefault(RECONNECT, str(10 * 24 * 3600))
     try:
         import ray  # noqa: F401
     finally:
-        if ours:
+        if was_unset:
             del os.environ[RECONNECT]
 
 
 def start_ray(**options: Any) -> None:
-    """Start a Ray on this machine. A process of it that is killed meanwhile fails `ray.init` after 30 to 50 s; then it is tried again."""
+    """Start a local Ray, in up to START_TRIES tries.
+
+    If one of Ray's processes is killed during the start, `ray.init` fails after 30 to 50 s.
+
+    Raises:
+        ClusterLost: every try failed.
+    """
     import ray
 
     for tries_left in reversed(range(START_TRIES)):
         others = {child.pid for child in psutil.Process().children()}
         try:
-            with _without_helpers(), _on_loopback():
+            with _patched_ray():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -62,27 +70,28 @@ def start_ray(**options: Any) -> None:
                     **options,
                 )
             return
-        except ValueError:  # wrong options stay wrong
+        except ValueError:  # wrong options: a retry would fail the same way
             raise
         except Exception as error:  # Ray raises RuntimeErrors and bare Exceptions
             ray.shutdown()
-            _end_half_started(others)
+            _kill_half_started(others)
             reason = str(error).partition("\n")[0]
             if not tries_left:
                 raise ClusterLost(
                     f"Ray did not start in {START_TRIES} tries ({reason}): see the logs in {_ray_directory()}"
                 ) from error
-            logger.warning("Ray did not start (%s); starting it again (%d tries left)", reason, tries_left)
+            logger.warning("Ray did not start (%s); retrying (%d tries left)", reason, tries_left)
 
 
 def _ray_directory() -> str:
-    """Where Ray keeps sockets and logs: in this process's directory, or in Ray's usual place if that path is too long for sockets."""
+    """Return Ray's directory for sockets and logs: `ray` in this process's temporary directory, or /tmp/ray if that
+    path is too long for sockets."""
     directory = str(own_directory() / "ray")
-    return directory if len(directory) <= LONGEST_FOR_RAY else "/tmp/ray"
+    return directory if len(directory) <= MAX_RAY_PATH else "/tmp/ray"
 
 
-def _end_half_started(others: set[int]) -> None:
-    """End what a failed `ray.init` has left running: this process's children of Ray, other than `others`."""
+def _kill_half_started(others: set[int]) -> None:
+    """Kill the Ray processes that a failed `ray.init` left running: children of this process except `others` (pids)."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child.pid not in others and child.name() in RAY_PROCESSES:
@@ -91,39 +100,38 @@ def _end_half_started(others: set[int]) -> None:
 
 
 @contextmanager
-def _without_helpers() -> Iterator[None]:
-    """In this block `ray.init` leaves out three processes of no use to one driver on one machine: the autoscaler's monitor, the one that
-    sends logs to drivers, and the dashboard's server, which Ray 2.60 starts without a dashboard too. It has no options for that; they took
-    2.4 s of processor time, and 4 s of a start on 2 cores.
-    """
-    from ray._private.node import Node
+def _patched_ray() -> Iterator[None]:
+    """Make `ray.init` start fewer processes and listen on 127.0.0.1 only. Ray 2.60 has no options for either.
 
-    starters = {name: starter for name in HELPERS if (starter := getattr(Node, name, None))}
-    for name in starters:
-        setattr(Node, name, lambda self, **options: None)
-    try:
-        yield
-    finally:
-        for name, starter in starters.items():
-            setattr(Node, name, starter)
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """In this block `ray.init` takes the address 127.0.0.1 as it is given; all processes of the node then listen there alone. Ray 2.60
-    replaces it by the machine's own address otherwise, and its processes listen on all interfaces.
+    A single-node Ray does not need the autoscaler's monitor, the log monitor, and the dashboard's API server, which
+    starts even with `include_dashboard=False`; they cost 2.4 s of CPU time, and 4 s of the start on 2 cores. Without
+    the second patch Ray replaces 127.0.0.1 by the machine's network address and listens on all interfaces.
     """
     from ray._private import services
+    from ray._private.node import Node
 
+    starters = {name: starter for name in UNUSED_STARTERS if (starter := getattr(Node, name, None))}
     resolve = services.resolve_ip_for_localhost
+    for name in starters:
+        setattr(Node, name, lambda self, **options: None)
     services.resolve_ip_for_localhost = lambda host: host
     try:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve
+        for name, starter in starters.items():
+            setattr(Node, name, starter)
 
 
-def keep_signals() -> None:
-    """Python's handler of SIGTERM in its place again: `ray.init` puts one of its own there, which prints a stack and ends the process."""
-    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
-        signal.signal(signal.SIGTERM, handler)
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Restore this process's SIGTERM handler after the block.
+
+    `ray.init` replaces it by a Python handler that exits at once and a C++ handler that also prints a stack trace.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

@@ -1,9 +1,9 @@
-"""Ports of this machine for servers that bind them later: chosen, and reserved against other runs as long as this process lives.
+"""Choose free ports for servers that bind them later, and reserve them against other runs while this process lives.
 
-The kernel says which port is free now. A server binds it seconds later, after loading, and by then a run that was started at the same
-moment may have been given the same one. So a chosen port is reserved under a name in the abstract socket namespace: the kernel gives
-each name to one process, and frees it when that process ends, however it ends. Like ports, these names belong to a network namespace,
-and nothing of them lies on a disk.
+A server binds its port seconds after the port was chosen, when the model is loaded; another run that starts at the same
+moment could choose the same port. So a chosen port is reserved by binding a Unix socket to a name in the abstract
+socket namespace (`penstock-port-<port>`): only one process can bind a name, and the kernel frees it when that process
+ends, even after a kill. Like ports, these names are local to a network namespace. They leave no files on disk.
 """
 
 from __future__ import annotations
@@ -14,52 +14,61 @@ from collections.abc import Sequence
 
 LOOPBACK = "127.0.0.1"
 HIGHEST = 65_535
-_reserved: dict[int, socket.socket] = {}  # by this process
+_reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
 
 
-def free_port(highest: int = HIGHEST, beside: Sequence[int] = ()) -> int:
+def free_port(highest: int = HIGHEST, derived: Sequence[int] = ()) -> int:
     """Return a TCP port up to `highest` that is free and not reserved by another run, and reserve it.
 
     Args:
-        highest: largest number that will do.
-        beside: distances to further ports that the server derives from this one; they are free and reserved as well.
+        highest: largest allowed port.
+        derived: offsets (port + offset) of further ports that the server binds; they are also free and get reserved.
 
     Raises:
-        RuntimeError: none was found.
+        RuntimeError: no free port was found in 100 tries.
     """
     for _ in range(100):
-        port = _suggest() if highest == HIGHEST else random.randint(20_000, highest)
-        if reserve([port, *(port + distance for distance in beside)]):
+        if highest == HIGHEST:
+            with socket.socket() as probe:
+                probe.bind((LOOPBACK, 0))
+                port = int(probe.getsockname()[1])
+        else:
+            port = random.randint(20_000, highest)
+        if reserve([port, *(port + distance for distance in derived)]):
             return port
-    raise RuntimeError(f"100 ports up to {highest} were tried and none is free: end some of the servers on this machine")
+    raise RuntimeError(f"tried 100 ports up to {highest}, and none is free: stop some of the servers on this machine")
 
 
 def reserve(ports: Sequence[int]) -> bool:
-    """Reserve these ports for this process, all or none. False if one is in use, or reserved by another process or earlier by this one."""
-    taken: dict[int, socket.socket] = {}
+    """Reserve all these ports for this process, or none of them.
+
+    Returns:
+        False if one of the ports is in use, or already reserved by another process or by this one.
+    """
+    locks: dict[int, socket.socket] = {}
     for port in ports:
-        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            name.bind(f"\0penstock-port-{port}")
+            lock.bind(f"\0penstock-port-{port}")
         except OSError:
-            name.close()
+            lock.close()
         else:
-            taken[port] = name
-        if port not in taken or not is_free(port):
-            for held in taken.values():
-                held.close()
+            locks[port] = lock
+        if port not in locks or not is_free(port):
+            for lock in locks.values():
+                lock.close()
             return False
-    _reserved.update(taken)
+    _reserved.update(locks)
     return True
 
 
 def is_reserved_here(port: int) -> bool:
-    """Whether this process has reserved the port."""
+    """Return whether this process has reserved the port."""
     return port in _reserved
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there now; a port in TIME_WAIT is free for one."""
+    """Return whether a server could bind the port on loopback now. A port in TIME_WAIT counts as free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -67,9 +76,3 @@ def is_free(port: int) -> bool:
         except (OSError, OverflowError):  # in use, not allowed, or beyond 65535
             return False
     return True
-
-
-def _suggest() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -1,8 +1,10 @@
-"""A temporary directory of each process that starts others: what Ray, torch, ZeroMQ and SGLang leave in it goes with the process.
+"""A temporary directory for each process that starts child processes, removed when the owning process ends.
 
-They put sockets, session folders, logs and empty files into TMPDIR and do not remove them when they are killed, which is how all of
-them end here. So a process that starts them sets TMPDIR to a directory of its own first, which it removes at its exit. It holds a lock
-on a file in it: after a kill the lock is free, which proves that the owner is dead, and the next start or `penstock gc` removes it.
+Ray, torch, ZeroMQ and SGLang write sockets, session folders, logs and empty files to TMPDIR and do not remove them when
+they are killed, and Penstock always ends them with a kill. So a process that starts them first creates its own
+directory, sets TMPDIR to it, and removes it at exit. The process holds a lock on a file in the directory. If the
+process is killed, the kernel frees the lock: a free lock proves that the owner is dead, and the next start or
+`penstock gc` removes the directory.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ from pathlib import Path
 
 PREFIX = "penstock-"
 LOCK = "owner.lock"
-KEPT = "kept"  # beside the lock: the owner has failed, and its logs may be wanted
-KEEP_SECONDS = 24 * 3600  # for which a start leaves what is kept; `penstock gc` asks for it anyway
-LONGEST_FOR_RAY = 40  # characters: Ray adds up to 66 for its sockets, and 107 are the most that the kernel takes
-LONGEST_BASE = 70  # so that a socket directly in our directory is within them
+KEPT = "kept"  # marker file beside the lock: the owner failed, and its logs may be needed
+KEEP_SECONDS = 24 * 3600  # age up to which a start does not remove a directory with KEPT; `penstock gc` removes it
+MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
+MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in our directory has at most 107
 
-_own: tuple[Path, int, int] | None = None  # directory, descriptor of its lock, process
+_own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock, pid of the owner
 
 
 def own_directory() -> Path:
-    """Return this process's temporary directory; the first call makes it, sets TMPDIR and removes those of dead owners.
+    """Return this process's temporary directory.
 
-    A process that was started with the directory of a living owner as TMPDIR (an engine's actor on a driver's own Ray) uses that.
+    The first call creates the directory, sets TMPDIR, and removes the directories of dead owners. If TMPDIR already is
+    the directory of a living owner (an engine's actor inherits it on a local Ray), that directory is returned.
     """
     global _own
     if _own is not None and _own[2] == os.getpid():
@@ -36,7 +39,7 @@ def own_directory() -> Path:
     base = Path(tempfile.gettempdir())
     if (base / LOCK).is_file() and base not in abandoned(base.parent):
         return base
-    if len(str(base)) > LONGEST_BASE:
+    if len(str(base)) > MAX_BASE_PATH:
         base = Path("/tmp")
     for directory in abandoned(base, kept_for=KEEP_SECONDS):
         remove(directory)
@@ -48,25 +51,25 @@ def own_directory() -> Path:
 
 
 def keep() -> None:
-    """Leave this process's directory at its exit, for the logs in it: it has failed."""
+    """Keep this process's directory at exit, because the process failed and the logs may be needed."""
     if _own is not None and _own[2] == os.getpid() and _own[0].is_dir():
         (_own[0] / KEPT).touch()
 
 
 def kept() -> bool:
-    """Whether this process's directory stays at its exit."""
+    """Return whether `keep` was called, so that this process's directory is kept at exit."""
     return _own is not None and (_own[0] / KEPT).exists()
 
 
 def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
-    """List directories of this user whose owners are dead.
+    """Return the temporary directories of this user whose owner process is dead.
 
     Args:
-        base: where to look; where `own_directory` makes them if not given.
-        kept_for: leave out those that a failed owner has kept less than so many seconds ago.
+        base: parent directory to search; by default the one in which `own_directory` creates directories.
+        kept_for: skip directories for which `keep` was called less than this many seconds ago.
     """
     base = base or base_directory()
-    found = []
+    directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):
         lock, kept = directory / LOCK, directory / KEPT
         if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or not lock.is_file():
@@ -75,19 +78,19 @@ def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
             continue
         try:
             os.close(_lock(lock))
-        except OSError:  # held by a living process, or gone meanwhile
+        except OSError:  # the lock is held by a living owner, or the directory has just been removed
             continue
-        found.append(directory)
-    return found
+        directories.append(directory)
+    return directories
 
 
 def base_directory() -> Path:
-    """Return the directory in which processes make theirs: TMPDIR as the user has set it."""
+    """Return the parent of the processes' temporary directories: TMPDIR as set by the user."""
     return _own[0].parent if _own is not None else Path(tempfile.gettempdir())
 
 
 def remove(directory: Path) -> bool:
-    """Remove an abandoned directory. False if its owner is alive."""
+    """Remove a temporary directory whose owner is dead. Return False if the owner is alive or files are left."""
     try:
         descriptor = _lock(directory / LOCK)
     except OSError:
@@ -100,7 +103,7 @@ def remove(directory: Path) -> bool:
 
 
 def _lock(path: Path, create: bool = False) -> int:
-    """The descriptor of a locked file. Raises OSError if another process holds the lock."""
+    """Open and lock a file; return its descriptor. Raises OSError if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Syntax trees of installed sources, from which the doors read names without importing a package."""
+"""Parse the Python sources of installed packages, to read names without importing the package."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import ast
 import time
 
 NUM_TRIES = 50
-PAUSE = 0.02  # seconds
+RETRY_SECONDS = 0.02
 
 
-def parsed(source: str | bytes, name: str = "<source>") -> ast.Module:
-    """The syntax tree of a Python source, whatever other threads do.
+def parse_source(source: str | bytes, name: str = "<source>") -> ast.Module:
+    """Return the syntax tree of a Python source; safe if other threads parse at the same time.
 
-    CPython 3.11 counts the depth of the trees that it hands out in one place for all threads, so two threads that parse at the same time
-    can fail with "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905; seen in a deployment, where Prefect
-    parses sources too).
-    Nothing is wrong with the source then, and it is parsed again.
+    CPython 3.11 has one recursion counter of the parser for all threads, so two threads that parse at the same time can
+    fail with "SystemError: AST constructor recursion depth mismatch" although the source is valid
+    (python/cpython#106905; seen in a deployment, where Prefect parses sources, too). Such a failure is retried.
     """
     for _ in range(NUM_TRIES - 1):
         try:
             return ast.parse(source, name)
         except SystemError:
-            time.sleep(PAUSE)
+            time.sleep(RETRY_SECONDS)
     return ast.parse(source, name)

@@ -1,1 +1,2 @@
-"""What happens, in which order: Prefect flows, their tasks, the command line. References and numbers only, no tensors."""
+"""The flows, their tasks and the command line. They define the order of the stages and pass references and numbers,
+never tensors."""

@@ -1,7 +1,8 @@
-"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | rm | verify | gc | deploy | runs | doctor`.
+"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | rm | verify | gc | deploy
+| runs | doctor`.
 
-Thin: a command reads flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 the request was wrong (one line says
-why), 130 interrupted, 141 the reader of the output is gone, 143 terminated.
+A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
+(a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,42 +15,34 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from flows import environment, interrupt
-from storage.errors import OptionError, PenstockError
-from storage.secrets import redact
+from penstock.flows.runtime import environment, signals
+from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.secrets import redact
+
+Command = Callable[[list[str]], int]  # arguments -> exit code
 
 USAGE = """usage: penstock COMMAND [options]
 
-  demo      make a tiny model and watch it learn, all stages, a few minutes on a laptop
+  demo      make a tiny model and train it in all stages, a few minutes on a laptop
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
   sft       the same loop over demonstrations (no engine)
-  convert   Hugging Face checkpoint -> torch_dist, in the store or anywhere, and back
-  eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again, --compare RUN/20 RUN/40 compares
-  resume    go on with a run after its last committed stage:  penstock resume RUN [--store URI]
+  convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
+  eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
+            --compare RUN/20 RUN/40 compares two policies
+  resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
   rm        remove a run:  penstock rm RUN
-  fork      a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
+  fork      start a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
   verify    check every hash, reference and sample of a run:  penstock verify RUN
-  gc        list what nothing needs any more; --delete removes it
-  deploy    put the flows on a Prefect server, on a schedule if wanted
-  runs      what lies in the store
-  doctor    what is installed, what works, and what to do about the rest
+  gc        list files that are no longer needed; --delete removes them
+  deploy    register the flows on a Prefect server, optionally with a schedule
+  runs      list the runs in the store
+  doctor    check the installation and print how to fix each problem
 
-`penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows the libraries' own logs."""
+`penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
+lines, and the traceback of an error."""
 
-RESUME_USAGE = """penstock resume RUN [--store URI ...]
-
-  Resumes a run after its last committed stage, with the configuration recorded in the store."""
-
-RUNS_USAGE = """penstock runs [--store URI ...]
-
-  Lists the runs in a store: rounds, rewards, checkpoints, evaluations. Changes nothing."""
-
-DOCTOR_USAGE = """penstock doctor
-
-  Checks what is installed here and whether the engines start, and says what to do about the rest. Reads no --store."""
-
-REFUSED_BY_THE_SYSTEM = {  # errors of files and directories that the request names
+USER_ERRNOS = {  # file errors that count as an invalid request (exit code 2), not as a bug
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EISDIR),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 }
@@ -59,205 +52,168 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: its words; those of this process if not given, and then Ctrl-C is handled too.
+        argv: the arguments after `penstock`. None: use those of this process and install the Ctrl-C handlers.
 
     Returns:
         the exit code.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        interrupt.listen()
+        signals.raise_on_ctrl_c()
     try:
-        code = _run(words)
+        code = run_command(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return interrupt.report(resumable=bool(words) and words[0] in RESUMABLE)
+        return signals.report_interrupt(resumable=bool(arguments) and arguments[0] in RESUMABLE)
     except BrokenPipeError as error:
-        return _reader_gone() if _stdout_is_closed() else _unexpected(error, words)
+        return _exit_closed_pipe() if _stdout_is_closed() else _report_bug(error, arguments)
     except PenstockError as error:
-        return _refuse(error, words)
+        return _report_user_error(error, arguments)
     except OSError as error:
-        return _refuse(error, words) if error.errno in REFUSED_BY_THE_SYSTEM else _unexpected(error, words)
+        if error.errno in USER_ERRNOS:
+            return _report_user_error(error, arguments)
+        return _report_bug(error, arguments)
     except Exception as error:
-        return _unexpected(error, words)
+        return _report_bug(error, arguments)
     finally:
         if argv is None:
-            interrupt.ending()
+            signals.kill_on_ctrl_c()
 
 
-def _run(words: list[str]) -> int:
-    command, rest = (words[0], words[1:]) if words else ("--help", [])
-    if command in ("-h", "--help", "help"):
+def run_command(argv: list[str]) -> int:
+    """Run the command named by the first argument and return its exit code. Its exceptions are not caught."""
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help", "help"):
         print(USAGE)
         return 0
-    if command not in COMMANDS:
-        from flows.flags import nearest
-        from flows.words import shown
+    if name not in COMMANDS:
+        from penstock.flows.options.argv import short_repr
+        from penstock.flows.options.flags import nearest
 
-        raise OptionError(
-            f"unknown command {shown(command)}{nearest(command, list(COMMANDS)) or ': `penstock --help` lists them'}"
-        )
+        hint = nearest(name, list(COMMANDS)) or ": `penstock --help` lists them"
+        raise OptionError(f"unknown command {short_repr(name)}{hint}")
     environment.prepare(verbose="--verbose" in rest)
-    return COMMANDS[command]([word for word in rest if word != "--verbose"])
+    return COMMANDS[name]([argument for argument in rest if argument != "--verbose"])
 
 
-def _train(words: list[str]) -> int:
-    return _run_flow("post_train", words)
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return whether --help or -h is among the arguments."""
+    return "--help" in argv or "-h" in argv
 
 
-def _sft(words: list[str]) -> int:
-    return _run_flow("sft", words)
+# ---- the commands ----------------------------------------------------------------------------------------------------
 
 
-def _evaluate(words: list[str]) -> int:
-    given = {word.partition("=")[0] for word in words}
-    for other in ("rescore", "compare"):  # of evaluations that were made: no engine, no flow
-        if f"--{other}" in given:
-            return _later(other)(words)
-    code = _run_flow("evaluate", words)
-    if given & {"--help", "-h"}:
-        print("\nSee also `penstock eval --rescore --help` and `penstock eval --compare --help`.")
-    return code
+def _flow_command(name: str) -> Command:
+    """Return a command that parses its arguments into a config and runs the flow `name` with it."""
 
+    def call(argv: list[str]) -> int:
+        from penstock.flows.options import flags
+        from penstock.flows.runtime.runner import start
 
-def _convert(words: list[str]) -> int:
-    from flows import convert, flags
-    from flows.registry import start
-
-    if asks_for_help(words):
-        print(convert.USAGE)
-        return 0
-    return start("convert", convert.completed(flags.parse(convert.flags_of(words))))
-
-
-def _run_flow(name: str, words: list[str]) -> int:
-    from flows import flags
-
-    if asks_for_help(words):
-        print(flags.help_text(name))
-        return 0
-    config = flags.parse(words)
-    from flows.registry import start
-
-    return start(name, config)
-
-
-def _resume(words: list[str]) -> int:
-    if asks_for_help(words):
-        print(RESUME_USAGE)
-        return 0
-    from flows.registry import start
-    from flows.runs import resumed
-    from flows.words import one_run, taken
-
-    alone, _, rest = taken(words, {})
-    return start(*resumed(one_run("resume", alone), rest))
-
-
-def _runs(words: list[str]) -> int:
-    if asks_for_help(words):
-        print(RUNS_USAGE)
-        return 0
-    from flows.flags import parse_store
-    from flows.run_table import print_runs
-
-    return print_runs(parse_store(words, "runs"))
-
-
-def _doctor(words: list[str]) -> int:
-    if asks_for_help(words):
-        print(DOCTOR_USAGE)
-        return 0
-    if words:
-        from flows.words import shown
-
-        raise OptionError(f"penstock doctor takes no options; found {shown(' '.join(words))}")
-    from flows.doctor import examine
-
-    return examine()
-
-
-def _later(module: str) -> Callable[[list[str]], int]:
-    """Return the command in `flows.<module>`, imported when it is called; its USAGE, if it has one, is what --help shows."""
-
-    def call(words: list[str]) -> int:
-        command = importlib.import_module(f"flows.{module}")
-        if asks_for_help(words) and hasattr(command, "USAGE"):
-            print(command.USAGE)
+        if asks_for_help(argv):
+            print(flags.help_text(name))
             return 0
-        return command.main(words)
+        return start(name, flags.parse(argv))
 
     return call
 
 
-def asks_for_help(words: Sequence[str]) -> bool:
-    """Return whether the words of a command hold --help or -h."""
-    return "--help" in words or "-h" in words
+def _module_command(name: str) -> Command:
+    """Return a command that runs `main` of `penstock.flows.<name>`; the module is imported when the command is called.
+
+    --help prints the module's USAGE.
+    """
+
+    def call(argv: list[str]) -> int:
+        module = importlib.import_module(f"penstock.flows.{name}")
+        if asks_for_help(argv) and hasattr(module, "USAGE"):
+            print(module.USAGE)
+            return 0
+        code: int = module.main(argv)
+        return code
+
+    return call
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "demo": _later("demo"),
-    "train": _train,
-    "sft": _sft,
-    "convert": _convert,
+def _evaluate(argv: list[str]) -> int:
+    """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
+    flags = {argument.partition("=")[0] for argument in argv}
+    for name in ("rescore", "compare"):  # these start neither engines nor a flow
+        if f"--{name}" in flags:
+            return _module_command(f"commands.{name}")(argv)
+    code = _flow_command("evaluate")(argv)
+    if asks_for_help(argv):
+        print("\nSee also `penstock eval --rescore --help` and `penstock eval --compare --help`.")
+    return code
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": _module_command("commands.demo"),
+    "train": _flow_command("post_train"),
+    "sft": _flow_command("sft"),
+    "convert": _module_command("convert"),
     "eval": _evaluate,
-    "resume": _resume,
-    "replay": _later("replay"),
-    "fork": _later("fork"),
-    "rm": _later("rm"),
-    "verify": _later("verify"),
-    "gc": _later("gc"),
-    "deploy": _later("deploy"),
-    "runs": _runs,
-    "doctor": _doctor,
+    "resume": _module_command("commands.resume"),
+    "replay": _module_command("replay"),
+    "fork": _module_command("commands.fork"),
+    "rm": _module_command("commands.rm"),
+    "verify": _module_command("commands.verify"),
+    "gc": _module_command("commands.gc"),
+    "deploy": _module_command("services.deploy"),
+    "runs": _module_command("commands.run_table"),
+    "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "sft", "convert", "eval", "resume")
 
 
-# ---- how a command ends ------------------------------------------------------------------------------------------------------
+# ---- errors and exit codes -------------------------------------------------------------------------------------------
 
 
-def _refuse(error: Exception, words: list[str]) -> int:
-    from flows.words import one_line
+def _report_user_error(error: Exception, argv: list[str]) -> int:
+    from penstock.flows.options.argv import one_line
 
     if isinstance(error, OSError) and not isinstance(error, PenstockError):
-        places = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        sentence = f"{places or 'the system'}: {(error.strerror or str(error)).lower()}"
+        paths = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        message = f"{paths or 'operating system'}: {(error.strerror or str(error)).lower()}"
     else:
-        sentence = str(error)
-    print(f"penstock: {one_line(sentence)}", file=sys.stderr)
-    _print_traceback(error, words)
+        message = str(error)
+    print(f"penstock: {one_line(message)}", file=sys.stderr)
+    _print_traceback(error, argv)
     return 2
 
 
-def _unexpected(error: Exception, words: list[str]) -> int:
-    from flows.words import one_line
+def _report_bug(error: Exception, argv: list[str]) -> int:
+    from penstock.flows.options.argv import one_line
 
-    advice = "" if "--verbose" in words else "; add --verbose for the traceback, and please report it"
+    advice = "" if "--verbose" in argv else "; add --verbose for the traceback, and please report it"
     print(f"penstock: {one_line(f'unexpected {type(error).__name__}: {error}'[:240] + advice)}", file=sys.stderr)
-    _print_traceback(error, words)
+    _print_traceback(error, argv)
     return 1
 
 
-def _print_traceback(error: Exception, words: list[str]) -> None:
-    if "--verbose" in words:
+def _print_traceback(error: Exception, argv: list[str]) -> None:
+    if "--verbose" in argv:
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="")
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether nothing reads standard output any more: a broken pipe of another kind is not the reader's doing."""
+    """Return whether standard output is closed. If not, a BrokenPipeError comes from another pipe and is a bug."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # closed, or not a file
+    except (OSError, ValueError):  # closed here, or without a file descriptor
         return True
 
 
-def _reader_gone() -> int:
-    """End quietly like any program in a pipe: `penstock runs | head`."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes at its exit
+def _exit_closed_pipe() -> int:
+    """Redirect standard output to /dev/null and return the exit code of a closed pipe (`penstock runs | head`).
+
+    Without the redirection the interpreter's flush at exit would fail and print an error.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
 

@@ -1,4 +1,4 @@
-"""Conversion alone: Hugging Face -> torch_dist, ready for any run, or torch_dist -> Hugging Face. It belongs to no run, so it needs no name."""
+"""Convert a checkpoint outside a run: Hugging Face -> torch_dist, ready for any run, or torch_dist -> Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from flows.config import PostTrainConfig, validated
-from flows.conversion import Report, converted, exported
-from flows.prefect_api import wait_for_api
-from flows.preflight import preflight
-from flows.runs import open_store, recorded
-from flows.words import size
-from stages.convert.adopt import megatron_directory
-from stages.convert.config import ConvertConfig
-from stages.convert.targets import ASSETS_DIRECTORY, above, committed_in
-from storage.errors import OptionError
-from storage.keys import is_run_name
-from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
-from storage.store import Store
+from penstock.flows.config import PostTrainConfig, validated
+from penstock.flows.options.argv import format_bytes
+from penstock.flows.runtime.conversion import Report, run_conversion, run_export
+from penstock.flows.runtime.prefect_api import wait_for_api
+from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.runs import open_store, recorded
+from penstock.stages.convert.config import ConvertConfig
+from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, parent_store, read_record
+from penstock.storage.errors import OptionError
+from penstock.storage.keys import is_run_name
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 
 USAGE = """penstock convert --hf-checkpoint A [--save B] [--verify] [--mtp keep] [--convert-ranks N]
-penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N] [--convert-ranks N]
+penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N]
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names te
 
-  Makes a Hugging Face checkpoint into torch_dist, which Megatron loads at any parallel sizes, or a torch_dist checkpoint into a Hugging Face
-  directory. The model's shape is read from config.json. What a killed conversion has finished is not done again; nothing is visible
-  before it is whole.
+  Converts a Hugging Face checkpoint to torch_dist, which Megatron loads at any parallel sizes, or a torch_dist
+  checkpoint to a Hugging Face directory. The model's shape is read from config.json. A killed conversion resumes with
+  the files it has not finished; the result becomes visible when it is complete.
 
-  --hf-checkpoint   Hugging Face directory; fp8 weights in blocks become bf16 on the way in
-  --save            directory or URI for the result (Megatron's `release` in it). Without it: models/ in the store, where runs look (--store)
-  --verify          also read the result back bit for bit, and report what was compared
-  --check-logits    false: do not compare logits with transformers' (a few tokens, the whole of a small model, a few layers of a large one)
-  --megatron-names  local (default) or te: names of Megatron's own layers, or TransformerEngine's; with --load, write torch_dist and not
-                    Hugging Face files
-  --mtp keep        carry the tensors of multi-token prediction layers through to every export; they are left out otherwise
-  --convert-ranks   processes that share the work (default 1)
+  --hf-checkpoint   Hugging Face directory; block-wise fp8 weights are converted to bf16
+  --save            directory or URI for the result (in its subdirectory `release`); default: models/ in the store
+  --verify          also read the result back, compare it bit for bit, and report what was compared
+  --check-logits    false skips the comparison of logits with transformers (on a few tokens, with all layers of a small
+                    model or a few layers of a large one)
+  --megatron-names  local (default) or te: parameter names of Megatron's own layers or of TransformerEngine's; with
+                    --load, write torch_dist instead of Hugging Face files
+  --mtp keep        keep the tensors of multi-token prediction layers for later exports; by default they are left out
+  --convert-ranks   number of processes (default 1)
 
-  --load            a torch_dist directory (converted, or saved by a trainer), or RUN or RUN/VERSION: a checkpoint of a run in the store
+  --load            a torch_dist directory (converted, or saved by a trainer), or RUN or RUN/VERSION: a checkpoint of a
+                    run in the store
   --save            directory or URI for the Hugging Face files
-  --origin-hf-dir   whose config.json and tokenizer they get; a converted model and a run know it themselves
-  --export-dtype    float32, bfloat16, float16, or fp8 (e4m3 in blocks of 128 x 128, for fp8 rollouts); by default as stored
-  --vocab-size      rows of embedding and head to keep (with --hf-checkpoint: checked against config.json, like all of Megatron's options)
+  --origin-hf-dir   directory of config.json and tokenizer; default: the one recorded by the conversion or the run
+  --export-dtype    float32, bfloat16, float16, or fp8 (e4m3 in blocks of 128 x 128, for fp8 rollouts); default:
+                    dtype of the checkpoint
+  --vocab-size      rows of embedding and head to keep (with --hf-checkpoint: checked against config.json, like all of
+                    Megatron's options)
 
-  --store           where models/ and the runs lie (default penstock-store); `penstock train --help` lists what else may be said
+  --model-family-path  FILE.py or module with a user-defined model family; it is executed (docs/models.md)
+  --store           store of models/ and the runs (default penstock-store); `penstock train --help` lists all options
 
   Other spellings: --input-dir is --load, --output-dir is --save."""
 
@@ -59,142 +61,164 @@ SPELLINGS = {"--save": "--convert-save", "--load": "--convert-load", "--verify":
 SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
-def flags_of(words: Sequence[str]) -> list[str]:
-    """The words of this command as options of the config: here `--save` is the result's place, and not a trainer's."""
-    given = [word.partition("=") for word in words]
-    backwards = any(SPELLINGS.get(name, name) == "--convert-load" for name, _, _ in given)
-    spellings = {**SPELLINGS, "--vocab-size": "--export-vocab-size"} if backwards else SPELLINGS
-    return [spellings.get(name, name) + equals + value for name, equals, value in given]
-
-
-def completed(config: PostTrainConfig) -> PostTrainConfig:
-    """A config in which `hf_checkpoint` says whose config.json counts, also where `convert_load` knows it itself.
+def main(argv: list[str]) -> int:
+    """Run the command. Return the flow's exit code.
 
     Raises:
-        OptionError: no option names it, or options contradict each other.
+        InputError: an argument is invalid.
+    """
+    from penstock.flows.options import flags
+    from penstock.flows.runtime.runner import start
+
+    return start("convert", resolve_source(flags.parse(config_flags(argv))))
+
+
+def config_flags(argv: Sequence[str]) -> list[str]:
+    """Translate the arguments of `penstock convert` to config flags (SPELLINGS).
+
+    For example, `--save` is the output directory (--convert-save) here, but a flag of Megatron in other commands.
+    """
+    arguments = [argument.partition("=") for argument in argv]
+    exports = any(SPELLINGS.get(name, name) == "--convert-load" for name, _, _ in arguments)
+    spellings = {**SPELLINGS, "--vocab-size": "--export-vocab-size"} if exports else SPELLINGS
+    return [spellings.get(name, name) + equals + value for name, equals, value in arguments]
+
+
+def resolve_source(config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with `hf_checkpoint` set: by default to the directory that `convert_load` records.
+
+    Raises:
+        OptionError: the checkpoint does not exist or records no directory, or options contradict each other.
     """
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:
-        options.convert_save = str(Path(options.convert_save).resolve())  # processes elsewhere have other working directories
+        options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
     if options.megatron_names:
-        _check_megatron_names(options)
+        check_megatron_names(options)
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
-            raise OptionError(f"--{unfit[0].replace('_', '-')} goes with --load CHECKPOINT: add it, or leave this out")
+            raise OptionError(f"--{unfit[0].replace('_', '-')} needs --load CHECKPOINT: add it, or leave out the flag")
         return config
     if options.convert_verify:
-        raise OptionError("--verify goes with --hf-checkpoint: a checkpoint that was trained has no original to be compared with")
+        raise OptionError("--verify needs --hf-checkpoint: a trained checkpoint has no original to compare with")
     if options.convert_save is None:
-        raise OptionError("--load needs --save: say where the Hugging Face directory is to be")
-    origin = options.origin_hf_dir or options.hf_checkpoint or _own_origin(config)
+        raise OptionError("--load needs --save: give the directory for the Hugging Face files")
+    origin, family_path = options.origin_hf_dir or options.hf_checkpoint, options.model_family_path
+    if not origin:
+        origin, recorded_family_path = recorded_origin(config)
+        family_path = family_path or recorded_family_path
     values = config.model_dump()
-    return validated({**values, "convert": {**values["convert"], "hf_checkpoint": origin}})
+    changes = {"hf_checkpoint": origin, "model_family_path": family_path}
+    return validated({**values, "convert": {**values["convert"], **changes}})
 
 
-def _check_megatron_names(options: ConvertConfig) -> None:
+def check_megatron_names(options: ConvertConfig) -> None:
+    """Check the options that --megatron-names requires or conflicts with. Raises OptionError."""
     if options.convert_save is None:
-        raise OptionError("--megatron-names is for --save, and the store has names of its own: add --save, or leave it out")
+        raise OptionError(
+            "--megatron-names needs --save (models in the store have fixed parameter names): add --save, or leave out "
+            "--megatron-names"
+        )
     hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": options.export_vocab_size}
     if options.convert_load and (unfit := [flag for flag, value in hf_only.items() if value is not None]):
         raise OptionError(
-            f"{unfit[0]} is for Hugging Face files, and --megatron-names asks for torch_dist: leave one of them out"
+            f"{unfit[0]} applies to Hugging Face files, but --megatron-names writes torch_dist: leave out one of them"
         )
 
 
 @flow(name="convert", validate_parameters=True)
 def convert(config: PostTrainConfig) -> None:
-    """Convert one way or the other.
+    """Convert from or to Hugging Face files.
 
     Args:
-        config: only `convert` and where the store is are used.
+        config: only `convert` and the store options are used.
     """
-    config = completed(config)
+    config = resolve_source(config)
     preflight("convert", config)
     start = time.monotonic()
-    with _bar() as report:
+    with progress_bar() as report:
         if config.convert.convert_load is not None:
             ref = export_checkpoint(config, report)
         else:
             ref = convert_checkpoint(config, report)
-    commit = _commit(config, ref)
+    commit = commit_of(config, ref)
     wait_for_api(print)
-    for line in told(config, ref, commit, time.monotonic() - start):
+    for line in describe_result(config, ref, commit, time.monotonic() - start):
         print(line)
     if config.convert.convert_verify:
         for title, text in verify_checkpoint(config, ref, commit):
             print(f"  {title:<8} {text}")
 
 
-def told(config: PostTrainConfig, ref: CheckpointRef, commit: Commit, seconds: float) -> Iterator[str]:
-    """What came out, in sentences."""
+def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit, seconds: float) -> Iterator[str]:
+    """Yield the lines that report the result of a conversion that took `seconds`."""
     num_bytes = int(commit.summary.get("convert/num_bytes", commit.summary.get("export/num_bytes", 0)))
-    taken = commit.seconds.get("write")
-    was_made = commit.created_at > time.time() - seconds
-    speed = f", {num_bytes / taken / 1e9:.2f} GB/s" if was_made and taken else ""
-    verb = "is" if was_made else "was already"
+    write_seconds = commit.seconds.get("write")
+    is_new = commit.created_at > time.time() - seconds
+    speed = f", {num_bytes / write_seconds / 1e9:.2f} GB/s" if is_new and write_seconds else ""
+    verb = "is" if is_new else "was already"
     source = config.convert.convert_load or config.convert.hf_checkpoint
     kind = "Hugging Face files" if ref.format == "hf" else "torch_dist"
     proof = " and verified" if "convert/num_tensors" in commit.summary else ""
-    yield f"{source} {verb} converted{proof} ({kind}, {size(num_bytes)}{speed}): {ref.uri}"
-    if was_made and "logits" in commit.state:
+    yield f"{source} {verb} converted{proof} ({kind}, {format_bytes(num_bytes)}{speed}): {ref.uri}"
+    if is_new and "logits" in commit.state:
         yield f"logits: {commit.state['logits']}"
     skipped = commit.state.get("skipped", {})
     if skipped.get("count"):
         yield (
-            f"{skipped['count']} tensors ({size(skipped['bytes'])}) that Megatron does not train, such as those of multi-token prediction "
-            "layers, were left out: --mtp keep carries them along"
+            f"{skipped['count']} tensors ({format_bytes(skipped['bytes'])}) that Megatron does not train, such as "
+            "those of multi-token prediction layers, were left out: --mtp keep keeps them"
         )
 
 
-# ---- the work -----------------------------------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
-    """A wrong request stays wrong."""
-    return not isinstance(state.data, ValueError)
-
-
-def _task(name: str) -> Any:
+def _conversion_task(name: str) -> Any:
+    """Return the decorator of a Prefect task with two retries, except after a ValueError."""
     return task(
         name=name,
         retries=2,
         retry_delay_seconds=2,
-        retry_condition_fn=_worth_retrying,
+        retry_condition_fn=lambda task, run, state: not isinstance(state.data, ValueError),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
 
 
-@_task("convert")
+@_conversion_task("convert")
 def convert_checkpoint(config: PostTrainConfig, report: Report | None) -> CheckpointRef:
-    """Hugging Face -> torch_dist; a model that was converted before is only looked up."""
-    with _ray(config) as cluster:
-        return converted(cluster, _store(config), config.convert, verify=config.convert.convert_verify, report=report)
+    """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
+    with ray_cluster(config) as cluster:
+        return run_conversion(
+            cluster, open_store(config.run), config.convert, verify=config.convert.convert_verify, report=report
+        )
 
 
-@_task("export")
+@_conversion_task("export")
 def export_checkpoint(config: PostTrainConfig, report: Report | None) -> CheckpointRef:
-    """torch_dist -> Hugging Face."""
+    """Convert torch_dist -> Hugging Face."""
     assert config.convert.convert_load is not None
-    with _ray(config) as cluster:
-        return exported(cluster, _store(config), found_checkpoint(config), config.convert, report=report)
+    with ray_cluster(config) as cluster:
+        return run_export(cluster, open_store(config.run), find_checkpoint(config), config.convert, report=report)
 
 
-@_task("verify")
+@_conversion_task("verify")
 def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commit) -> list[tuple[str, str]]:
-    """What is known of a converted model, as title and text."""
-    from stages.convert.verify import verify_standing
+    """Compare a converted model with its Hugging Face files. Return the lines of the report as (title, text)."""
+    from penstock.stages.convert.verify import verify_existing
 
-    with _ray(config) as cluster:
-        place = above(ref.uri, config.run.store_options)[0] if config.convert.convert_save else _store(config)
-        return cluster.run(
-            verify_standing, place, commit, config.convert.hf_checkpoint, timeout=config.convert.convert_timeout
-        ).rows()
+    with ray_cluster(config) as cluster:
+        options = config.convert
+        store = parent_store(ref.uri, config.run.store_options)[0] if options.convert_save else open_store(config.run)
+        args = (store, commit, options.hf_checkpoint, options.model_family_path)
+        return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).rows())
 
 
 @contextmanager
-def _ray(config: PostTrainConfig) -> Iterator[Any]:
-    from engines.cluster import Cluster
+def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
+    """Yield a Ray cluster: the one at --ray-address, or a new one that is stopped after the block."""
+    from penstock.engines.cluster import Cluster
 
     cluster = Cluster.start(config.run.ray_address)
     try:
@@ -203,69 +227,72 @@ def _ray(config: PostTrainConfig) -> Iterator[Any]:
         cluster.stop()
 
 
-def _store(config: PostTrainConfig) -> Store:
-    return open_store(config.run)
-
-
 @contextmanager
-def _bar() -> Iterator[Report | None]:
-    """A bar with GB/s on a terminal; nothing elsewhere."""
+def progress_bar() -> Iterator[Report | None]:
+    """Yield a callback (bytes done, total bytes) for a progress bar; None if the output is not a terminal."""
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        shown = bar.add_task("converting", total=None)
-        yield lambda done, total: bar.update(shown, completed=done, total=total)
+        task_id = bar.add_task("converting", total=None)
+        yield lambda done, total: bar.update(task_id, completed=done, total=total)
 
 
-# ---- which checkpoint ---------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def found_checkpoint(config: PostTrainConfig) -> Commit | str:
-    """What `convert_load` names: a directory, or the commit of a run's checkpoint.
+def find_checkpoint(config: PostTrainConfig) -> Commit | str:
+    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION.
 
     Raises:
-        OptionError: neither is there.
+        OptionError: there is neither such a directory nor such a commit.
     """
-    named = config.convert.convert_load or ""
-    path = Path(named)
+    name = config.convert.convert_load or ""
+    path = Path(name)
     if path.is_dir():
         return str((megatron_directory(path) or path).resolve())
-    store, (run, _, version) = open_store(config.run, probe=False), named.partition("/")
+    store, (run, _, version) = open_store(config.run, probe=False), name.partition("/")
     keys = RunKeys(run)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints") if is_run_name(run) else []
     wanted = int(version) if version.isdigit() else versions[-1] if versions and not version else -1
     commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
     if commit is None:
-        there = ", ".join(f"{run}/{number}" for number in versions) or "none of a run of this name"
+        existing = ", ".join(f"{run}/{number}" for number in versions) or "none of this run"
         raise OptionError(
-            f"--load {named}: no such directory, and store {store.uri} has no such checkpoint (it has {there}): give a torch_dist "
-            "directory, RUN or RUN/VERSION"
+            f"--load {name}: no such directory, and store {store.uri} has no such checkpoint (it has {existing}): "
+            "give a torch_dist directory, RUN or RUN/VERSION"
         )
     return commit
 
 
-def _own_origin(config: PostTrainConfig) -> str:
-    """The Hugging Face directory that a checkpoint itself names."""
-    checkpoint = found_checkpoint(config)
+def recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
+    """Return the Hugging Face directory and the --model-family-path recorded by the checkpoint `convert_load`."""
+    checkpoint = find_checkpoint(config)
     if isinstance(checkpoint, Commit):
         _, recorded_config = recorded(config.run, checkpoint.run or "")
-        return recorded_config.convert.hf_checkpoint
-    own = Path(checkpoint) / ASSETS_DIRECTORY
-    if not (own / "config.json").is_file():
+        return recorded_config.convert.hf_checkpoint, recorded_config.convert.model_family_path
+    assets = Path(checkpoint) / ASSETS_DIRECTORY
+    if not (assets / "config.json").is_file():
         raise OptionError(
-            f"{checkpoint} does not say whose model it is: give --origin-hf-dir, a Hugging Face directory of this model"
+            f"{checkpoint} does not record its Hugging Face directory: give --origin-hf-dir, a directory with the "
+            "config.json and tokenizer of this model"
         )
-    return str(own)
+    return str(assets), None
 
 
-def _commit(config: PostTrainConfig, ref: CheckpointRef) -> Commit:
-    """The record of what was made."""
+def commit_of(config: PostTrainConfig, ref: CheckpointRef) -> Commit:
+    """Return the commit of a conversion's or export's result."""
     if config.convert.convert_save is None:
-        commit = _store(config).committed(ref.key.removesuffix(commit_key("")))
+        commit = open_store(config.run).committed(ref.key.removesuffix(commit_key("")))
     else:
-        commit = committed_in(*above(ref.uri, config.run.store_options))
+        commit = read_record(*parent_store(ref.uri, config.run.store_options))
     assert commit is not None, f"{ref} is not committed"
     return commit

@@ -1,20 +1,21 @@
-"""Evaluation alone: score a Hugging Face checkpoint on any number of data sets. Nothing is trained, no trainer starts."""
+"""Score a Hugging Face checkpoint on any number of data sets, without training."""
 
 from __future__ import annotations
 
 from prefect import flow
 
-from flows import tasks
-from flows.config import PostTrainConfig
-from flows.session import Session
+from penstock.flows import tasks
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.session import Session
 
 
 @flow(name="evaluate", flow_run_name="{config.run.run}", validate_parameters=True)
 def evaluate(config: PostTrainConfig) -> None:
-    """Evaluate.
+    """Score a Hugging Face checkpoint.
 
     Args:
-        config: `convert.hf_checkpoint` is scored on `eval.eval_prompt_data`; the results are committed under `run.run`.
+        config: `convert.hf_checkpoint` is scored on `eval.eval_prompt_data`; the results are committed to
+            the run named `run.run`.
     """
     with Session("evaluate", config) as session:
         tasks.evaluate(session, 0)

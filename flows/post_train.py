@@ -1,15 +1,16 @@
 """RL post-training: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export.
 
-Each line of the loop is a task with a durable result. Killed anywhere, the same call goes on after the last one.
+Each step of the loop is a task whose result is committed to the store. After a kill, the same call resumes after the
+last committed task.
 """
 
 from __future__ import annotations
 
 from prefect import flow
 
-from flows import tasks
-from flows.config import PostTrainConfig
-from flows.session import Session
+from penstock.flows import tasks
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.session import Session
 
 
 @flow(name="post-train", flow_run_name="{config.run.run}", validate_parameters=True)
@@ -17,11 +18,11 @@ def post_train(config: PostTrainConfig) -> None:
     """Train a policy by reinforcement learning.
 
     Args:
-        config: everything about the run; the same run name resumes it.
+        config: config of the run. If a run of its name exists, that run is resumed.
     """
     with Session("post_train", config) as session:
-        if session.generates_with(session.num_trained()):
-            session.processes.start_engines()
+        if session.needs_rollout(session.num_trained()):
+            session.processes.start_engines()  # the engines load while the model is converted
         tasks.convert(session)
         tasks.restore(session)
         due = tasks.schedule(session)

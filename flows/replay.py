@@ -1,8 +1,10 @@
-"""`penstock replay RUN`: train a run's committed shards again, in a fresh trainer, and compare every step with its commit.
+"""`penstock replay RUN`: train a run's committed shards again, in a new trainer, and compare every step with its
+commit.
 
-Nothing is generated and nothing is written to the run; all that is needed lies in the store (the model's shape and weights too), so
-any clean machine can do it. Weights are compared bit for bit, and all metrics but times to the last bit, where everything that decides
-the bits is as it was; the metrics within `stages.train.policy.TOLERANCE` otherwise.
+Nothing is generated and nothing is written to the run. All inputs, including the model's shape and initial weights, are
+in the store, so a replay runs on any machine. If the numerics fingerprint (hardware and software of the trainer) equals
+the recorded one, weights and all metrics except times must be equal bit for bit; otherwise metrics must agree within
+`penstock.stages.train.restore.TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -17,44 +19,43 @@ from typing import TYPE_CHECKING, Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import PostTrainConfig, RunConfig, flag, part, validated
-from flows.flags import parse
-from flows.runs import open_store, recorded
-from flows.words import one_run, taken, whole_number
-from storage.config import extra_of
-from storage.errors import InputError, OptionError, RunError
-from storage.refs import CheckpointRef, RunKeys, commit_key
-from storage.store import Store
+from penstock.flows.config import PostTrainConfig, RunConfig, flag, training_options, validated
+from penstock.flows.options.argv import parse_integer, single_run, split_args
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import open_store, recorded
+from penstock.storage.config import field_meta
+from penstock.storage.errors import InputError, OptionError, RunError
+from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
+from penstock.storage.store import Store
 
 if TYPE_CHECKING:
-    from engines.megatron.shape import ModelShape
-    from stages.train.group import TrainerGroup
-    from stages.train.policy import Replayed
+    from penstock.engines.families.shape import ModelShape
+    from penstock.stages.train.restore import PolicyRestorer, Replayed
 
 USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
 
-  RUN      the run to train again, from its committed shards alone
-  --from A begin at policy version A (the newest checkpoint that is not beyond it is loaded); 0, the starting weights, if not given
-  --to B   end at policy version B; the last committed one if not given. Round r makes version r + 1 of version r
+  RUN      the run to train again, from its committed shards
+  --from A start at policy version A, or at the newest checkpoint before it; default 0, the initial weights
+  --to B   end at policy version B; default the last committed one. Round r trains version r to r + 1
   --json FILE
-           write {round: {verdict, digest}} there, for scripts
+           write {round: {verdict, digest}} to a file
 
-Options that say where and how the trainer is placed (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bit for
-bit equality is expected for the placement and the hardware of the run. Exit code 1 if any round differs."""
+Placement options of the trainer (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bitwise
+equality is expected with the placement and the hardware of the run. Exit code 1 if any round differs."""
 
 
-def main(words: list[str]) -> int:
-    """The command. Returns the exit code: 0 all rounds agree, 1 one differs or the replay failed.
+def main(argv: list[str]) -> int:
+    """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed.
 
     Raises:
-        InputError: the request is wrong.
+        InputError: an argument is invalid, or the run cannot be replayed.
     """
-    alone, own, rest = taken(words, {"--from": True, "--to": True, "--json": True})
-    run, options, given = one_run("replay", alone), own_options(own), parse(rest)
+    positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
+    run, options, given = single_run("replay", positional), own_options(own), parse(rest)
     placement = placement_of(given)
     check_replay(run, given.run, placement, **options)
-    from flows.prefect_api import ensure_prefect_api, leave
-    from stages.train.policy import ReplayError
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave
+    from penstock.stages.train.restore import ReplayError
 
     ensure_prefect_api()
     try:
@@ -64,7 +65,7 @@ def main(words: list[str]) -> int:
         return 1
     except InputError:
         raise
-    except Exception as error:  # its tasks were retried; Prefect keeps the traceback
+    except Exception as error:  # all retries failed; the Prefect page has the traceback
         print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
@@ -81,44 +82,46 @@ def replay(
     last: int | None = None,
     json_file: str | None = None,
 ) -> None:
-    """Train committed rounds again and compare.
+    """Train committed rounds again and compare every step with its commit.
 
     Args:
-        run: its name.
-        where: the store (`store`, `store_options`), and `ray_address` if a standing Ray is to be used.
-        placement: fields of the trainer's configuration that replace the run's; only such as change no result.
-        first: policy version to begin at, or the newest checkpoint before it.
-        last: policy version to end at; the last committed one if not given.
-        json_file: where verdicts and digests are written.
+        run: name of the run.
+        where: the store (`store`, `store_options`), and `ray_address` to use an existing Ray cluster.
+        placement: placement fields of the trainer's config that replace the recorded ones.
+        first: policy version to start at, or the newest checkpoint before it.
+        last: policy version to end at; default the last committed one.
+        json_file: file to write each round's verdict and weight digest to.
 
     Raises:
         ReplayError: a round differs from its commit.
     """
-    from stages.train.policy import ReplayError, newest_checkpoint
+    from penstock.stages.train.restore import ReplayError, newest_checkpoint
 
-    config = _config(run, where, placement or {})
+    config = _replay_config(run, where, placement or {})
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     last = trained if last is None else last
     begin = newest_checkpoint(store, keys, first)
-    _check(store, keys, config, first, last, trained, begin)
-    print(f"replaying {run}: rounds {begin} to {last - 1}, from {f'checkpoint {begin}' if begin else 'the starting weights'}")
-    found: list[Replayed] = []
-    with _trainer(store, keys, config) as group:
+    _check_rounds(store, keys, config, first, last, trained, begin)
+    origin = f"checkpoint {begin}" if begin else "the initial weights"
+    print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}")
+    rounds: list[Replayed] = []
+    with replay_trainer(store, keys, config) as policy:
         for rollout_id in range(begin, last):
-            found.append(replay_one(store, keys, group, begin, rollout_id))
-            print(_line(found[-1]), flush=True)
+            replayed = replay_one(policy, begin, rollout_id)
+            rounds.append(replayed)
+            reason = f": {replayed.why}" if replayed.why else ""
+            print(f"  round {rollout_id:>4}  {replayed.verdict}{reason}", flush=True)
     if json_file:
-        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest} for r in found}
+        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest} for r in rounds}
         Path(json_file).write_text(json.dumps(content, indent=1))
-    differing = [r.rollout_id for r in found if r.verdict == "DIFFERS"]
-    equal = sum(r.verdict == "equal bit for bit" for r in found)
-    total = f"{equal} of {len(found)} rounds are equal bit for bit, {len(found) - equal - len(differing)} within tolerance"
-    print(f"{total}, {len(differing)} differ")
+    differing = [r.rollout_id for r in rounds if r.verdict == "DIFFERS"]
+    equal = sum(r.verdict == "equal bit for bit" for r in rounds)
+    within = len(rounds) - equal - len(differing)
+    total = f"{equal} of {len(rounds)} rounds are equal bit for bit, {within} within tolerance, {len(differing)} differ"
+    print(total)
     if differing:
-        raise ReplayError(
-            f"round {differing[0]} of run {run!r} does not come out as committed ({total}, {len(differing)} differ)"
-        )
+        raise ReplayError(f"round {differing[0]} of run {run!r} differs from its commit ({total})")
 
 
 @task(
@@ -130,26 +133,27 @@ def replay(
     persist_result=False,
     cache_policy=NO_CACHE,
 )
-def replay_one(store: Store, keys: RunKeys, group: TrainerGroup, begin: int, rollout_id: int) -> Replayed:
-    """One round, on what the rounds before have given since `begin`. After a failure all of them are trained again."""
-    from stages.train.policy import load, replay_round
+def replay_one(policy: PolicyRestorer, begin: int, rollout_id: int) -> Replayed:
+    """Replay one round with a trainer at policy version `rollout_id`.
 
-    state = group.state()
+    A trainer at another version (at the start, or after a failure) first loads version `begin` and replays all rounds
+    since.
+    """
+    state = policy.group.state()
     if rollout_id == begin or state is None or not state.clean or state.version != rollout_id:
-        base = CheckpointRef.model_validate(store.read_json(keys.origin("base")))
-        load(store, keys, group, begin, base=base)
+        policy.load(begin)
         for before in range(begin, rollout_id):
-            replay_round(store, keys, group, before)
-    return replay_round(store, keys, group, rollout_id)
+            policy.replay_round(before)
+    return policy.replay_round(rollout_id)
 
 
-# ---- inside -----------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def own_options(own: dict[str, str]) -> dict[str, Any]:
-    """Return --from, --to and --json as the flow's arguments. Raises OptionError."""
+    """Return the values of --from, --to and --json as keyword arguments of `replay`. Raises OptionError."""
     options: dict[str, Any] = {
-        name: whole_number(flag_name, own[flag_name])
+        name: parse_integer(flag_name, own[flag_name])
         for flag_name, name in (("--from", "first"), ("--to", "last"))
         if flag_name in own
     }
@@ -157,90 +161,99 @@ def own_options(own: dict[str, str]) -> dict[str, Any]:
         path = Path(own["--json"])
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise OptionError(
-                f"--json {own['--json']} is a directory, or lies in one that does not exist: give the name of a file"
+                f"--json {own['--json']} is a directory, or is not in an existing directory: give the path of a file"
             )
         options["json_file"] = own["--json"]
     return options
 
 
 def check_replay(
-    run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None, json_file: str | None = None
+    run: str,
+    where: RunConfig,
+    placement: dict[str, Any],
+    first: int = 0,
+    last: int | None = None,
+    json_file: str | None = None,
 ) -> None:
-    """Check before anything starts that a run has what a replay needs; the arguments are `replay`'s.
+    """Check that a run can be replayed, before any process starts. The arguments are those of `replay`.
 
     Raises:
-        InputError: no such run, no such rounds, or a layout that the model does not have.
+        InputError: the run or the rounds do not exist, or the parallel sizes do not fit the model.
     """
-    from flows.preflight import check_layout
-    from stages.train.policy import newest_checkpoint
+    from penstock.flows.runtime.preflight import check_layout
+    from penstock.stages.train.restore import newest_checkpoint
 
-    config = _config(run, where, placement)
+    config = _replay_config(run, where, placement)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    _check(store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first))
-    check_layout(_shape(store, keys), config.train)
+    _check_rounds(
+        store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first)
+    )
+    check_layout(_recorded_shape(store, keys), config.train)
 
 
 def placement_of(given: PostTrainConfig) -> dict[str, Any]:
-    """The trainer's placement as said on the command line.
+    """Return the trainer's placement options among those given on the command line.
 
     Raises:
-        OptionError: an option that belongs to the run was given: a replay trains what is recorded.
+        OptionError: another option of the trainer is given; a replay uses the recorded value.
     """
-    settled = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config itself
+    derived = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config's validator, not given
     placement = {}
-    for name in given.train.model_fields_set - settled:
-        if extra_of(type(given.train).model_fields[name])["change"] != "placement":
+    for name in given.train.model_fields_set - derived:
+        if field_meta(type(given.train).model_fields[name]).mutability != "placement":
             raise OptionError(
-                f"{flag(name)} is the run's own, and a replay trains what is recorded: leave it out, or fork the run"
+                f"{flag(name)} changes the result, but a replay uses the recorded options: "
+                "leave it out, or fork the run"
             )
         placement[name] = getattr(given.train, name)
     return placement
 
 
-def _config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
-    """The run's recorded configuration, placed as wanted."""
+def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
+    """Return the run's recorded config with the placement and the Ray address of the replay."""
     values = recorded(where, run)[1].model_dump(mode="json")
     values["train"] |= placement
     values["run"]["ray_address"] = where.ray_address
     return validated(values)
 
 
-def _check(store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int) -> None:
+def _check_rounds(
+    store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int
+) -> None:
+    """Check that the run has versions `first` to `last` and trained all rounds since `begin` with its own options."""
     if not 0 <= first < last <= trained:
         raise OptionError(
-            f"run {keys.run!r} has trained {trained} rounds, so it cannot be replayed from version {first} to {last}: give --from and "
-            f"--to with 0 <= from < to <= {trained}"
+            f"run {keys.run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: "
+            f"give --from and --to with 0 <= from < to <= {trained}"
         )
     record = store.read_json(keys.record)
     parent = (record or {}).get("parent")
     if parent and begin < parent["at"] and last > begin:
-        theirs = store.read_json(RunKeys(parent["run"]).record)
-        if theirs is not None and _training(validated(theirs["config"])) != _training(config):
+        origin = store.read_json(RunKeys(parent["run"]).record)
+        if origin is not None and training_options(validated(origin["config"])) != training_options(config):
             raise RunError(
-                f"run {keys.run!r} is a fork of {parent['run']!r} at {parent['at']} with other training options; the rounds before were "
-                f"trained with the parent's: replay them there (`penstock replay {parent['run']} --to {parent['at']}`), and this run "
-                f"with --from {parent['at']} (needs a checkpoint of version {parent['at']})"
+                f"run {keys.run!r} is a fork of {parent['run']!r} with other training options, and its first "
+                f"{parent['at']} rounds were trained with the options of {parent['run']!r}: replay those rounds with "
+                f"`penstock replay {parent['run']} --to {parent['at']}`, and this run with --from {parent['at']} "
+                f"(needs a checkpoint of version {parent['at']})"
             )
 
 
-def _training(config: PostTrainConfig) -> dict[str, Any]:
-    """What of a configuration decides the weights that training a given rollout gives."""
-    identity = part(config, "identity")
-    decisive = {name: value for name, value in identity.items() if name.startswith("train.")}
-    return decisive | {"temperature": config.rollout.rollout_temperature}
-
-
 @contextmanager
-def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[TrainerGroup]:
-    """A trainer of its own, apart from the run's if that is running on the same Ray."""
-    from engines.cluster import Cluster
-    from stages.train.group import TrainerGroup
-    from stages.train.spec import TrainerSpec
+def replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
+    """Yield a PolicyRestorer of a new trainer.
+
+    The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
+    """
+    from penstock.engines.cluster import Cluster
+    from penstock.stages.train.group import TrainerGroup
+    from penstock.stages.train.restore import PolicyRestorer
+    from penstock.stages.train.spec import TrainerSpec
 
     spec = TrainerSpec(
         run=keys.run,
-        shape=_shape(store, keys),
+        shape=_recorded_shape(store, keys),
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -249,25 +262,25 @@ def _trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[T
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
     group = TrainerGroup(cluster, spec)
     try:
-        yield group
+        base = CheckpointRef.model_validate(store.read_json(keys.origin("base")))
+        yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
         cluster.stop()
 
 
-def _shape(store: Store, keys: RunKeys) -> ModelShape:
-    """Return the shape of the model that a run trains. Raises RunError if its starting weights are not in the store."""
-    from engines.megatron.shape import ModelShape
+def _recorded_shape(store: Store, keys: RunKeys) -> ModelShape:
+    """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
+    from penstock.engines.families.shape import ModelShape
 
     base = store.read_json(keys.origin("base"))
     if base is None:
-        raise RunError(f"run {keys.run!r} has no starting weights: it has trained nothing that could be replayed")
+        raise RunError(
+            f"run {keys.run!r} has no initial weights and has not trained any round: there is nothing to replay"
+        )
     model = store.committed(base["key"].removesuffix(commit_key("")))
     if model is None or "shape" not in model.state:
-        raise RunError(f"{base['key']}, the starting weights of run {keys.run!r}, is not in the store: convert the model again")
+        raise RunError(
+            f"the initial weights of run {keys.run!r} ({base['key']}) are not in the store: convert the model again"
+        )
     return ModelShape.model_validate(model.state["shape"])
-
-
-def _line(replayed: Replayed) -> str:
-    why = f": {replayed.why}" if replayed.why else ""
-    return f"  round {replayed.rollout_id:>4}  {replayed.verdict}{why}"

@@ -1,12 +1,13 @@
-"""Supervised fine-tuning: the same loop over demonstrations. No engine runs; a round's shard is a piece of the data set."""
+"""Supervised fine-tuning: the loop of post_train.py over demonstrations, without engines. Each round trains
+on the next rows of the data set."""
 
 from __future__ import annotations
 
 from prefect import flow
 
-from flows import tasks
-from flows.config import PostTrainConfig
-from flows.session import Session
+from penstock.flows import tasks
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.session import Session
 
 
 @flow(name="sft", flow_run_name="{config.run.run}", validate_parameters=True)
@@ -14,7 +15,7 @@ def sft(config: PostTrainConfig) -> None:
     """Fine-tune on demonstrations.
 
     Args:
-        config: everything about the run; the same run name resumes it.
+        config: config of the run. If a run of its name exists, that run is resumed.
     """
     with Session("sft", config) as session:
         tasks.convert(session)

@@ -1,106 +1,39 @@
-"""The stages as Prefect tasks: a name, retries, and one call each. What a stage does is in stages/, what is true is in the store.
+"""The stages of a run as Prefect tasks, which add a name and retries. The code of the stages is in stages/.
 
-Every task is safe to run again: it begins by looking for its own commit. Task results are never persisted (a cached result would come
-back without running, past the check of who holds which policy).
+Every task is idempotent: if the store already has its commit, the task returns that commit.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from prefect import Task, task
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.futures import PrefectFuture
-from prefect.tasks import exponential_backoff
-
-from flows.conversion import converted, taken_in
-from flows.prefect_api import summary_artifact
-from flows.room import run_with_room
-from flows.session import Session
-from storage.errors import StoreFull
-from storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
-from storage.retention import expire_checkpoints
-
-RETRY_DELAY_SECONDS = 2
-
-
-class Stage:
-    """A Prefect task whose first argument is the session, made of a plain function.
-
-    It begins only while nobody has asked the run to stop. A failure is shown and tried again: every attempt looks for the stage's
-    commit first, and asks trainer and engines what they hold. A full disk is waited for (room.py) before it counts as a failure.
-    """
-
-    def __init__(self, name: str, body: Callable[..., Any], *, after_save: bool = False) -> None:
-        self.body = body
-        self.after_save = after_save
-        functools.update_wrapper(self, body)
-        self._task: Task[..., Any] = task(
-            name=body.__name__,
-            task_run_name=name,
-            retry_delay_seconds=exponential_backoff(RETRY_DELAY_SECONDS),
-            retry_jitter_factor=0.5,
-            retry_condition_fn=_worth_retrying,
-            persist_result=False,
-            cache_policy=NO_CACHE,
-        )(self._telling())
-
-    def __call__(self, session: Session, *args: Any) -> Any:
-        """Run it here, tried again as often as --stage-retries says."""
-        return self._prepared(session)(session, *args)
-
-    def submit(self, session: Session, *args: Any) -> PrefectFuture[Any]:
-        """Run it beside what comes next."""
-        return self._prepared(session).submit(session, *args)
-
-    def _prepared(self, session: Session) -> Task[..., Any]:
-        session.stop.check()
-        if self.after_save:
-            session.settle()
-        return self._task.with_options(retries=session.config.run.stage_retries)
-
-    def _telling(self) -> Callable[..., Any]:
-        body = self.body
-
-        @functools.wraps(body)
-        def told(session: Session, *args: Any) -> Any:
-            try:
-                return run_with_room(lambda: body(session, *args), session.places, session.stop, session.display.note)
-            except BaseException as error:
-                session.failed(body.__name__, error)
-                raise
-
-        return told
-
-
-def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any]], Stage]:
-    """Makes a function a stage. `name` is a format string over its arguments; `after_save` has it wait for a checkpoint that is being
-    written."""
-    return functools.partial(Stage, name, after_save=after_save)
-
-
-def _worth_retrying(task: Any, run: TaskRun, state: State[Any]) -> bool:
-    """A wrong request stays wrong, and a disk that was full for minutes stays full; everything else (a dead process, a timeout) may pass."""
-    return not isinstance(state.data, (ValueError, StoreFull))
+from penstock.flows.runtime.conversion import import_model, origin_of, run_conversion
+from penstock.flows.runtime.prefect_api import summary_artifact
+from penstock.flows.runtime.session import Session
+from penstock.flows.runtime.stage import stage
+from penstock.storage.maintenance.retention import expire_checkpoints
+from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 
 
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """The Hugging Face checkpoint as torch_dist in the store, verified; every policy of the run begins there. So for what it is compared
-    with: a reference of its own, a teacher."""
-    config = session.config.convert.model_copy(update={"convert_save": None})  # a run begins from its own store
-    for name, path in session.config.train.models_beside.items():
-        session.pin(name, path, taken_in(session.processes.cluster, session.store, config, path))
-    return session.begin_at(converted(session.processes.cluster, session.store, config, verify=True))
+    """Convert the Hugging Face checkpoint (the initial policy) to torch_dist in the store, and verify it.
+
+    The auxiliary models (reference, teacher) are imported in the same way.
+    """
+    # A run loads its initial weights from its own store.
+    config = session.config.convert.model_copy(update={"convert_save": None})
+    cluster = session.processes.cluster
+    for name, path in session.config.train.auxiliary_models.items():
+        session.pin(name, path, import_model(cluster, session.store, config, path))
+    return session.set_base(run_conversion(cluster, session.store, config, verify=True))
 
 
 @stage("restore")
 def restore(session: Session) -> None:
-    """Build the trainer with the policy the run has come to, while the engines load. Nothing to do if all rounds are trained."""
-    session.processes.bridge()
+    """Start the trainer with the run's latest policy, unless all rounds are trained. The engines load meanwhile."""
+    session.processes.materialize_fork()
     version = session.num_trained()
     if version < session.config.run.num_rollout:
         session.processes.trainer_at(version)
@@ -108,113 +41,96 @@ def restore(session: Session) -> None:
 
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
-    """Generate and grade the samples of one round with policy version `rollout_id`."""
-    from stages.rollout.beginning import beginning_of
-    from stages.rollout.rollout import rollout_stage
-    from stages.rollout.round import Round
+    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`."""
+    from penstock.stages.rollout.prompts.data_source import RolloutRound
+    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     prefix = session.keys.rollout(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
         with session.display.progress("samples") as report, session.processes.engines_at(rollout_id) as engines:
-            commit = rollout_stage(
+            context = RolloutContext(
                 session.store,
-                prefix,
-                Round(session.keys.run, rollout_id, policy_version=rollout_id),
-                engines=engines,
-                source=session.prompts,
-                tokenizer=session.tokenizer,
-                config=session.config.rollout,
-                beginning=beginning_of(session.store, session.keys, rollout_id),
-                grader=session.grader,
-                stamp=session.stamp,
+                session.config.rollout,
+                session.prompts,
+                session.tokenizer,
+                engines,
+                session.grader,
+                provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
                 connect=session.processes.connect_to_train,
             )
+            round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
+            commit = rollout_stage(context, prefix, round, resume_point_of(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
 
 
 @stage("demonstrations-{rollout_id:06d}")
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
-    """Take the demonstrations of one round from the data set."""
-    from stages.rollout.beginning import beginning_of
-    from stages.rollout.demonstrations import demonstration_stage
+    """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
+    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.rollout import RolloutContext
+    from penstock.stages.rollout.sft_data import sft_data_stage
 
     prefix = session.keys.rollout(rollout_id)
-    commit = session.store.committed(prefix) or demonstration_stage(
-        session.store,
-        prefix,
-        run=session.keys.run,
-        rollout_id=rollout_id,
-        source=session.prompts,
-        tokenizer=session.tokenizer,
-        config=session.config.rollout,
-        state=beginning_of(session.store, session.keys, rollout_id).state,
-        stamp=session.stamp,
-    )
+    commit = session.store.committed(prefix)
+    if commit is None:
+        context = RolloutContext(
+            session.store, session.config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
+        )
+        state = resume_point_of(session.store, session.keys, rollout_id).state
+        commit = sft_data_stage(context, prefix, session.keys.run, rollout_id, state)
     return _rollout_ref(session, prefix, commit)
 
 
 @stage("train-{rollout.rollout_id:06d}", after_save=True)
 def train(session: Session, rollout: RolloutRef) -> StepRef:
-    """One round of training on a committed rollout, once the checkpoint of the round before is written."""
-    from stages.train.policy import step_ref, train_round
+    """Train one round on a committed rollout, after the previous round's checkpoint is saved."""
+    from penstock.stages.train.restore import step_ref
 
     r = rollout.rollout_id
     prefix = session.keys.step(r)
-    commit = session.store.committed(prefix) or train_round(
-        session.store,
-        session.keys,
-        session.processes.trainer,
-        r,
-        base=session.processes.base,
-        on_progress=session.display.note,
-        **session.stamp,
-    )
+    commit = session.store.committed(prefix) or session.processes.policy.train_round(r)
     return step_ref(session.keys, session.record(prefix, commit))
 
 
 @stage("publish-{version:06d}")
 def publish(session: Session, version: int) -> None:
-    """Let every engine serve policy `version`, if a rollout is still to be made with it."""
-    if session.generates_with(version):
+    """Load policy `version` into every engine, unless the rollout of that version is committed or not needed."""
+    if session.needs_rollout(version):
         session.processes.publish(version)
 
 
 def checkpoint(session: Session, version: int) -> None:
-    """Save policy `version` while the engines go on; the next stage that needs the trainer waits for it."""
-    session.save_meanwhile(save.submit(session, version))
+    """Start saving policy `version` in another thread. The next stage that changes the trainer waits for the commit."""
+    session.track_checkpoint(save.submit(session, version))
 
 
 @stage("checkpoint-{version:06d}")
 def save(session: Session, version: int) -> CheckpointRef:
-    """Save policy `version` with everything that training needs to go on from it, then let old checkpoints go."""
-    from stages.train.policy import save_checkpoint
-
+    """Save policy `version` with its optimizer state, then remove old checkpoints."""
     prefix = session.keys.checkpoint(version)
     if session.store.committed(prefix) is None:
-        save_checkpoint(
-            session.store, session.keys, session.processes.trainer, version, base=session.processes.base, **session.stamp
-        )
+        session.processes.policy.save_checkpoint(version)
     commit = session.record(prefix, session.committed(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
         expired = expire_checkpoints(session.store, session.keys, keep=run.keep_checkpoints, best=run.keep_best)
         if expired:
-            session.display.note(f"checkpoints that are not kept any more: {', '.join(map(str, expired))}")
-    return CheckpointRef(
-        key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="torch_dist", policy_version=version
-    )
+            session.display.note(f"removed old checkpoints: {', '.join(map(str, expired))}")
+    uri = session.store.path(commit.attempt or "")
+    return CheckpointRef(key=commit_key(prefix), uri=uri, format="torch_dist", policy_version=version)
 
 
 @stage("eval-{version:06d}-{name}")
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
-    """Score policy `version` on one data set: a rollout on its prompts, summed up instead of trained on."""
-    from stages.eval.score import score
-    from stages.rollout.prompts.source import PromptSource
-    from stages.rollout.rollout import rollout_stage
-    from stages.rollout.round import Round
+    """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
+    from penstock.stages.eval.score import score
+    from penstock.stages.rollout.prompts.data_source import RolloutRound
+    from penstock.stages.rollout.prompts.source import PromptSource
+    from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     evals = session.config.eval
     prefix = session.keys.eval(version, name)
@@ -223,30 +139,38 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
         config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
         source = PromptSource.open(config)
         with session.display.progress(f"eval {name}") as report, session.processes.engines_at(version) as engines:
-            commit = rollout_stage(
+            context = RolloutContext(
                 session.store,
-                prefix,
-                Round(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
-                engines=engines,
-                source=source,
-                tokenizer=session.tokenizer,
-                config=config,
-                num_prompts=len(source),
-                summarise=lambda samples: score(
-                    samples, name, pass_threshold=evals.settings(name).get("pass_threshold"), require_pass_rate=evals.log_passrate
-                ),
-                stamp=session.stamp,
+                config,
+                source,
+                session.tokenizer,
+                engines,
+                provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
                 connect=session.processes.connect,
             )
+            commit = rollout_stage(
+                context,
+                prefix,
+                RolloutRound(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
+                num_prompts=len(source),
+                summarize=lambda samples: score(
+                    samples,
+                    name,
+                    pass_threshold=evals.settings(name).get("pass_threshold"),
+                    require_pass_rate=evals.log_passrate,
+                ),
+            )
     session.record(prefix, commit)
-    return EvalRef(key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"])
+    return EvalRef(
+        key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"]
+    )
 
 
 @stage("eval-{version:06d}")
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
-    """Score policy `version` on several data sets side by side: one set's last long responses leave room for another's."""
+    """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
     with session.processes.engines_shared(version):
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
@@ -258,15 +182,17 @@ def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
     missing = [name for name in names if session.store.committed(session.keys.eval(version, name)) is None]
-    if len(missing) > 1 and not session.config.rollout.agent_endpoint_port:  # a port of its own choice can have one endpoint only
-        return evaluate_all(session, version)
+    if (
+        len(missing) > 1 and not session.config.rollout.agent_endpoint_port
+    ):  # parallel evaluations cannot share a fixed port
+        return list(evaluate_all(session, version))
     return [evaluate_one(session, version, name) for name in names]
 
 
 @stage("export-{version:06d}", after_save=True)
 def export(session: Session, version: int) -> CheckpointRef:
-    """Policy `version` as a Hugging Face directory."""
-    from stages.convert.to_hf import export_hf
+    """Export policy `version` as a Hugging Face directory."""
+    from penstock.stages.convert.to_hf import export_hf
 
     prefix = session.keys.export(version)
     commit = session.store.committed(prefix)
@@ -276,45 +202,49 @@ def export(session: Session, version: int) -> CheckpointRef:
             export_hf,
             session.store,
             session.committed(checkpoint),
-            session.config.convert.hf_checkpoint,
+            origin_of(session.config.convert),
             prefix,
-            dtype=session.config.convert.export_dtype,
-            mtp=session.config.convert.mtp,
             inputs={"checkpoint": commit_key(checkpoint)},
             timeout=session.config.convert.convert_timeout,
         )
     session.record(prefix, commit)
-    return CheckpointRef(
-        key=commit_key(prefix), uri=session.store.path(commit.attempt or ""), format="hf", policy_version=version
-    )
+    uri = session.store.path(commit.attempt or "")
+    return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
 def finish(session: Session) -> None:
-    """Say what came of the run: a table in the terminal, and the same as an artifact on the flow run's Prefect page."""
-    session.settle()
+    """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
+    session.wait_for_checkpoint()
     table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
     summary_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
 def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
-    """What is due after so many rounds, decided once: policy version -> stages to run."""
+    """Return a function: policy version -> stages due after that version is trained (checkpoint, evaluate, export)."""
     run, evals = session.config.run, session.config.eval
     last = run.num_rollout
 
     def due(version: int) -> list[Callable[[Session, int], Any]]:
-        saves = version > 0 and (version == last or bool(run.save_interval and version % run.save_interval == 0))
-        scores = bool(evals.eval_prompt_data) and (
-            version in (0, last) or bool(evals.eval_interval and version % evals.eval_interval == 0)
-        )
-        exports = version > 0 and version == last
-        stages: list[tuple[Callable[[Session, int], Any], bool]] = [(checkpoint, saves), (evaluate, scores), (export, exports)]
-        return [stage for stage, wanted in stages if wanted]
+        stages: list[Callable[[Session, int], Any]] = []
+        is_last = version == last
+        if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
+            stages.append(checkpoint)
+        scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
+        if evals.eval_prompt_data and scores:
+            stages.append(evaluate)
+        if version > 0 and is_last:
+            stages.append(export)
+        return stages
 
     return due
 
 
 def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
+    """Show a rollout's commit in the terminal and in MLflow. Return a reference to it."""
     session.record(prefix, commit)
     return RolloutRef(
-        key=commit_key(prefix), rollout_id=commit.index, num_samples=commit.num_samples(), policy_version=commit.policy_version
+        key=commit_key(prefix),
+        rollout_id=commit.index,
+        num_samples=commit.num_samples(),
+        policy_version=commit.policy_version,
     )

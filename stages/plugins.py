@@ -1,7 +1,8 @@
-"""Functions of the user's: found, checked and called with a time limit. A reward, an estimator, a loss, a filter, a hook.
+"""Load, check and call user-defined functions: a reward, an estimator, a loss, a filter, a hook.
 
-They are named by `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`. Graders and generators have processes and loops of
-their own and use `load_function` alone; short functions that are called in this process are a `Plugin`.
+A function is named by a path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`. Short functions are
+called in this process through `Plugin`; reward and generate functions, which run in their own processes, threads or
+event loops, are only loaded here (`load_function`).
 """
 
 from __future__ import annotations
@@ -19,114 +20,155 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from storage.errors import PluginError
+from penstock.storage.errors import PluginError
 
-# Functions of slime that configurations name and that are answered here: slime need not be installed.
-_OURS = {
-    f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}": f"stages.rollout.filters:{name}"
-    for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
+# Old path -> current path. Existing configurations and run.json files name slime's filters (slime need not be
+# installed) and modules of penstock that have moved since; both must still load.
+ALIASES = {
+    f"{old}.{name}": f"penstock.stages.rollout.plugins.{new}:{name}"
+    for old, new, names in (
+        (
+            "slime.rollout.filter_hub.dynamic_sampling_filters",
+            "filters",
+            ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"),
+        ),
+        (
+            "stages.rollout.filters",
+            "filters",
+            ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"),
+        ),
+        ("stages.rollout.custom_source", "custom_source", ("RolloutDataSource", "RolloutDataSourceWithBuffer")),
+    )
+    for name in names
 }
 
 
 class Plugin:
-    """A function of the user's, called by position with what `words` name, one call at a time.
+    """A user-defined function, called with positional arguments, one call at a time.
 
     Args:
-        path: see above.
-        words: names of the arguments, for the check of its signature and for messages.
-        usual_name: what a bare file.py is expected to define.
+        path: path of the function, in a form that the module docstring lists.
+        parameters: names of the positional arguments of every call; the function's signature must accept them.
+        usual_name: default name of the function if `path` is only a file.
         timeout: seconds that a call may take (`--reward-timeout`).
 
     Raises:
-        PluginError: it does not load, or cannot be called like this.
+        PluginError: the function does not load, or its signature does not accept `parameters`.
     """
 
-    def __init__(self, path: str, words: Sequence[str], *, usual_name: str, timeout: float) -> None:
-        self.function = load_checked(path, usual_name, words)
+    def __init__(self, path: str, parameters: Sequence[str], *, usual_name: str, timeout: float) -> None:
+        self.function = load_checked(path, usual_name, parameters)
         self.name = name_of(self.function, path)
         self.timeout = timeout
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Any:
-        """What it returns; an asynchronous one is awaited. It runs in a thread that keeps nobody from exiting if it hangs.
+        """Call the function in a daemon thread and return its result; an async function is awaited. If the function
+        hangs, its thread does not prevent this process from exiting.
 
         Raises:
-            PluginError: it raises, or takes too long; one sentence that names it.
+            PluginError: the function raises, or takes longer than `timeout`; the message names the function.
         """
-        answer: Future[Any] = Future()
-        with self._one_at_a_time:
-            threading.Thread(target=_answer, args=(answer, self.function, arguments), name=self.name, daemon=True).start()
-            wait([answer], self.timeout)
-        if not answer.done():
-            raise PluginError(f"{self.name} takes more than {self.timeout:g} s: make it faster, or raise --reward-timeout")
-        if error := answer.exception():
+        result: Future[Any] = Future()
+        with self._lock:
+            threading.Thread(
+                target=_call_and_set, args=(result, self.function, arguments), name=self.name, daemon=True
+            ).start()
+            wait([result], self.timeout)
+        if not result.done():
+            raise PluginError(
+                f"{self.name} takes more than {self.timeout:g} s: make the function faster, or raise --reward-timeout"
+            )
+        if error := result.exception():
             raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
-        return answer.result()
+        return result.result()
 
 
-def _answer(answer: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _call_and_set(result: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     try:
         value = function(*arguments)
-        answer.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
-    except BaseException as error:  # also SystemExit: nobody else would see it, and the caller would wait in vain
-        answer.set_exception(error)
+        result.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+    except BaseException as error:  # including SystemExit: otherwise the caller would wait until the timeout
+        result.set_exception(error)
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def check_signature(function: Callable[..., Any], name: str, words: Sequence[str]) -> None:
-    """Raise PluginError unless `function` can be called by position with what `words` name, and returns instead of yielding."""
+def check_signature(function: Callable[..., Any], name: str, parameters: Sequence[str]) -> None:
+    """Check that a function accepts the positional arguments `parameters`, and is not a generator function.
+
+    Raises:
+        PluginError: it does not, or is one; the message begins with `name`.
+    """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(f"{name} is a generator and would never run: return instead of yielding")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a callable from C: the first call will tell
+        return  # a C function without a signature: only the first call can show whether it accepts the arguments
     try:
-        signature.bind(*words)
+        signature.bind(*parameters)
     except TypeError as error:
-        raise PluginError(f"{name} has the signature {signature}, but is called with ({', '.join(words)}): {error}") from None
+        raise PluginError(
+            f"{name} has the signature {signature}, but is called with ({', '.join(parameters)}): {error}; "
+            "change its parameters"
+        ) from None
 
 
 def name_of(function: Callable[..., Any], path: str) -> str:
-    """`check of filters.py`: what messages call it."""
+    """Return the function's name for messages, e.g. `check of filters.py`."""
     return f"{getattr(function, '__qualname__', type(function).__qualname__)} of {path.rpartition(':')[0] or path}"
 
 
-def load_checked(path: str, usual_name: str, words: Sequence[str]) -> Callable[..., Any]:
-    """The function that `path` names, if it can be called by position with what `words` name. Raises PluginError otherwise."""
+def load_checked(path: str, usual_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Load the function that `path` names and check its signature.
+
+    Raises:
+        PluginError: the function does not load, or its signature does not accept `parameters`.
+    """
     function = load_function(path, usual_name=usual_name)
-    check_signature(function, name_of(function, path), words)
+    check_signature(function, name_of(function, path), parameters)
     return function
 
 
 def load_function(
-    path: str, usual_name: str = "reward_func", usual: Callable[[Any], bool] = lambda found: False
+    path: str, usual_name: str = "reward_func", usual: Callable[[Any], bool] = lambda value: False
 ) -> Callable[..., Any]:
-    """The function (or class) that `path` names.
+    """Load the function (or class) that `path` names.
 
     Args:
-        path: see above.
-        usual_name: what a bare file.py is expected to define, unless it defines one function only.
-        usual: whether it is what such a file may define instead of that name, among helpers.
+        path: path of the function, in a form that the module docstring lists.
+        usual_name: default name of the function if `path` names only a file; without it, the file's only function.
+        usual: selects one of several functions of the file if none of them has the default name.
 
     Raises:
-        PluginError: no such file, module or function, or it fails to import.
+        PluginError: the file, module or function does not exist, or importing the module fails.
     """
-    path = _OURS.get(path.replace(":", "."), path)
+    path = ALIASES.get(path.replace(":", "."), path)
     place, colon, name = path.rpartition(":")
     if not colon:
         place, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]
     if not place:
-        raise PluginError(f"{path!r} names no function: write file.py, file.py:name, pkg.module:name or pkg.module.name")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, path)
+        raise PluginError(
+            f"{path!r} does not name a function: write file.py, file.py:name, pkg.module:name or pkg.module.name"
+        )
+    if place.endswith(".py"):
+        module = _load_file(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{path}: module {place} fails to import: {_import_failure(error)}") from error
     if not name:
-        name = _only_function(module, place, usual_name, usual)
+        name = _default_function(module, place, usual_name, usual)
     function = getattr(module, name, None)
     if not callable(function):
-        raise PluginError(f"{place} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}: name one of them")
+        raise PluginError(
+            f"{place} has no function {name!r}; it defines {', '.join(_public_functions(module)) or 'none'}: "
+            "name one of them"
+        )
     return function
 
 
@@ -144,25 +186,21 @@ def _load_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginError(f"{file} fails to import: {_reason(error)}") from error
+        raise PluginError(f"{file} fails to import: {_import_failure(error)}") from error
     return module
 
 
-def _load_module(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{path}: module {name} fails to import: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Of a failed import, in a few words."""
+def _import_failure(error: BaseException) -> str:
+    """Return why an import failed, for a message."""
     if isinstance(error, SystemExit):
-        return f'it calls sys.exit({error.code!r:.50}) while it is imported; remove that, or put it under `if __name__ == "__main__"`'
+        return (
+            f"it calls sys.exit({error.code!r:.50}) while it is imported; remove that, or move it under "
+            '`if __name__ == "__main__"`'
+        )
     return f"{type(error).__name__}: {error}"
 
 
-def _functions(module: ModuleType) -> list[str]:
+def _public_functions(module: ModuleType) -> list[str]:
     own = vars(module).items()
     return [
         name
@@ -171,11 +209,11 @@ def _functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _only_function(module: ModuleType, place: str, usual_name: str, usual: Callable[[Any], bool]) -> str:
-    found = _functions(module)
-    if usual_name in found:
+def _default_function(module: ModuleType, place: str, usual_name: str, usual: Callable[[Any], bool]) -> str:
+    names = _public_functions(module)
+    if usual_name in names:
         return usual_name
-    found = [name for name in found if usual(getattr(module, name))] or found
-    if len(found) != 1:
-        raise PluginError(f"{place} defines {', '.join(found) or 'no function'}: say which one is meant, {place}:NAME")
-    return found[0]
+    names = [name for name in names if usual(getattr(module, name))] or names
+    if len(names) != 1:
+        raise PluginError(f"{place} defines {', '.join(names) or 'no function'}: name one of them, {place}:NAME")
+    return names[0]

@@ -1,1 +1,1 @@
-"""Formats and places: what passes between stages, and where it lies."""
+"""The store: file formats, commit records, and all reading and writing of disks and object storage."""

@@ -1,6 +1,6 @@
-"""What every store needs of a local disk: files that are durable, hashed and created at most once.
+"""Durable files on a local disk: atomic creation, fsync, deletion, hashes.
 
-Used by store.py for stores that are directories, and by objects.py for the scratch copies of what lies on an object store.
+Used by store.py for local stores, and by objects.py for temporary local copies of files in an object store.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from typing import TypeVar
 
 import xxhash
 
-from storage.errors import StoreError, StoreFull
-from storage.refs import FileRecord
+from penstock.storage.errors import StoreError, StoreFull
+from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-CHUNK = 16 << 20  # bytes read at a time
-_NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 lets go of the interpreter's lock (27 GB/s a core, measured)
-NO_HARD_LINKS = (
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EMLINK,
-)  # of link(2) on FAT, some FUSE and CIFS mounts
+CHUNK = 16 << 20  # bytes per read
+_NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
+# Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
-    """Write a file whole and durably, unless its name is taken. True if this call wrote it."""
-    with full_at(target.parent):
+    """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it.
+
+    With `single_writer`, no other process creates `target`, so that hard links are not needed.
+    """
+    with translate_disk_full(target.parent):
         make_directory(target.parent)
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
@@ -48,7 +46,7 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if not _link(temporary, target, single_writer):
+            if not _publish(temporary, target, single_writer):
                 return False
         finally:
             temporary.unlink(missing_ok=True)
@@ -56,8 +54,28 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     return True
 
 
+def _publish(temporary: Path, target: Path, single_writer: bool) -> bool:
+    """Make the file `temporary` visible as `target`. Return False if `target` exists."""
+    if single_writer:  # works without hard links
+        if target.exists():
+            return False
+        temporary.rename(target)
+        return True
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        # If an NFS reply is lost, the client repeats the request and gets EEXIST although the first request succeeded.
+        # A link count of 2 proves that it did (see open(2)).
+        if os.stat(temporary).st_nlink == 2:
+            return True
+        if error.errno == errno.EEXIST:
+            return False
+        raise
+    return True
+
+
 def replace(target: Path, data: bytes) -> None:
-    """Write a file whole, whatever has its name, without waiting for the disk."""
+    """Write a file atomically, replacing an existing one, without fsync."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -68,8 +86,8 @@ def replace(target: Path, data: bytes) -> None:
 
 
 @contextmanager
-def full_at(place: str | Path) -> Iterator[None]:
-    """In this block an OSError that says "no room" (ENOSPC, EDQUOT) becomes a StoreFull that names `place`."""
+def translate_disk_full(place: str | Path) -> Iterator[None]:
+    """Turn an OSError with ENOSPC or EDQUOT inside the block into a StoreFull that names the directory `place`."""
     try:
         yield
     except OSError as error:
@@ -79,33 +97,16 @@ def full_at(place: str | Path) -> Iterator[None]:
 
 
 def store_full(place: str | Path) -> StoreFull:
-    """The error of a disk that has no room left, with what its file system says of it."""
+    """Return the error for a full disk or quota at `place`, with the free space of the file system."""
     place = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
-    return StoreFull(f"no room is left in {place} ({free / 1e6:.0f} MB free): free some space there, or raise the quota")
-
-
-def _link(temporary: Path, target: Path, single_writer: bool) -> bool:
-    """Give a written file its name, unless the name is taken."""
-    if single_writer:  # also for file systems without hard links
-        if target.exists():
-            return False
-        temporary.rename(target)
-        return True
-    try:
-        os.link(temporary, target)
-    except OSError as error:
-        # An NFS server may answer "exists" to a link it has made itself after a lost reply: two names prove it (open(2)).
-        if os.stat(temporary).st_nlink == 2:
-            return True
-        if error.errno == errno.EEXIST:
-            return False
-        raise
-    return True
+    return StoreFull(
+        f"no room is left in {place} ({free / 1e6:.0f} MB free): free some space there, or raise the quota"
+    )
 
 
 def make_directory(path: Path) -> None:
-    """`mkdir -p` that survives a power cut: the parent of every new directory is synced."""
+    """Create a directory and its parents durably: fsync the parent of every new directory."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -113,27 +114,29 @@ def make_directory(path: Path) -> None:
     fsync(path.parent)
 
 
-def secure(files: Sequence[Path], top: Path) -> None:
-    """Make written files durable: their data, and every name on the way to them from `top`."""
+def fsync_files(files: Sequence[Path], top: Path) -> None:
+    """Make written files durable: fsync the files and every directory from `top` down to them."""
     directories = {top}
     for file in files:
         directories.update(parent for parent in file.parents if parent.is_relative_to(top))
-    with full_at(top):
+    with translate_disk_full(top):
         in_parallel(fsync, files, _NUM_READERS)
         for directory in directories:
             fsync(directory)
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:
-    """Remove files, durably, and the directories below `root` that become empty. What is not there is fine.
+    """Delete files durably, and the directories below `root` that become empty. Missing files are skipped.
 
     Raises:
-        StoreError: a symbolic link leads out of `root`, or this user may not delete here.
+        StoreError: a path leads out of `root` by a symbolic link, or the user is not permitted to delete a file.
     """
     top, parents = Path(os.path.realpath(root)), set[Path]()
     for path in paths:
         if path.parent not in parents and not Path(os.path.realpath(path.parent)).is_relative_to(top):
-            raise StoreError(f"{path} is reached by a symbolic link that leads out of {root}: delete it by hand")
+            raise StoreError(
+                f"{path} leads out of the store {root} by a symbolic link and was not deleted: delete it by hand"
+            )
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -144,17 +147,17 @@ def delete(paths: Iterable[Path], root: Path) -> None:
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         while directory != root and _remove_if_empty(directory):
             directory = directory.parent
-        fsync(directory)  # what is deleted after this must not outlast it
+        fsync(directory)  # makes these deletions durable before any later one
 
 
 def remove_empty_directories(top: Path) -> None:
-    """Remove `top` and the directories below it, as far as they hold no file."""
+    """Remove `top` and the directories below it that contain no file."""
     for place, _, _ in os.walk(top, topdown=False):
         _remove_if_empty(Path(place))
 
 
 def _remove_if_empty(directory: Path) -> bool:
-    """Whether the directory is gone."""
+    """Remove a directory if it is empty. Return whether it no longer exists."""
     try:
         directory.rmdir()
     except FileNotFoundError:
@@ -173,53 +176,50 @@ def fsync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Every file under a directory, sorted."""
+    """Return every file under a directory, sorted."""
     return sorted(Path(place) / name for place, _, names in os.walk(directory) for name in names)
 
 
-def records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRecord]:
-    """What proves written files: size, hash, and rows of Parquet; `attempt` is the key of `top`."""
+def file_records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRecord]:
+    """Return size, hash and number of rows (of Parquet files) of written files. `attempt` is the key of `top`."""
 
     def record(file: Path) -> FileRecord:
+        rows = None
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            rows = pq.read_metadata(file).num_rows
         key = f"{attempt}/{file.relative_to(top).as_posix()}"
-        return FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=_num_rows(file))
+        return FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows)
 
     return in_parallel(record, files, _NUM_READERS)
 
 
-def _num_rows(file: Path) -> int | None:
-    if file.suffix != ".parquet":
-        return None
-    import pyarrow.parquet as pq
-
-    return pq.read_metadata(file).num_rows
-
-
-def check(files: Sequence[tuple[Path, FileRecord]]) -> None:
-    """Compare files with what was committed, size and hash, several at a time.
+def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
+    """Check in parallel that files have the committed sizes and hashes.
 
     Raises:
-        StoreError: one is missing or differs.
+        StoreError: a file is missing or differs.
     """
 
-    def one(job: tuple[Path, FileRecord]) -> None:
+    def verify(job: tuple[Path, FileRecord]) -> None:
         path, record = job
-        found = path.stat().st_size if path.is_file() else None
-        if found != record.bytes:
-            raise wrong_size(str(path), record.bytes, found)
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.bytes:
+            raise size_mismatch(str(path), record.bytes, size)
         xxh3 = hash_file(path)
         if xxh3 != record.xxh3:
-            raise damaged(str(path), record.xxh3, xxh3)
+            raise hash_mismatch(str(path), record.xxh3, xxh3)
 
-    in_parallel(one, files, _NUM_READERS)
+    in_parallel(verify, files, _NUM_READERS)
 
 
 def hash_file(path: str | Path) -> str:
-    """xxh3-128 of a file's content, hex."""
+    """Return the xxh3-128 hash of a file's content in hex."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(CHUNK, max(1, Path(path).stat().st_size))))
     with open(path, "rb", buffering=0) as file:
@@ -228,19 +228,22 @@ def hash_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def wrong_size(path: str, expected: int, found: int | None) -> StoreError:
-    """The error of a committed file that is missing or has another size."""
-    state = "is missing" if found is None else f"has {found} bytes"
-    return StoreError(f"{path} {state}, but a commit names it with {expected} bytes: restore it from a backup")
+def size_mismatch(path: str, expected: int, size: int | None) -> StoreError:
+    """Return the error for a committed file that is missing or has another size."""
+    state = "is missing" if size is None else f"has {size} bytes"
+    return StoreError(f"{path} {state}, but was committed with {expected} bytes: restore it from a backup")
 
 
-def damaged(path: str, expected: str, found: str) -> StoreError:
-    """The error of a committed file whose bytes have changed."""
-    return StoreError(f"{path} has hash {found}, but a commit names it with {expected}: it is damaged, restore it from a backup")
+def hash_mismatch(path: str, expected: str, found: str) -> StoreError:
+    """Return the error for a committed file whose content has changed."""
+    return StoreError(f"{path} has hash {found}, but was committed with {expected}: restore it from a backup")
 
 
 def in_parallel(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """The results in order. After the first failure nothing new begins, and that failure is raised."""
+    """Apply a function to items in threads and return the results in the order of the items.
+
+    The first exception, in the order of the items, is raised; calls that have not started by then are cancelled.
+    """
     jobs = list(items)
     if len(jobs) < 2 or num_threads == 1:
         return [function(job) for job in jobs]

@@ -1,11 +1,11 @@
-"""Every error that Penstock raises on purpose, rooted in one class. Each class has a stable `code` that tests and scripts can check.
+"""Errors that Penstock raises on purpose. Each class has a stable `code` for tests and scripts; messages may change.
 
-A message is one sentence: what was found, what is needed, what to do. Wording may change; codes do not.
+A message is one sentence: the problem found, the requirement, and the remedy.
 """
 
 from __future__ import annotations
 
-from storage.secrets import redact
+from penstock.storage.secrets import redact
 
 
 class PenstockError(Exception):
@@ -18,34 +18,34 @@ class PenstockError(Exception):
 
 
 class InputError(PenstockError, ValueError):
-    """The request cannot be carried out as it was made; nothing expensive has started. The command ends with exit code 2.
+    """The command, its options or its input files are invalid. The command exits with code 2.
 
-    A `ValueError` too, so pydantic validators may raise it.
+    Also a `ValueError`, so that pydantic validators may raise it.
     """
 
     code = "input"
 
 
 class OptionError(InputError):
-    """A flag, a TOML file or a config value: unknown, malformed, out of range, or contradicting another one."""
+    """A flag, TOML key or config value is unknown, malformed, out of range, or conflicts with another option."""
 
     code = "option"
 
 
 class DataError(InputError):
-    """Prompt or evaluation data: missing files, broken rows, missing columns or labels."""
+    """A file of prompt or evaluation data is missing, or has malformed rows, missing columns or missing labels."""
 
     code = "data"
 
 
 class TemplateError(DataError):
-    """A chat template that is missing, fails, or exceeds its limits."""
+    """A chat template is missing, fails, or exceeds its limits."""
 
     code = "template"
 
 
 class ModelError(InputError):
-    """A checkpoint directory: config.json, weights, tokenizer."""
+    """A model directory has a missing, malformed or unsupported config.json, weight file or tokenizer."""
 
     code = "model"
 
@@ -57,36 +57,36 @@ class LayoutError(InputError):
 
 
 class RewardError(InputError):
-    """A reward that is missing, unknown, or cannot grade the given data."""
+    """A reward function is missing, unknown, or cannot grade the given data."""
 
     code = "reward"
 
 
 class PluginError(InputError):
-    """A user-defined function: not found, wrong signature, or not allowed."""
+    """A user-defined function is not found, has a wrong signature, is not allowed, or returns an invalid result."""
 
     code = "plugin"
 
 
 class EngineError(InputError):
-    """Options or addresses of SGLang or its router, or an architecture that the engine cannot serve."""
+    """An option or address of SGLang or its router is invalid, or the engine cannot serve the model."""
 
     code = "engine"
 
 
 class RunError(InputError):
-    """A run's name or record: unknown, taken, damaged, or started with other options."""
+    """A run is unknown or in use, its record is damaged, or its recorded options differ from the given ones."""
 
     code = "run"
 
 
 class StoreError(PenstockError, RuntimeError):
-    """The store: not reachable, not writable, full, or a file that is not what was committed."""
+    """The store is unreachable, not writable or full, or a file in it differs from its commit record."""
 
     code = "store"
 
 
 class StoreFull(StoreError):
-    """A disk has no room left: ENOSPC or EDQUOT. Retrying can help once somebody has made room."""
+    """A disk or quota is full (ENOSPC or EDQUOT). Retry after freeing space."""
 
     code = "store-full"

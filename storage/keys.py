@@ -1,17 +1,18 @@
-"""What may be a key of the store: a relative path that cannot name anything outside the store's root."""
+"""Validation of store keys (relative paths that cannot leave the store's root) and of run names."""
 
 from __future__ import annotations
 
 import re
 
-MOST_BYTES_OF_PART, MOST_BYTES = 255, 1024  # of a file name on common disks; of a key on S3
+MAX_PART_BYTES, MAX_KEY_BYTES = 255, 1024  # limit of a file name on common file systems; limit of a key on S3
 
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes of a file name
 
 
 def key_problem(key: str) -> str | None:
-    """Return why `key` cannot be a key of the store, or None if it can. The empty key is the root itself."""
+    """Return why `key` is invalid, as the predicate of a sentence, or None. The empty key, the store's root, is
+    valid."""
     if not key:
         return None
     parts = key.split("/")
@@ -24,24 +25,25 @@ def key_problem(key: str) -> str | None:
     if "." in parts or ".." in parts:
         return "has the part '.' or '..'"
     sizes = [len(part.encode(errors="surrogatepass")) for part in parts]
-    if max(sizes) > MOST_BYTES_OF_PART:
-        return f"has a part of {max(sizes)} bytes; {MOST_BYTES_OF_PART} are allowed"
-    if (size := sum(sizes) + len(parts) - 1) > MOST_BYTES:
-        return f"has {size} bytes; {MOST_BYTES} are allowed"
+    if max(sizes) > MAX_PART_BYTES:
+        return f"has a part of {max(sizes)} bytes; {MAX_PART_BYTES} are allowed"
+    if (size := sum(sizes) + len(parts) - 1) > MAX_KEY_BYTES:
+        return f"has {size} bytes; {MAX_KEY_BYTES} are allowed"
     return None
 
 
 def valid_key(key: str) -> str:
-    """Return `key`. For validators of records.
+    """Return `key` unchanged if it is valid. For pydantic models.
 
     Raises:
-        ValueError: it cannot be a key of the store.
+        ValueError: `key` is invalid.
     """
     if problem := key_problem(key):
-        raise ValueError(f"the key {key[:100]!r} {problem}: keys lie in the store")
+        raise ValueError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store")
     return key
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a run may have this name: letters, digits, dot, dash, underscore, at most 200 of them, the first a letter or digit."""
+    """Return whether `name` is a valid run name: at most 200 letters, digits, dots, dashes and underscores, beginning
+    with a letter or digit."""
     return re.fullmatch(RUN_NAME, name) is not None and len(name) <= MAX_RUN_NAME

@@ -1,4 +1,4 @@
-"""A request to stop soon: who asks (a signal, a scheduler), by when, and the exception that ends a stage because of it."""
+"""Cooperative preemption: a stop request with a grace period, and the exception with which a stage then ends."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ import time
 
 
 class Preempted(BaseException):
-    """A stage gave up because it was asked to. What was committed or journalled stands; the same command goes on from there.
+    """A stage was stopped on request. Committed rounds and journalled groups are kept; the same command resumes the
+    run.
 
-    Like KeyboardInterrupt no Exception: nothing went wrong, and nobody should try again.
+    A BaseException, like KeyboardInterrupt, so that retry loops do not catch it.
     """
 
 
 class StopRequest:
-    """Asked at most once, seen by every thread. Not asked, it costs nothing."""
+    """A stop request that threads can poll or wait for."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._deadline = float("inf")
 
     def ask(self, grace: float) -> None:
-        """Ask to stop within `grace` seconds; a later call changes nothing. Safe in a signal handler."""
+        """Request a stop within `grace` seconds. Later calls have no effect. Safe in a signal handler."""
         if not self._event.is_set():
             self._deadline = time.monotonic() + grace
             self._event.set()
 
     @property
     def requested(self) -> bool:
-        """Whether somebody has asked."""
+        """Return whether a stop was requested."""
         return self._event.is_set()
 
     @property
     def seconds_left(self) -> float:
-        """Until the grace period ends; infinite if nobody has asked."""
+        """Return the seconds until the grace period ends (negative afterwards); infinite without a request."""
         return self._deadline - time.monotonic()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until somebody asks, at most `timeout` seconds. Whether somebody has."""
+        """Wait at most `timeout` seconds for a request. Return whether a stop was requested."""
         return self._event.wait(timeout)
 
     def check(self) -> None:
-        """Raise Preempted if somebody has asked. Called between stages."""
+        """Raise Preempted if a stop was requested. The driver calls it between stages."""
         if self.requested:
             raise Preempted("asked to stop")

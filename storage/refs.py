@@ -1,7 +1,7 @@
-"""What crosses a task border: small frozen references, and the commit records they point to.
+"""Commit records, and the references to them that tasks pass to each other.
 
-A commit record is the only proof that a stage is done. It names every file it stands for with size and hash, what it consumed,
-and the numbers people look at. Readers open only what a commit names.
+A stage is done if and only if its commit record exists. The record lists the stage's files with size and hash, its
+inputs and its metrics. Readers open only files that a commit record lists.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from typing import Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from storage.errors import StoreError
-from storage.keys import valid_key
+from penstock.storage.errors import StoreError
+from penstock.storage.keys import valid_key
 
-TRAINED, BUFFER = "part", "buffer"  # shards of a rollout: what is trained on, and what was asked for and waits for a later round
+TRAINED, BUFFER = (
+    "part",
+    "buffer",
+)  # names of a rollout's shards: samples to train on, and groups buffered for a later round
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
 Record = TypeVar("Record", bound=BaseModel)
-Key = Annotated[str, AfterValidator(valid_key)]  # relative to the root of the store, and inside it
+Key = Annotated[str, AfterValidator(valid_key)]  # path relative to the root of the store, validated
 
 
 def parsed(model: type[Record], key: str, data: bytes) -> Record:
-    """Return the record that was read at `key`.
+    """Return the record that is stored as `data` at `key`.
 
     Raises:
-        StoreError: it is damaged, or names something outside the store.
+        StoreError: the record is malformed, or names a file outside the store.
     """
     try:
         return model.model_validate_json(data)
@@ -39,7 +42,7 @@ def parsed(model: type[Record], key: str, data: bytes) -> Record:
 
 
 class Frozen(BaseModel):
-    """Immutable, hashable, JSON-able."""
+    """Base of immutable, hashable records."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,25 +56,17 @@ class FileRecord(Frozen):
     rows: int | None = None  # for Parquet
 
 
-class ModelRef(Frozen):
-    """A model outside any run: a Hugging Face directory, or a converted one under `models/` in the store."""
-
-    uri: str  # a directory
-    format: Literal["hf", "torch_dist"]
-    fingerprint: str  # of config and weights; equal fingerprint = equal model
-
-
 class RolloutRef(Frozen):
     """A committed rollout."""
 
     key: str  # of its commit record, relative to the store
     rollout_id: int
     num_samples: int
-    policy_version: int  # that generated it; -1 for demonstrations
+    policy_version: int  # of the policy that generated the samples; -1 for demonstrations (SFT)
 
 
 class StepRef(Frozen):
-    """A committed round of training: rollout `rollout_id` was consumed, policy `policy_version` = rollout_id + 1 came out."""
+    """A committed training round, which consumed rollout `rollout_id` and produced policy version `rollout_id + 1`."""
 
     key: str
     rollout_id: int
@@ -79,10 +74,10 @@ class StepRef(Frozen):
 
 
 class CheckpointRef(Frozen):
-    """Committed weights of one policy version."""
+    """The committed checkpoint of one policy version, or a model that the run starts from."""
 
     key: Key
-    uri: str  # directory with the files
+    uri: str  # directory of the files
     format: Literal["torch_dist", "hf"]
     policy_version: int
 
@@ -96,13 +91,13 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
-COMMIT_VERSION = 2  # of commit records; 2: digest. Older ones are read.
+COMMIT_VERSION = 2  # format version of commit records; 2 adds `digest`. Older records can be read.
 
 
 class Commit(BaseModel):
-    """The record that a stage is done; written last, by one conditional create, never changed."""
+    """The commit record of a stage. It is written after all files, by one conditional create, and never changed."""
 
-    # "strings": a loss of NaN must not make its own commit unreadable (pydantic writes null otherwise).
+    # "strings" writes a NaN loss as "NaN"; pydantic's default, null, could not be read back.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     kind: Kind
@@ -111,35 +106,35 @@ class Commit(BaseModel):
     policy_version: int = -1
     attempt: Key | None = None  # key of the private directory that holds the files
     files: list[FileRecord] = Field(default_factory=list)
-    inputs: dict[str, str] = Field(default_factory=dict)  # what it consumed: role -> commit key or URI
+    inputs: dict[str, str] = Field(default_factory=dict)  # role, for instance "rollout" -> commit key or URI
     config_hash: str = ""
     code_version: str = ""
     created_at: float = Field(default_factory=time.time)  # seconds since the epoch
-    seconds: dict[str, float] = Field(default_factory=dict)  # where the time went
-    summary: dict[str, float] = Field(default_factory=dict)  # metrics, named as in docs (rollout/..., train/..., eval/...)
+    seconds: dict[str, float] = Field(default_factory=dict)  # part of the stage -> duration
+    summary: dict[str, float] = Field(default_factory=dict)  # metrics: rollout/..., train/..., eval/...
     state: dict[str, Any] = Field(
         default_factory=dict
-    )  # what the next stage or a replay needs (data cursor, digest, fingerprint)
+    )  # input of the next stage or a replay: data cursor, digest of the weights, ...
 
     record_version: int = Field(default=1, ge=1, le=COMMIT_VERSION)
-    digest: str = ""  # of all the rest (`record_digest`), set by `encoded`; records of version 1 have none
+    digest: str = ""  # hash of all other fields (`record_digest`), set by `encoded`; empty in records of version 1
 
     @model_validator(mode="after")
     def _check_keys(self) -> Commit:
         if self.attempt is not None and any(not file.path.startswith(f"{self.attempt}/") for file in self.files):
-            raise ValueError(f"it names files outside its attempt {self.attempt!r}")
+            raise ValueError(f"the record lists files outside its attempt {self.attempt!r}")
         for key in self.inputs.values():
             if key.endswith(commit_key("")):
                 valid_key(key)
         return self
 
     def num_samples(self, name: str = TRAINED) -> int:
-        """Rows of the committed shards of one kind."""
+        """Return the number of rows in the committed shards called `name`."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
 
 
 def encoded(commit: Commit) -> bytes:
-    """Return a commit as it is stored. Sets its version and its digest."""
+    """Set the version and digest of a commit, and return it as JSON."""
     commit.record_version, commit.digest = COMMIT_VERSION, ""
     record = json.loads(commit.model_dump_json())
     record["digest"] = commit.digest = record_digest(record)
@@ -147,24 +142,27 @@ def encoded(commit: Commit) -> bytes:
 
 
 def record_digest(record: dict[str, Any]) -> str:
-    """Return the xxh3-128, hex, of a stored commit's canonical JSON without its own digest. It shows damage; it is not a signature."""
+    """Return the digest of a stored commit: the xxh3-128, in hex, of its JSON with sorted keys and without `digest`.
+
+    A digest detects damage; it is not a signature.
+    """
     content = {name: value for name, value in record.items() if name != "digest"}
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def is_unchanged(data: bytes) -> bool | None:
-    """Whether a stored commit is as it was written; None if it carries no digest (record version 1)."""
+    """Return whether the digest of a stored commit is correct, or None if it has none (record version 1)."""
     record = json.loads(data)
     if "digest" not in record and record.get("record_version", 1) == 1:
         return None
-    return record.get("digest") == record_digest(record)
+    return bool(record.get("digest") == record_digest(record))
 
 
-ORIGINS = ("base", "reference", "teacher")  # models that a run may have been given
+ORIGINS = ("base", "reference", "teacher")  # roles of the models that a run starts with
 
 
 class RunKeys:
-    """Where things of one run lie, relative to the store. All commit keys end in `.commit.json`."""
+    """The keys of one run's records and directories in the store. Commit keys end in `.commit.json`."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -172,7 +170,7 @@ class RunKeys:
         self.record = f"{self.prefix}/run.json"
 
     def origin(self, name: str) -> str:
-        """What says which model the run was given in this place; see ORIGINS."""
+        """Return the key of the record that refers to the model in the role `name`, one of ORIGINS."""
         return f"{self.prefix}/{name}.json"
 
     def rollout(self, rollout_id: int) -> str:
@@ -192,5 +190,5 @@ class RunKeys:
 
 
 def commit_key(prefix: str) -> str:
-    """The key of the record that commits what lies under `prefix`."""
+    """Return the key of the commit record of the stage that writes under `prefix`."""
     return f"{prefix}.commit.json"

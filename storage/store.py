@@ -1,10 +1,11 @@
-"""The store: where a run lies, on a local disk or any fsspec URI, and the one protocol by which things become true.
+"""The store of runs, on a local disk or any fsspec URI, and its commit protocol.
 
-A stage writes under a private `attempt-<uuid>` prefix (`Store.writing`), then publishes one commit record by a conditional create
-(`Store.commit`). Readers open only what a commit names. The loser of a race adopts the winner's commit.
+A stage writes files under a private prefix, `attempt-<uuid>` (`Store.writing`), then publishes one commit record by a
+conditional create (`Store.commit`). Readers open only files that a commit record lists. If two attempts at a stage
+race, the second one to commit gets the commit of the first and its own files are not used.
 
-Conditional create is `os.link` on a local disk (atomic, fails if the name exists) and `If-None-Match: *` or its like on object stores
-that have it; whether it works is probed when the store is opened. How object stores fail, and what is done about it, is in objects.py.
+Conditional create is `os.link` on a local disk (atomic, fails if the name exists) and `If-None-Match: *` or an
+equivalent on object stores; opening a store tests that it works. Retries for object stores are in objects.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import builtins
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,23 +22,25 @@ from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from storage import disk, leases, objects
-from storage.disk import hash_file
-from storage.errors import StoreError
-from storage.faults import reach
-from storage.keys import key_problem
-from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded, parsed
-from storage.secrets import has_credentials, reveal
+from penstock.storage import disk, objects
+from penstock.storage.disk import hash_file
+from penstock.storage.errors import StoreError
+from penstock.storage.failpoints import failpoint
+from penstock.storage.keys import key_problem
+from penstock.storage.maintenance import leases
+from penstock.storage.refs import Commit, FileRecord, commit_key, encoded, parsed
+from penstock.storage.secret_references import reveal
+from penstock.storage.secrets import has_credentials
 
-__all__ = ["Found", "Store", "Writing", "committed_prefixes", "free_bytes", "hash_file"]
+__all__ = ["AttemptFiles", "Store", "StoredFile", "hash_file"]
 
 T = TypeVar("T")
 
-_NUM_AT_ONCE = 16  # small requests to an object store
-_NUM_PROBES = 2  # tries of the probe: a wrong address should be told soon
+_NUM_REQUESTS = 16  # concurrent small requests to an object store
+_NUM_PROBES = 2  # tries of each probe request; few, so that a wrong address is reported soon
 
 
-class Found(NamedTuple):
+class StoredFile(NamedTuple):
     """A file in the store, committed or not."""
 
     key: str
@@ -47,24 +49,25 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Writing:
-    """A directory being written. After the `with` block `files` lists what was made durable."""
+class AttemptFiles:
+    """The local directory into which a stage writes its files. `files` is set when the `Store.writing` block ends."""
 
     path: Path
     files: list[FileRecord] = field(default_factory=list)
 
 
 class Store:
-    """A place for runs. Keys are paths relative to its root, always with forward slashes.
+    """A store of runs. Keys are paths relative to its root, with forward slashes.
 
     Args:
         uri: a local path or any fsspec URI (`s3://bucket/prefix`).
-        options: passed to the fsspec file system.
-        single_writer: promise that only one process writes, for stores without conditional create.
-        probe: try a conditional create now (actors of a run whose driver has probed need not).
+        options: passed to the fsspec file system; may contain references to secrets.
+        single_writer: only one process ever writes to the store; allows stores without conditional create.
+        probe: test that the store is writable and has conditional create. A run's driver does; its actors need not.
 
     Raises:
-        StoreError: not writable, or no conditional create and no `single_writer`.
+        StoreError: the URI contains credentials, the store is not writable, or it has no conditional create although
+            `single_writer` is not set.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Store:
     ) -> None:
         if has_credentials(uri):
             raise StoreError(
-                f"store {uri!r} holds credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)"
+                f"store {uri!r} contains credentials: give them as --store-options NAME=env:VARIABLE "
+                "(or NAME=secret-file:PATH)"
             )
         self.options = reveal(options or {})
         self.single_writer = single_writer
@@ -87,21 +91,21 @@ class Store:
         return f"Store({self.uri!r})"
 
     def path(self, key: str) -> str:
-        """Return the full path of a key, as the file system takes it.
+        """Return the full path of a key in the file system.
 
         Raises:
-            StoreError: the key could name something outside the store.
+            StoreError: the key is invalid, for instance absolute or with a part "..".
         """
         if problem := key_problem(key):
-            raise StoreError(f"the key {key[:100]!r} {problem}: the store {self.uri} takes only keys that lie in it")
+            raise StoreError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store {self.uri}")
         return f"{self.root}/{key}" if key else self.root
 
-    # ---- commit records -------------------------------------------------------------------------------------------------
+    # ---- commit records ----------------------------------------------------------------------------------------------
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write `data` at `key` unless something is there. True if this call wrote it; atomic and durable.
+        """Write `data` at `key` unless the key exists, atomically and durably. Return whether this call wrote it.
 
-        On an object store writers of equal bytes may all be told True (objects.create says why).
+        On an object store, several writers of equal bytes may all get True (see objects.create).
         """
         return self._create(key, data)
 
@@ -116,103 +120,114 @@ class Store:
         return True
 
     def committed(self, prefix: str) -> Commit | None:
-        """The commit of what lies under `prefix`, or None if it is not done."""
+        """Return the commit of the stage that writes under `prefix`, or None if it is not committed."""
         key = commit_key(prefix)
         data = self.read(key)
         return None if data is None else parsed(Commit, key, data)
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
-        """Publish `commit`. Returns the commit that stands, which is another one if another attempt was faster.
+        """Publish `commit` and return it, or return the existing commit if another attempt has committed first.
 
         Raises:
-            StoreError: its files are gone (`gc` took a writer that was stopped for long for a dead one): the stage must run again.
+            StoreError: `penstock gc` has deleted the files, because the writer was suspended for so long that its lease
+                expired; the stage must be rerun.
         """
         seal = None
-        if commit.attempt is not None and _is_own(commit.attempt, prefix):
-            reach("commit-before-seal")
+        attempt_directory = (commit.attempt or "").rpartition("/")[0]
+        # Only attempts of this stage need a seal; a fork also commits files of its parent's attempts. The attempt of a
+        # model is a sibling of its prefix, that of any other stage is below it.
+        if (
+            commit.attempt
+            and leases.needs_guard(commit.attempt)
+            and attempt_directory in (prefix, prefix.rpartition("/")[0])
+        ):
+            failpoint("commit-before-seal")
             seal = leases.seal(self, commit)
-            reach("commit-sealed")
+            failpoint("commit-sealed")
             seal.check()
         created = self.create(commit_key(prefix), encoded(commit))
-        standing = commit if created else self.committed(prefix)
-        assert standing is not None, f"{prefix} was neither created nor there"
+        existing = commit if created else self.committed(prefix)
+        assert existing is not None, f"{prefix} was neither created nor found"
         if seal is not None:
             seal.end()
-        return standing
+        return existing
 
-    # ---- files ----------------------------------------------------------------------------------------------------------
+    # ---- files -------------------------------------------------------------------------------------------------------
 
     def new_attempt(self, prefix: str) -> str:
-        """The key of a fresh private directory under `prefix`."""
+        """Return the key of a new attempt: a private directory under `prefix` that does not exist yet."""
         return f"{prefix}/attempt-{uuid.uuid4().hex[:12]}"
 
     @contextmanager
-    def writing(self, attempt: str, *, mine: Callable[[str], bool] | None = None) -> Iterator[Writing]:
-        """A local directory whose files become durable under `attempt` when the block ends without an exception.
+    def writing(self, attempt: str, *, owns: Callable[[str], bool] | None = None) -> Iterator[AttemptFiles]:
+        """Yield a local directory whose files become durable under `attempt` when the block ends without an exception.
 
-        On a local store it is the place itself; elsewhere a scratch directory of this process that is uploaded.
+        In a local store the directory is the attempt itself; for other stores it is temporary and is uploaded at the
+        end.
 
         Args:
             attempt: from `new_attempt`.
-            mine: where several processes write under one attempt, each in a block of its own: which files are this one's, by their
-                names relative to the attempt. On a local store the others' files are seen too, perhaps half written.
+            owns: return whether this process writes the file with the given name, relative to the attempt. Needed if
+                several processes write to one attempt: in a local store each sees incomplete files of the others.
         """
         if self.is_local:
-            out = Writing(Path(self.path(attempt)))
+            out = AttemptFiles(Path(self.path(attempt)))
             disk.make_directory(out.path)
             with leases.writer(self, attempt):
                 yield out
-                out.files = self._written(out.path, attempt, mine)
-                disk.secure([Path(self.path(record.path)) for record in out.files], out.path)
+                out.files = self._file_records(out.path, attempt, owns)
+                disk.fsync_files([Path(self.path(record.path)) for record in out.files], out.path)
             return
         with objects.scratch() as scratch, leases.writer(self, attempt):
-            out = Writing(Path(scratch))
+            out = AttemptFiles(Path(scratch))
             yield out
-            records = self._written(out.path, attempt, mine)
+            records = self._file_records(out.path, attempt, owns)
             sources = [out.path / Path(record.path).relative_to(attempt) for record in records]
             objects.upload(self.fs, [(s, self.path(r.path), r.bytes) for s, r in zip(sources, records, strict=True)])
             out.files = records
 
-    def _written(self, top: Path, attempt: str, mine: Callable[[str], bool] | None) -> builtins.list[FileRecord]:
-        files = [file for file in disk.files_in(top) if mine is None or mine(file.relative_to(top).as_posix())]
-        return disk.records(files, top, attempt)
+    def _file_records(self, top: Path, attempt: str, owns: Callable[[str], bool] | None) -> builtins.list[FileRecord]:
+        files = [file for file in disk.files_in(top) if owns is None or owns(file.relative_to(top).as_posix())]
+        return disk.file_records(files, top, attempt)
 
     @contextmanager
     def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:
-        """A local directory with the files of `commit`, laid out as they were written. Every size and every hash has been checked.
+        """Yield a local directory with the files of `commit`, after verifying their sizes and hashes.
 
         Args:
-            commit: says which files.
-            only: names relative to the attempt, where not all of them are needed.
+            commit: the commit whose files are read.
+            only: names of the files to read, relative to the attempt; all files if not given.
 
         Raises:
-            StoreError: a file is missing, or is not what was committed.
+            StoreError: a file is missing, or its size or hash differs from the commit.
         """
-        assert commit.attempt is not None, "this commit has no files"
+        assert commit.attempt is not None, "the commit has no files"
         names = None if only is None else set(only)
         wanted = [(Path(record.path).relative_to(commit.attempt), record) for record in commit.files]
         wanted = [(name, record) for name, record in wanted if names is None or name.as_posix() in names]
-        assert names is None or len(wanted) == len(names), "the commit does not name all of them"
+        assert names is None or len(wanted) == len(names), "`only` lists files that are not in the commit"
         if self.is_local:
-            disk.check([(Path(self.path(record.path)), record) for _, record in wanted])
+            disk.verify_files([(Path(self.path(record.path)), record) for _, record in wanted])
             yield Path(self.path(commit.attempt))
             return
         with objects.scratch(sum(record.bytes for _, record in wanted)) as scratch:
-            objects.download(self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted])
+            objects.download(
+                self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted]
+            )
             yield Path(scratch)
 
     def read(self, key: str) -> bytes | None:
-        """Content of a small file, or None if it is not there."""
+        """Return the content of a small file, or None if it does not exist."""
         try:
-            return self._patiently(lambda: objects.read(self.fs, self.path(key)), key)
+            return self._with_retries(lambda: objects.read(self.fs, self.path(key)), key)
         except FileNotFoundError:
             return None
 
     def read_json(self, key: str) -> Any | None:
-        """Return parsed JSON, or None if it is not there.
+        """Return the parsed content of a JSON file, or None if it does not exist.
 
         Raises:
-            StoreError: it is not JSON.
+            StoreError: the content is not JSON.
         """
         data = self.read(key)
         try:
@@ -221,107 +236,114 @@ class Store:
             raise StoreError(f"{self.path(key)} is not JSON ({error}): restore it from a backup") from error
 
     def exists(self, key: str) -> bool:
-        """Whether a file or a directory is there."""
+        """Return whether a file or directory exists."""
 
-        def ask() -> bool:
-            self.fs.invalidate_cache()  # s3fs answers from old listings, where another process's new file is missing
+        def request() -> bool:
+            self.fs.invalidate_cache()  # s3fs caches listings, which lack new files of other processes
             return bool(self.fs.exists(self.path(key)))
 
-        return self._patiently(ask, key)
+        return self._with_retries(request, key)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a file, or None if no file is there."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         return objects.size(self.fs, self.path(key))
 
     def modified(self, key: str) -> float | None:
-        """Return when a file was last written by the store's own clock, in seconds since the epoch, or None if no file is there."""
+        """Return the modification time of a file by the store's clock, in seconds since the epoch, or None if the file
+        does not exist."""
         if self.is_local:
             try:
                 return os.stat(self.path(key)).st_mtime
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-        def ask() -> float:
+        def request() -> float:
             self.fs.invalidate_cache()
             return objects.modified(self.fs.info(self.path(key)))
 
         try:
-            return self._patiently(ask, key)
+            return self._with_retries(request, key)
         except FileNotFoundError:
             return None
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write `data` at `key`, whatever is there; whole, but not durable. Only for what must not outlive its writer."""
+        """Write `data` at `key`, replacing an existing file, atomically but without fsync. Used for leases."""
         if self.is_local:
             disk.replace(Path(self.path(key)), data)
         else:
             objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """Names directly under `prefix`, sorted; empty if it does not exist. A store may list late what was written just now."""
+        """Return the sorted names of files and directories directly under `prefix`, or [] if it does not exist.
 
-        def ask() -> builtins.list[str]:
+        Recently created files may be missing.
+        """
+
+        def request() -> builtins.list[str]:
             self.fs.invalidate_cache()
-            return self.fs.ls(self.path(prefix), detail=False)
+            paths: builtins.list[str] = self.fs.ls(self.path(prefix), detail=False)
+            return paths
 
         try:
-            return sorted(Path(entry).name for entry in self._patiently(ask, prefix))
+            return sorted(Path(entry).name for entry in self._with_retries(request, prefix))
         except FileNotFoundError:
             return []
 
     def committed_indices(self, prefix: str) -> builtins.list[int]:
-        """The committed numbers under e.g. `runs/x/rollouts`, ascending.
+        """Return the indices of the commits under a directory such as `runs/x/rollouts`, ascending.
 
-        A listing may be old (object stores other than the large clouds', NFS); a read is not. So of rounds, which are consecutive,
-        those that a listing lacks are asked for one by one, and of everything else what it names is asked for: retention may have
-        removed it.
+        A listing may be stale (on NFS, and on object stores other than those of the large clouds); reads are not.
+        Rounds are consecutive, so rollouts and steps that the listing lacks are looked up one by one. Commits of other
+        kinds may have been deleted since the listing, so those that it contains are looked up again.
         """
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
         listed = {int(name) for name in names if name.isdigit()}
         if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):
-            return sorted(self._standing(prefix, listed))
-        found = listed | self._standing(prefix, set(range(max(listed, default=-1))) - listed)
-        index = max(found, default=-1) + 1
-        while self._standing(prefix, {index}):
-            found.add(index)
+            return sorted(self._committed_among(prefix, listed))
+        committed = listed | self._committed_among(prefix, set(range(max(listed, default=-1))) - listed)
+        index = max(committed, default=-1) + 1
+        while self._committed_among(prefix, {index}):
+            committed.add(index)
             index += 1
-        return sorted(found)
+        return sorted(committed)
 
-    def _standing(self, prefix: str, indices: set[int]) -> set[int]:
-        """Those of `indices` that are committed now."""
+    def _committed_among(self, prefix: str, indices: set[int]) -> set[int]:
+        """Return the subset of `indices` with a commit record. Reads the records instead of listing the directory."""
 
-        def stands(index: int) -> bool:
+        def is_committed(index: int) -> bool:
             key = commit_key(f"{prefix}/{index:06d}")
             return Path(self.path(key)).exists() if self.is_local else self.read(key) is not None
 
-        wanted = sorted(indices)
-        answers = disk.in_parallel(stands, wanted, 1 if self.is_local else _NUM_AT_ONCE)
-        return {index for index, stand in zip(wanted, answers, strict=True) if stand}
+        candidates = sorted(indices)
+        results = disk.in_parallel(is_committed, candidates, 1 if self.is_local else _NUM_REQUESTS)
+        return {index for index, committed in zip(candidates, results, strict=True) if committed}
 
-    # ---- housekeeping ---------------------------------------------------------------------------------------------------
+    # ---- housekeeping ------------------------------------------------------------------------------------------------
 
-    def walk(self, prefix: str) -> Iterator[Found]:
-        """Every file under `prefix`, committed or not, in the order of their keys."""
+    def walk(self, prefix: str) -> Iterator[StoredFile]:
+        """Yield every file under `prefix`, committed or not, sorted by key."""
         if self.is_local:
             for local in sorted(disk.files_in(Path(self.path(prefix))), key=str):
-                with suppress(FileNotFoundError):  # a writer's temporary file, gone between the listing and now
+                with suppress(FileNotFoundError):  # a writer's temporary file, deleted since the listing
                     stat = local.stat()
-                    yield Found(local.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
+                    yield StoredFile(local.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
             return
 
-        def ask() -> dict[str, dict[str, Any]]:
+        def request() -> dict[str, dict[str, Any]]:
             self.fs.invalidate_cache()
-            return self.fs.find(self.path(prefix), detail=True)
+            files: dict[str, dict[str, Any]] = self.fs.find(self.path(prefix), detail=True)
+            return files
 
-        for name, info in sorted(self._patiently(ask, prefix).items()):
-            yield Found(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
+        for name, info in sorted(self._with_retries(request, prefix).items()):
+            yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, durably; those that are not there are fine. On a local store directories that become empty go too.
+        """Delete files durably, and on a local store the directories that become empty. Missing files are skipped.
 
         Raises:
-            StoreError: a key lies outside the store, also by a symbolic link; or this user may not delete here.
+            StoreError: a key leads out of the store, directly or by a symbolic link, or the user is not permitted to
+                delete a file.
         """
         if self.is_local:
             disk.delete([Path(self.path(key)) for key in keys], Path(self.root))
@@ -329,68 +351,46 @@ class Store:
 
         def remove(key: str) -> None:
             with suppress(FileNotFoundError):
-                self._patiently(lambda: self.fs.rm_file(self.path(key)), key)
+                self._with_retries(lambda: self.fs.rm_file(self.path(key)), key)
 
-        disk.in_parallel(remove, keys, _NUM_AT_ONCE)
+        disk.in_parallel(remove, keys, _NUM_REQUESTS)
 
     def prune(self, prefix: str) -> None:
-        """Remove the empty directories under `prefix`; only a local store has them."""
+        """Remove the empty directories under `prefix`. Does nothing unless the store is local."""
         if self.is_local:
             disk.remove_empty_directories(Path(self.path(prefix)))
 
-    # ---- inside ---------------------------------------------------------------------------------------------------------
+    # ---- internals ---------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Find out, before anything expensive, whether this store can hold a run."""
-        key, mine = f".penstock-probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
-        lacking = (
-            "so two writers could both win: use another store, or give --store-single-writer if only one process ever writes here"
+        """Check that the store is writable and has conditional create."""
+        key, data = f".penstock-probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
+        advice = (
+            "so two processes could both commit the same stage: use another store, or pass --store-single-writer if "
+            "only one process ever writes to this one"
         )
         try:
-            created = self._create(key, mine, _NUM_PROBES)
-            again = self._create(key, mine[::-1], _NUM_PROBES)
+            created = self._create(key, data, _NUM_PROBES)
+            again = self._create(key, data[::-1], _NUM_PROBES)
             self.delete([key])
         except (NotImplementedError, TypeError) as error:  # TypeError: a driver older than `mode="create"`
-            raise StoreError(f"store {self.uri!r} has no conditional create, {lacking}") from error
+            raise StoreError(f"store {self.uri!r} has no conditional create, {advice}") from error
         except StoreError as error:
-            raise StoreError(f"store {self.uri!r} does not answer: {error}") from error
-        except Exception as error:  # any driver's own error type: turned into one sentence
+            raise StoreError(f"store {self.uri!r} does not respond: {error}") from error
+        except Exception as error:  # drivers have their own error types
             if self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
-                raise StoreError(f"store {self.uri!r} lies on a file system without hard links, {lacking}") from error
+                raise StoreError(f"store {self.uri!r} is on a file system without hard links, {advice}") from error
             raise StoreError(
-                f"store {self.uri!r} is not writable ({error}): give --store a place where this user may write"
+                f"store {self.uri!r} is not writable ({error}): pass a --store that this user may write to"
             ) from error
         if not created or again:
-            raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {lacking}")
+            raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {advice}")
 
-    def _patiently(self, call: Callable[[], T], key: str) -> T:
-        """The answer of the file system; of a local one the first, of others after retries."""
+    def _with_retries(self, call: Callable[[], T], key: str) -> T:
+        """Return the result of `call`, a read access to `key`; retry transient failures of object stores."""
         try:
-            return call() if self.is_local else objects.retried(call, f"asking for {self.path(key)}")
+            return call() if self.is_local else objects.retried(call, f"accessing {self.path(key)}")
         except PermissionError as error:
-            raise StoreError(f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner") from error
-
-
-def _is_own(attempt: str, prefix: str) -> bool:
-    """Whether an attempt was written for this commit, and not for that of another run whose files it shares."""
-    place = attempt.rpartition("/")[0]
-    return place in (prefix, prefix.rpartition("/")[0]) and leases.needs_guard(attempt)
-
-
-def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
-    """Prefixes of everything a run has committed, kind by kind."""
-    suffix = commit_key("")
-    found = [
-        f"{keys.prefix}/{kind}/{index:06d}"
-        for kind in ("rollouts", "steps", "checkpoints", "exports")
-        for index in store.committed_indices(f"{keys.prefix}/{kind}")
-    ]
-    for version in store.list(f"{keys.prefix}/evals"):
-        directory = f"{keys.prefix}/evals/{version}"
-        found += [f"{directory}/{name.removesuffix(suffix)}" for name in store.list(directory) if name.endswith(suffix)]
-    return found
-
-
-def free_bytes(store: Store) -> int | None:
-    """Free space where the store lies, or None if the store does not tell."""
-    return shutil.disk_usage(store.root).free if store.is_local else None
+            raise StoreError(
+                f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner, or make it readable"
+            ) from error

@@ -1,4 +1,4 @@
-"""Fixtures that start real things once per session: a tiny model, Ray, one SGLang server. All of it ends with the session."""
+"""Fixtures that start real services once per session: a tiny model, Ray, one SGLang server."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from engines.cluster import Cluster
-    from engines.sglang.pool import EnginePool
+    from penstock.engines.cluster import Cluster
+    from penstock.engines.serving.pool import EnginePool
 
-# pytest puts this folder first on the import path, where its `engines`, `storage` and so on would hide the real packages.
+# pytest puts this folder first on the import path, where its `engines`, `storage` and so on would hide the real
+# packages.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-prefect-")  # the runs of tests are nobody's history
+os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-prefect-")  # not the user's database
 os.environ.pop("PREFECT_API_URL", None)
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process compiles our files and Megatron's again, 2 s of a start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every process starts 2 s later
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: the machine is shared with Ray and SGLang
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: Ray and SGLang need the cores too
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 with its character tokenizer, as a Hugging Face directory. Read only."""
-    from flows.demo_model import make_tiny_model
+    from penstock.flows.commands.demo_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
 
@@ -41,16 +42,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture with other weights."""
-    from flows.demo_model import make_tiny_model
+    from penstock.flows.commands.demo_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "other", seed=1)
 
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A PREFECT_HOME to copy, its database made: a server that begins with an empty folder takes 6 s of processor time for that. Read only."""
+    """A PREFECT_HOME to copy, with its database, which takes a server 6 s of processor time to create. Read only."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all xdist workers
     home, command = folder / "prefect-home", [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
     with (folder / "prefect-home.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,9 +64,9 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of runs that are not about Prefect: a server for all of them, where each would take 5 s for one of its own."""
-    from flows.prefect_api import prefect_server
-    from flows.service import choose_port
+    """The environment of runs that do not test Prefect: they share one server, which takes 5 s to start."""
+    from penstock.flows.runtime.prefect_api import prefect_server
+    from penstock.flows.services.child_process import choose_port
 
     home = shutil.copytree(prefect_home, tmp_path_factory.mktemp("prefect") / "home")
     server = prefect_server(choose_port("prefect", 0, 0))
@@ -79,10 +80,10 @@ def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of Megatron ranks, of which this process is the only one."""
+    """A Megatron process group of one rank: this process."""
     import torch
 
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
+    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
     threads = torch.get_num_threads()
     init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
@@ -93,10 +94,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Ray of the session's own. A process can have only one: a test that runs a whole flow does so in a subprocess."""
-    from engines.cluster import Cluster
+    """A Ray cluster of the session. A process can have only one, so a test of a whole flow runs it in a subprocess."""
+    from penstock.engines.cluster import Cluster
 
-    tmp_path_factory.getbasetemp()  # chosen before the TMPDIR of this process becomes one that ends with it
+    tmp_path_factory.getbasetemp()  # set before Cluster.start changes the TMPDIR of this process
     cluster = Cluster.start(namespace="penstock-tests", num_cpus=4)
     yield cluster
     cluster.stop()
@@ -104,9 +105,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """One real SGLang server of the tiny model; starting it takes 10 s or more. Tests publish the weights they need themselves."""
-    from engines.sglang.pool import EnginePool
-    from engines.sglang.server import ServerSpec
+    """One real SGLang server of the tiny model; starting it takes 10 s or more. Tests publish the weights they need
+    themselves."""
+    from penstock.engines.serving.pool import EnginePool
+    from penstock.engines.serving.server import ServerSpec
 
     args = {"dtype": "bfloat16", "mem_fraction_static": 0.3} if cluster.num_gpus else {}
     log_dir = str(tmp_path_factory.mktemp("sglang"))
@@ -117,7 +119,7 @@ def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of its own; of one megabyte, or of the size that an indirect parameter says."""
+    """A separate file system of one megabyte, or of the size in an indirect parameter."""
     place, size = tmp_path / "small", getattr(request, "param", "1m")
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
@@ -129,7 +131,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 @pytest.fixture
 def fill() -> Callable[[Path], Path]:
-    """Takes all the room that a file system has left; to delete the file that it returns gives it back."""
+    """A function that fills a file system with a file, which it returns."""
 
     def take(place: Path) -> Path:
         filler = place / "filler"

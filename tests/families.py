@@ -1,10 +1,10 @@
 """Tiny random checkpoints of every model family, written by transformers and named as the hub names them.
 
-`make_family(directory, name)` gives a Hugging Face directory that converts, loads and generates like the real one, in a few
-hundred kilobytes; `hf_model(directory)` is transformers' eager float32 model of it, the reference for all others. Sizes are
-chosen so that mistakes show: norms, biases and router corrections are random too, no two widths are equal by chance, the
-vocabulary is odd, the first layer of a mixture is dense (Qwen3's have none), and layers, key heads and experts can be cut in
-two.
+`make_family(directory, name)` writes a Hugging Face directory that converts, loads and generates like the real one, in
+a few hundred kilobytes; `hf_model(directory)` is transformers' eager float32 model of it, the reference for all others.
+Sizes are chosen to reveal mistakes: norms, biases and router corrections are random too, no two widths are equal, the
+vocabulary is odd, the first layer of a mixture is dense (Qwen3's have none), and layers, key heads and experts are
+divisible by two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _rope(theta: float, rope_type: str = "default", **more: Any) -> dict[str, An
 
 LLAMA_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 GLM_DENSE = dict(head_dim=16, rms_norm_eps=1e-5, **_rope(10000.0, partial_rotary_factor=0.5))
-MIXTURE: dict[str, Any] = dict(  # with Hugging Face's words for GLM and DeepSeek
+MIXTURE: dict[str, Any] = dict(  # entry names of GLM and DeepSeek
     n_routed_experts=8,
     num_experts_per_tok=2,
     moe_intermediate_size=24,
@@ -48,15 +48,19 @@ MIXTURE: dict[str, Any] = dict(  # with Hugging Face's words for GLM and DeepSee
     topk_group=1,
     norm_topk_prob=True,
 )
-DEEPSEEK = MIXTURE | dict(  # entries of the hub's configs which transformers writes only when told, and SGLang reads
+DEEPSEEK = MIXTURE | dict(  # in the hub's configs, read by SGLang; transformers does not write them
     first_k_dense_replace=1, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid"
 )
 LATENT: dict[str, Any] = dict(
     num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
 )
-GLM_MOE = MIXTURE | dict(head_dim=12, first_k_dense_replace=1, **_rope(1e6, partial_rotary_factor=0.5), rms_norm_eps=1e-5)
+GLM_MOE = MIXTURE | dict(
+    head_dim=12, first_k_dense_replace=1, **_rope(1e6, partial_rotary_factor=0.5), rms_norm_eps=1e-5
+)
 
-FAMILIES: dict[str, dict[str, Any]] = {  # architecture and its config beyond COMMON; `model_type` only where the hub's differs
+FAMILIES: dict[
+    str, dict[str, Any]
+] = {  # architecture and its config beyond COMMON; `model_type` only where the hub's differs
     "qwen2": dict(architecture="Qwen2ForCausalLM", tie_word_embeddings=True, **_rope(1e6)),
     "qwen2.5-7b": dict(architecture="Qwen2ForCausalLM", **_rope(1e6)),
     "qwen3": dict(architecture="Qwen3ForCausalLM", head_dim=16, tie_word_embeddings=True, **_rope(1e6)),
@@ -70,7 +74,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # architecture and its config beyond CO
         **_rope(1e6),
     ),
     "llama3": dict(architecture="LlamaForCausalLM", rms_norm_eps=1e-5, **_rope(500000.0)),
-    "llama3.1": dict(architecture="LlamaForCausalLM", head_dim=16, rms_norm_eps=1e-5, **_rope(500000.0, "llama3", **LLAMA_ROPE)),
+    "llama3.1": dict(
+        architecture="LlamaForCausalLM", head_dim=16, rms_norm_eps=1e-5, **_rope(500000.0, "llama3", **LLAMA_ROPE)
+    ),
     "llama3.2": dict(
         architecture="LlamaForCausalLM",
         head_dim=16,
@@ -92,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # architecture and its config beyond CO
         first_k_dense_replace=1,
         rms_norm_eps=1e-5,
         **_rope(1e6),
-        **MIXTURE | LATENT | {"v_head_dim": 24},  # as wide as queries and keys, like the real one
+        **MIXTURE | LATENT | {"v_head_dim": 24},  # equal to queries and keys, as in the real model
     ),
     "deepseek-v3": dict(
         architecture="DeepseekV3ForCausalLM",
@@ -136,19 +142,21 @@ FAMILIES: dict[str, dict[str, Any]] = {  # architecture and its config beyond CO
 
 
 def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "float32", **config_changes: Any) -> Path:
-    """Write a tiny random checkpoint of a family, with the demo's character tokenizer. The same arguments give the same bytes.
+    """Write a tiny random checkpoint of a family, with the demo's character tokenizer. Deterministic.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
+        name: in FAMILIES.
         seed: of the weights.
-        dtype: of all weights but the routers' corrections, which stay float32 as in the hub's files.
-        config_changes: replace entries of the Hugging Face config, or the architecture. `num_nextn_predict_layers=1` (GLM-4.5 and
-            later, DeepSeek-V3) also writes tensors of a multi-token prediction layer, which transformers itself never does.
+        dtype: of all weights except router corrections, which stay float32 as in the hub's files.
+        config_changes: replace entries of the Hugging Face config, or the architecture. `num_nextn_predict_layers=1`
+            (GLM-4.5 and later, DeepSeek-V3) also writes tensors of a multi-token prediction layer, which transformers
+            does not have.
     """
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
-    from flows.demo_model import END, PAD, make_tokenizer
+    from penstock.flows.commands.demo_model import END, PAD, make_tokenizer
 
     disable_progress_bar()
     fields = COMMON | FAMILIES[name] | config_changes
@@ -172,9 +180,9 @@ def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "f
 
 
 def hf_model(directory: str | Path) -> Any:
-    """Transformers' model of a checkpoint: float32, eager attention, evaluation mode.
+    """Return transformers' model of a checkpoint: float32, eager attention, evaluation mode.
 
-    Also for `kimi_k2`, which AutoConfig does not know: with that model type transformers leaves the experts unread and random.
+    The class is chosen by architecture: for the model type `kimi_k2`, transformers would leave the experts random.
     """
     import transformers
 
@@ -189,7 +197,7 @@ def hf_model(directory: str | Path) -> Any:
 
 
 def _randomise(model: torch.nn.Module) -> None:
-    """Give what an initialiser leaves at one or zero values of its own. Buffers: the routers' corrections only."""
+    """Randomize norms, biases, weights and router corrections, which would start at one or zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name.split(".")[-2]:
@@ -212,16 +220,17 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _as_on_the_hub(path: Path, model_type: str | None) -> None:
-    """Spell entries of a config.json as the hub's checkpoints do."""
+    """Rename entries of a config.json as in the hub's checkpoints."""
     config = json.loads(path.read_text())
-    if "num_local_experts" in config:  # transformers 5's word for Qwen3's `num_experts`
+    if "num_local_experts" in config:  # transformers 5's name of Qwen3's `num_experts`
         config["num_experts"] = config.pop("num_local_experts")
     config["model_type"] = model_type or config["model_type"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _prediction_layer(model: Any) -> dict[str, Tensor]:
-    """What the hub's files hold beyond the last layer: a whole layer, its norms and projection, copies of embedding and head."""
+    """Return some of the hub's tensors beyond the last layer: of a layer, norms and projection, copies of embedding
+    and head."""
     hidden, last = model.config.hidden_size, model.config.num_hidden_layers
     layer = f"model.layers.{last}."
     return {

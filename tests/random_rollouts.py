@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from storage.refs import Commit, RunKeys
-from storage.sample import Sample
-from storage.shards import write_shards
-from storage.store import Store
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import write_shards
+from penstock.storage.store import Store
 
 
 def samples(rollout_id: int, count: int = 32) -> list[Sample]:
@@ -38,4 +38,6 @@ def commit_rollouts(store: Store, keys: RunKeys, count: int) -> None:
         attempt = store.new_attempt(keys.rollout(rollout_id))
         with store.writing(attempt) as out:
             write_shards(out.path, samples(rollout_id))
-        store.commit(keys.rollout(rollout_id), Commit(kind="rollout", index=rollout_id, attempt=attempt, files=out.files))
+        store.commit(
+            keys.rollout(rollout_id), Commit(kind="rollout", index=rollout_id, attempt=attempt, files=out.files)
+        )

@@ -1,22 +1,24 @@
-"""One rank of a Megatron-core trainer: the model, its gradients, the optimizer and the schedule.
+"""One rank of a Megatron-core trainer: the model, its gradients, the optimizer and the learning-rate scheduler.
 
-It knows no samples, no losses and no rollouts: `stages/train/step.py` hands in packs and a function of hidden states. Packs are
-free of padding (`packing.py` adds what tensor and context parallelism need and takes it away again). Files beside this one hold
-the parts: `model.py`, `optimizer.py`, `checkpoint.py`, `weights.py`.
+The engine does not depend on samples, losses or rollouts: `stages/train/step.py` passes packed micro-batches and a loss
+function of hidden states. The micro-batches have no padding; `packing.py` adds the padding that tensor and context
+parallelism need, and the engine removes it before the loss.
 
-What the loss must be:
+Contract of the loss function:
 
-    loss_fn(hidden [r, H], head, packed) -> (loss: scalar tensor, or None in a forward-only pass; outputs: detached values)
+    loss_fn(hidden, head, packed) -> (loss, outputs)
 
-    Gradients are plain sums, over micro-batches and over data- and context-parallel ranks; Megatron multiplies by nothing (no
-    num_microbatches, no world size). So `loss_fn` returns this micro-batch's share of the step's loss, with denominators of the
-    whole step: the loss of the step is the sum of what all micro-batches on all ranks return. Every tensor-parallel rank
-    computes it alike.
+    hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
+              a rank has only some of the tokens: `rows_of(packed)` returns their indices in the pack.
+    head      maps rows of hidden states to logits, or to values if the engine's role is "value".
+    packed    the micro-batch that the caller passed.
+    loss      scalar tensor, or None in a forward-only pass.
+    outputs   dictionary of detached values, which `forward_backward` returns.
 
-`head` turns rows of hidden states into logits, or into values if the engine was made for a critic.
-
-`r` is the number of tokens of the pack, except under context parallelism: there a rank has some of them only, and
-`rows_of(packed)` says which.
+Gradients are plain sums over micro-batches and over data- and context-parallel ranks; Megatron divides neither by the
+number of micro-batches nor by the world size. So `loss_fn` must return this micro-batch's part of the step's loss, with
+denominators of the whole step: the loss of the step is the sum of the losses of all micro-batches on all data- and
+context-parallel ranks. Every tensor-parallel rank computes the same loss.
 """
 
 from __future__ import annotations
@@ -34,49 +36,51 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
-from engines.megatron.args import check_megatron_args
-from engines.megatron.door import MEGATRON_VERSION
-from engines.megatron.model import PolicyModel, build_model
-from engines.megatron.packing import Packed, PackedStream, pack_stream
-from engines.megatron.parallel import ParallelLayout, device
-from engines.megatron.peak import peak_flops
-from engines.megatron.replay import rows_of_routers, stream_routing
-from engines.megatron.shape import ModelShape
-from engines.megatron.value import ValueModel
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.gpt import PolicyModel, build_model
+from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_rows
+from penstock.engines.megatron.model.value_model import ValueModel
+from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
+from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device
+from penstock.engines.megatron.patches import MEGATRON_VERSION
+from penstock.engines.megatron.peak_flops import peak_flops
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from engines.megatron import checkpoint, weights
-from engines.megatron.gather import WeightGather
-from engines.megatron.optimizer import build_optimizer, build_scheduler, wrap
-from storage.errors import LayoutError
+from penstock.engines.megatron import weights
+from penstock.engines.megatron.checkpoints.torch_dist import RankState
+from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks
+from penstock.engines.megatron.param_gather import ParamGather
+from penstock.storage.errors import LayoutError
 
-Head = Callable[[Tensor], Tensor]
-Loss = tuple[Tensor | None, dict[str, Any]]
+OutputHead = Callable[[Tensor], Tensor]
+LossFunction = Callable[[Tensor, OutputHead, Any], tuple[Tensor | None, dict[str, Any]]]
 Routing = Literal["record", "replay"]
-LossFunction = Callable[[Tensor, Head, Any], Loss]
 
 
 class MegatronEngine:
-    """One rank. `init_parallel` comes first; every method is called by all ranks together unless it says otherwise.
+    """One rank of a model and its optimizer. Create it after `init_parallel`.
+
+    Every method is collective (all ranks must call it) unless its docstring says otherwise.
+
+    Several engines of one process (actor and critic) share process groups and RNG states. Every engine's checkpoint
+    contains the RNG states, and the last `load` sets them. With dropout 0 the RNGs are not used after weight
+    initialization, so the states are the same in all checkpoints.
 
     Args:
-        shape: of the model.
-        layout: as given to `init_parallel`.
-        dtype: of weights and computation; sums of gradients and the optimizer are fp32 in either case.
-        optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters,
-            lr_decay_iters.
-        overrides: the user's `megatron` options (fields of Megatron's own dataclasses).
-        seed: of random initial weights.
-        deterministic: refuse kernels whose result varies from call to call.
-        role: "policy", whose `head(hidden [n, H])` gives logits of this rank's part of the vocabulary; or "value", a policy's trunk whose
-            `head` gives float32 values [n, 1], on every tensor-parallel rank the same.
-
-    Engines of one process share its process groups and its random state. Each one's checkpoint holds that state, and the last `load` wins:
-    with dropout 0 nothing draws from it after the weights are made, so it is the same in all of them.
+        shape: shape of the model.
+        layout: parallel sizes, the same as passed to `init_parallel`.
+        dtype: dtype of weights and computation; gradient buffers and optimizer states are fp32 in either case.
+        optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
+            lr_warmup_iters, lr_decay_iters.
+        overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
+        seed: seed of the random initial weights.
+        role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
+            critic, whose `head` maps them to float32 values [n, 1], the same on every tensor-parallel rank.
     """
 
     def __init__(
@@ -87,30 +91,26 @@ class MegatronEngine:
         dtype: Literal["fp32", "bf16"],
         optimizer: dict[str, Any],
         overrides: dict[str, Any] | None = None,
-        seed: int = 1234,
-        deterministic: bool = False,
+        seed: int = DEFAULT_SEED,
         role: Literal["policy", "value"] = "policy",
     ) -> None:
-        self.shape, self.layout, self.dtype, self.deterministic = shape, layout or ParallelLayout(), dtype, deterministic
+        self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
         self.role, self.device = role, device()
-        overrides = check_megatron_args(overrides or {})
-        if deterministic:
-            use_deterministic_kernels()
+        overrides = normalize_megatron_args(overrides or {})
         torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # a GPU's weights are drawn from these
-        make = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
-        self.chunks = build_model(shape, self.layout, dtype, overrides, make)
-        self.config = self.chunks[0].config  # one for all chunks
-        self.wrapped = wrap(self.chunks, self.config, overrides)
-        self._gather = WeightGather(self.wrapped)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
+        chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
+        self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
+        self.config = self.chunks[0].config  # shared by all chunks
+        self.wrapped = wrap_chunks(self.chunks, self.config, overrides)
+        self._param_gather = ParamGather(self.wrapped)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
-        self._connect()
+        self._state = RankState(shape, self.layout, role, self.chunks, self.optimizer, self.scheduler)
 
-    def _connect(self) -> None:
-        """Megatron's schedules find these in the model's configuration."""
+        # Megatron's pipeline schedules read these functions from the model's configuration.
         self.config.grad_scale_func = self.optimizer.scale_loss
-        # the number of tokens, by which it would divide, stays away: the loss brings its own denominators
+        # num_tokens=None: Megatron must not divide gradients by the number of tokens; the loss function normalizes.
         self.config.finalize_model_grads_func = lambda model, num_tokens=None, **options: finalize_model_grads(
             model, None, **options
         )
@@ -118,223 +118,242 @@ class MegatronEngine:
             no_sync = [chunk.no_sync for chunk in self.wrapped]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    # ---- where this rank is -------------------------------------------------------------------------------------------------
+    # ---- position in the layout --------------------------------------------------------------------------------------
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """(rank, size) among the ranks that get different packs."""
+        """Return (rank, size) of the data-parallel group, whose ranks process different micro-batches."""
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     @property
     def context_parallel(self) -> tuple[int, int]:
-        """(rank, size) among the ranks that share a pack's tokens."""
+        """Return (rank, size) of the context-parallel group, whose ranks split the tokens of a micro-batch."""
         return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share the vocabulary of the logits; None if there is only this one."""
+        """Return the tensor-parallel process group, over which the vocabulary of the logits is sharded; None if its
+        size is 1."""
         return parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
 
     @property
     def context_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the other tokens of this rank's packs; None if there are none."""
+        """Return the context-parallel process group, over which the tokens of a micro-batch are split; None if its size
+        is 1."""
         return parallel_state.get_context_parallel_group() if self.layout.context > 1 else None
 
     @property
     def peak_flops(self) -> float | None:
-        """See `peak.peak_flops`."""
+        """Return the peak FLOP/s of this rank's GPU, None if unknown (see `peak_flops.py`)."""
         return peak_flops(self.dtype)
 
     @property
     def is_last_stage(self) -> bool:
-        """Does this rank see hidden states, and so the loss?"""
+        """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def rows_of(self, packed: Packed) -> Tensor | None:
-        """[r] places in the pack of the tokens whose hidden states this rank's `loss_fn` gets; None: all. Not collective."""
-        return self._stream(packed).origin if self.layout.context > 1 else None
+    def rows_of(self, packed: PackedTokens) -> Tensor | None:
+        """Return the indices in the pack of the tokens whose hidden states are passed to this rank's `loss_fn`, [r].
 
-    # ---- one optimizer step -------------------------------------------------------------------------------------------------
+        None means all tokens, in order. Not collective.
+        """
+        return self._stream(packed).pack_index if self.layout.context > 1 else None
+
+    # ---- one optimizer step ------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Set all gradients to zero."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def forward_backward(
         self,
-        microbatches: Sequence[Packed],
+        microbatches: Sequence[PackedTokens],
         loss_fn: LossFunction,
         *,
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        """Run the micro-batches through the (pipelined) model; afterwards the gradients are summed over all ranks.
+        """Run forward and backward passes of the micro-batches, then all-reduce the gradients.
 
         Args:
-            microbatches: equally many on every rank; the same ones on tensor-, context- and pipeline-parallel ranks.
-            loss_fn: see the module's docstring.
-            forward_only: no gradients; `loss_fn` may return None for the loss.
-            routing: "replay" sends tokens to the experts that `packed.routing` (a `replay.RoutingRecord`, or None) knows and lets the
-                routers choose for the rest; "record" does the same and adds what they chose. None: routers are free.
+            microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
+                pipeline-parallel ranks of a replica.
+            loss_fn: see the docstring of this file.
+            forward_only: whether to skip the backward passes; `loss_fn` may then return None as the loss.
+            routing: routing mode of MoE layers. None: the routers select the experts. "replay": the expert ids in
+                `packed.routing` (a `RoutingRecord` or None) are used; for layers and tokens without a record the
+                routers select. "record": like "replay", and the ids that were used are added to `packed.routing`.
 
         Returns:
-            the second results of `loss_fn`, in order, on the last pipeline stage; an empty list elsewhere.
+            the outputs of `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
         """
-        assert microbatches, "no micro-batches"
+        assert microbatches, "forward_backward needs at least one micro-batch"
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
             raise LayoutError(
-                f"{len(microbatches)} micro-batches under virtual pipelining: use a multiple of {self.layout.pipeline}"
+                f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
+                f"of the {self.layout.pipeline} pipeline stages: change the batch size or drop the option"
             )
-        run = get_forward_backward_func()
+        iterators = [iter(microbatches) for _ in self.wrapped]
         with torch.no_grad() if forward_only else nullcontext():
-            outputs = run(
+            outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, loss_fn, routing),
-                data_iterator=[iter(microbatches) for _ in self.wrapped] if len(self.wrapped) > 1 else iter(microbatches),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.wrapped,
                 num_microbatches=len(microbatches),
-                seq_length=1,  # lengths vary and are communicated
+                seq_length=1,  # not used: pipeline stages communicate the lengths, which vary
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
         return outputs if self.is_last_stage else []
 
     def _forward_step(
-        self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Packed], chunk: Any
+        self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Any], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
         stream = self._stream(packed)
         if routing is not None:
-            stream.routing = stream_routing(packed, routing == "record", self._rows_of_routers(stream))
+            if packed.routing is None:
+                packed.routing = RoutingRecord(len(packed.token_ids))
+            stream.routing = StreamRouting(packed.routing, self._router_rows(stream), recording=routing == "record")
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._gather.wait_for(chunk.module.output_layer)  # `head` takes its weight
-        return hidden, partial(_loss, loss_fn, packed, stream, chunk.module)
+            self._param_gather.wait_for(chunk.module.output_layer)  # `head` reads its weight without calling it
 
-    def _stream(self, packed: Packed) -> PackedStream:
+        def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            if stream.real_rows is not None:
+                hidden = hidden[stream.real_rows]
+            loss, outputs = loss_fn(hidden, chunk.module.head, packed)
+            if loss is None:
+                loss = hidden.new_zeros(())
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), outputs
+
+        return hidden, compute_loss
+
+    def _stream(self, packed: PackedTokens) -> PackedStream:
         rank, size = self.context_parallel
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
-        bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention knows half precisions only
+        bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention needs half precision
         return pack_stream(packed, self.device, tensor, size, rank, bucketed)
 
-    def _rows_of_routers(self, stream: PackedStream) -> Tensor | None:
-        if stream.real is None or stream.origin is None:
+    def _router_rows(self, stream: PackedStream) -> Tensor | None:
+        """Return the index in the pack of each row that this rank's routers process; None: the whole pack, in order."""
+        if stream.real_rows is None or stream.pack_index is None:
             return None
         ranks = self.layout.tensor if self.config.sequence_parallel else 1
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return rows_of_routers(stream.real, stream.origin, len(stream.token_ids), rank, ranks)
+        return router_rows(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
 
     def step(self, increment: int = 1) -> tuple[bool, float]:
-        """Clip, update the weights, and move the schedule on by `increment`.
+        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `increment` steps.
 
         Returns:
-            whether the weights were updated, and the norm of the gradient before clipping.
+            whether the weights were updated, and the gradient norm before clipping.
         """
         updated, grad_norm, _ = self.optimizer.step()
-        self._gather.start()
+        self._param_gather.start()
         if updated:
             self.scheduler.step(increment)
         return bool(updated), float(grad_norm)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """Return the learning rate of the next optimizer step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    # ---- weights and checkpoints --------------------------------------------------------------------------------------------
+    # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `weights.named_weights`."""
-        return weights.named_weights(self._whole_chunks())
+        """Yield the global name and the full tensor of every weight (see `weights.named_weights`)."""
+        return weights.named_weights(self._synced_chunks())
 
     def digest(self) -> dict[str, str]:
-        """See `weights.digest`. Not collective: this rank's shards."""
-        return weights.digest(self._whole_chunks())
+        """Return a hash of each of this rank's weight shards, by name (see `weights.digest`). Not collective."""
+        return weights.digest(self._synced_chunks())
 
     def state_digest(self) -> dict[str, str]:
-        """See `checkpoint.state_digest`. Not collective: this rank's optimizer, schedule and random state."""
-        return checkpoint.state_digest(self)
+        """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
+        collective."""
+        return self._state.digest()
 
     def snapshot(self) -> weights.Snapshot:
-        """A copy of this rank's weights in host memory. Not collective."""
-        return weights.snapshot(self._whole_chunks())
+        """Return a copy of this rank's weight shards in host memory. Not collective."""
+        return weights.snapshot(self._synced_chunks())
 
     @contextmanager
-    def using(self, held: weights.Snapshot) -> Iterator[None]:
-        """Inside, the model has the snapshot's weights (and the snapshot the model's). For forward passes only."""
-        weights.exchange(self._whole_chunks(), held)
+    def using(self, snapshot: weights.Snapshot) -> Iterator[None]:
+        """Swap the model's weights with the snapshot's during the block, in which only forward passes are allowed.
+
+        Inside the block the snapshot holds the model's weights.
+        """
+        weights.swap_weights(self._synced_chunks(), snapshot)
         try:
             yield
         finally:
-            weights.exchange(self.chunks, held)
+            weights.swap_weights(self.chunks, snapshot)
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and random state as torch_dist; `step_state` is the caller's, and JSON. The directory may
-        be shared by the ranks or be each one's own (`checkpoint.save_checkpoint`)."""
-        self._gather.wait()
-        checkpoint.save_checkpoint(self, directory, step_state)
+        """Save model, optimizer, learning-rate scheduler and RNG states as a torch_dist checkpoint.
+
+        Args:
+            directory: one for all ranks, or one per rank (see `RankState.save`).
+            step_state: JSON values of the caller, which `load` returns.
+        """
+        self._param_gather.wait()
+        self._state.save(directory, step_state)
 
     def save_weights(self, directory: str | Path) -> None:
-        """Write the model alone, for `load_weights`. Inside `using`, that is the snapshot's."""
-        self._gather.wait()
-        checkpoint.save_weights(self, directory)
+        """Save only the weights, for `load_weights`. Inside `using`, the snapshot's weights are saved."""
+        self._param_gather.wait()
+        self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
-        """Continue, bit for bit, from `save`; gives its `step_state` back."""
-        self._gather.wait()
-        return checkpoint.load_checkpoint(self, directory)
+        """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
+        bit-identical to uninterrupted training."""
+        self._param_gather.wait()
+        return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
-        """Begin from the model of a converted or a training checkpoint, with a fresh optimizer and schedule. A value model takes the
-        trunk, and the head too if the checkpoint is a value model's; else the head is what the seed makes it."""
-        self._gather.wait()
-        checkpoint.load_weights(self, directory)
+        """Load only the weights of a converted or training checkpoint; reset optimizer and learning-rate scheduler.
 
-    def _whole_chunks(self) -> list[PolicyModel]:
-        self._gather.wait()
+        A value model loads its value head only from the checkpoint of a value model; from a policy's checkpoint it
+        loads the trunk and initializes the head with the seed.
+        """
+        self._param_gather.wait()
+        self._state.load_weights(directory)
+
+    def _synced_chunks(self) -> list[PolicyModel]:
+        self._param_gather.wait()
         return self.chunks
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that may change the last bit of a result. Two runs with equal fingerprints and inputs have equal digests."""
+        """Return the versions and settings that can change the last bit of a result. Runs with equal fingerprints and
+        equal inputs have equal weight digests."""
         return {
             "torch": torch.__version__,
             "megatron": MEGATRON_VERSION,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else _cpu_name(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else cpu_name(),
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "world_size": dist.get_world_size(),
             "layout": self.layout.model_dump(),
             "dtype": self.dtype,
-            "deterministic": self.deterministic,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
 
 
-def _loss(
-    loss_fn: LossFunction, packed: Packed, stream: PackedStream, chunk: PolicyModel, hidden: Tensor
-) -> tuple[Tensor, Tensor, dict]:
-    if stream.real is not None:
-        hidden = hidden[stream.real]
-    loss, outputs = loss_fn(hidden, chunk.head, packed)
-    if loss is None:
-        loss = hidden.new_zeros(())
-    return loss, torch.zeros((), dtype=torch.int, device=loss.device), outputs
-
-
 def use_deterministic_kernels() -> None:
-    """For the whole process."""
+    """Make torch use deterministic kernels in this process, and raise an error where there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # a debugging help that costs a pass over every new tensor
+    # Filling new tensors only helps debugging, and costs a pass over every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _cpu_name() -> str:
-    """Math libraries choose their kernels by model and vector extensions."""
+def cpu_name() -> str:
+    """Return the CPU's model name and vector extensions, which determine the kernels that math libraries choose."""
     info = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

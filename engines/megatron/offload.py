@@ -1,9 +1,12 @@
-"""AdamW's moments in host memory: two thirds of an optimizer's bytes are away from the GPU while a model computes.
+"""Offload AdamW's moments to host memory: two thirds of the optimizer's bytes are off the GPU outside of `step`.
 
-They visit it a few parameters at a time, during the step, so every bit is what the ordinary optimizer's would be. Megatron-core's
-HybridDeviceOptimizer, which steps on the CPU, was read and left out: in 0.16.1 its fp32 copies never hear of newly loaded weights
-(`update_fp32_param_by_new_param` knows only those of bf16 parameters), so the first step after `load_weights` brings the old ones
-back; and without TransformerEngine, where the GPU's and the CPU's optimizer are one class, loading leaves the GPU's state on the CPU.
+A step copies the moments of a few parameters at a time to the device and updates them there, so the results are
+bit-identical to those of the ordinary optimizer.
+
+Megatron-core's HybridDeviceOptimizer, which updates on the CPU, is not used because of two defects in 0.16.1. It does
+not refresh its fp32 copies of fp32 parameters when weights are loaded (`update_fp32_param_by_new_param` handles only
+bf16 parameters), so the first step after `load_weights` restores the old weights. Without TransformerEngine the
+optimizers for GPU and CPU have the same class, and loading a checkpoint leaves the GPU optimizer's state on the CPU.
 """
 
 from __future__ import annotations
@@ -15,47 +18,51 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PART = 2**26  # numbers whose moments are on the device together: 512 MiB of them
+CHUNK_NUMEL = 2**26  # parameter elements whose moments are on the device at the same time: 512 MiB of moments
 
 
-class Offload:
-    """Keeps moments of one of torch's optimizers away from its device.
+class MomentOffload:
+    """Keeps AdamW's moments of some parameters in host memory.
 
     Args:
-        inner: AdamW; its `step` is replaced.
-        fraction: of its parameters' numbers, the first ones, whose moments are kept away.
+        inner: torch's AdamW; its method `step` is replaced by that of this class.
+        fraction: fraction of the parameter elements whose moments are offloaded, in the order of the parameters.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, fraction: float) -> None:
         self.inner, self._step = inner, inner.step
         params = [param for group in inner.param_groups for param in group["params"]]
-        left = fraction * sum(param.numel() for param in params)
-        self.away: set[Tensor] = set()
+        remaining = fraction * sum(param.numel() for param in params)
+        self.offloaded: set[Tensor] = set()
         for param in params:
-            if left > 0:
-                self.away.add(param)
-            left -= param.numel()
+            if remaining > 0:
+                self.offloaded.add(param)
+            remaining -= param.numel()
         inner.step = self.step  # type: ignore[method-assign, assignment]
         inner.offload = self  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step, part by part; a part's moments are back in host memory when the next begins."""
+        """Run one optimizer step, chunk by chunk: the moments of a chunk are copied back to host memory before the next
+        chunk is updated."""
         groups = self.inner.param_groups
         try:
             for group in groups:
-                for part in _parts(group["params"]):
-                    self.inner.param_groups = [group | {"params": part}]
-                    with self._visiting([param for param in part if param in self.away]):
+                for chunk in _chunks(group["params"]):
+                    self.inner.param_groups = [group | {"params": chunk}]
+                    with self._on_device([param for param in chunk if param in self.offloaded]):
                         self._step()
         finally:
             self.inner.param_groups = groups
         if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # a checkpoint reads them from the host
+            torch.cuda.current_stream().synchronize()  # checkpoints read the moments in host memory
 
     @contextmanager
-    def _visiting(self, params: list[Tensor]) -> Iterator[None]:
-        """Inside, their moments are on the device. All in one stream, so nothing has to wait."""
+    def _on_device(self, params: list[Tensor]) -> Iterator[None]:
+        """Copy the moments of these parameters to the device for the block, and back to host memory afterwards.
+
+        All copies are on the current stream, which keeps them in order with the update.
+        """
         host = {param: {name: self.inner.state[param][name] for name in MOMENTS} for param in params}
         for param, moments in host.items():
             self.inner.state[param] |= {
@@ -68,23 +75,26 @@ class Offload:
             self.inner.state[param] |= moments
 
 
-def put_away(inner: torch.optim.Optimizer, param: Tensor) -> None:
-    """After a parameter's state was made anew, by a reset or by a load. Both make it beside the parameter, a load for all at once."""
-    offload: Offload | None = getattr(inner, "offload", None)
-    if offload and param in offload.away:
-        inner.state[param] |= {name: _in_host_memory(inner.state[param][name]) for name in MOMENTS}
+def offload_moments(inner: torch.optim.Optimizer, param: Tensor) -> None:
+    """Move a parameter's moments to host memory if `MomentOffload` offloads this parameter.
+
+    Call it after a reset or load of the optimizer state, which creates the moments on the parameter's device.
+    """
+    offload: MomentOffload | None = getattr(inner, "offload", None)
+    if offload and param in offload.offloaded:
+        for name in MOMENTS:
+            moment = inner.state[param][name]
+            host = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=torch.cuda.is_available())
+            inner.state[param][name] = host.copy_(moment)
 
 
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available()).copy_(tensor)
-
-
-def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    part: list[Tensor] = []
+def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter is a chunk of its own."""
+    chunk: list[Tensor] = []
     for param in params:
-        if part and sum(other.numel() for other in part) + param.numel() > PART:
-            yield part
-            part = []
-        part.append(param)
-    if part:
-        yield part
+        if chunk and sum(other.numel() for other in chunk) + param.numel() > CHUNK_NUMEL:
+            yield chunk
+            chunk = []
+        chunk.append(param)
+    if chunk:
+        yield chunk

@@ -1,8 +1,9 @@
-"""One packed micro-batch as this rank computes it: padding for the parallel layout, the zig-zag split over context-parallel
-ranks, and the geometry that attention needs. Made once per micro-batch, used by every layer.
+"""Convert a packed micro-batch to the tokens that one rank processes (`PackedStream`): pad it for the parallel layout,
+split it in zig-zag order over context-parallel ranks, and compute the indices that attention needs.
 
-What a caller packs is free of padding: tensor and context parallelism need some, and it is added and taken away again here. Which
-samples go into a pack is for `stages/train/batching.py`.
+The stream is built once per micro-batch and used by every layer. Callers pack without padding; the padding that tensor
+and context parallelism need is added here, and the engine removes it from the results. `stages/train/batching.py`
+decides which samples are packed together.
 """
 
 from __future__ import annotations
@@ -14,50 +15,60 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engines.megatron.replay import StreamRouting
+from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
-class Packed(Protocol):
-    """What the engine reads of a micro-batch; the loss may keep more in it."""
+class PackedTokens(Protocol):
+    """A packed micro-batch (pack) of B sequences with T tokens in total: the fields that the engine reads.
 
-    token_ids: Tensor  # [T] int64, sequences one after the other
+    With routing replay the engine also reads `routing: RoutingRecord | None`. A loss function may use further fields.
+    """
+
+    token_ids: Tensor  # [T] int64, the concatenated sequences
     position_ids: Tensor  # [T] int64, from 0 in every sequence
-    cu_seqlens: Tensor  # [B + 1] int32, starts of the sequences, and T
-    max_seqlen: int
+    cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
+    max_seqlen: int  # number of tokens of the longest sequence
 
 
 @dataclass
 class PackedStream:
-    """What Megatron's layers hand through to our attention as `packed_seq_params`. Here are t tokens, which see k keys."""
+    """The tokens of a micro-batch that this rank processes: t tokens (rows) in S sequences, padding included.
+
+    Megatron's layers pass the stream to `CoreAttention` and `MLASelfAttention` as `packed_seq_params`. Under context
+    parallelism each piece of a sequence counts as a sequence of its own, with k keys in total.
+    """
 
     token_ids: Tensor  # [t]
-    positions: Tensor  # [t]
-    cu_seqlens_q: Tensor  # [S + 1] int32
-    cu_seqlens_kv: Tensor  # [S + 1] int32
+    positions: Tensor  # [t] position in the sequence
+    cu_seqlens_q: Tensor  # [S + 1] int32, cumulative number of queries
+    cu_seqlens_kv: Tensor  # [S + 1] int32, cumulative number of keys
     max_seqlen_q: int
     max_seqlen_kv: int
-    cos_sin: tuple[Tensor, Tensor] | None = None  # rotary embedding, [t, 1, dimensions that turn] each, fp32
-    key_rows: Tensor | None = None  # [k] rows of the keys gathered over context-parallel ranks; None: the t keys, as they are
+    cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
+    key_rows: Tensor | None = None  # [k] indices into the keys gathered over context-parallel ranks; None: no gather
     buckets: list[Bucket] | None = None  # for attention without a variable-length kernel
-    real: Tensor | None = None  # [r] rows of this rank that are no padding; None: all
-    origin: Tensor | None = None  # [r] where these r tokens stand in the caller's pack; None: same place
-    routing: StreamRouting | None = None  # experts to choose again, or a record of those chosen; None: routers are free
-    qkv_format: str = "thd"  # Megatron's word for packed
+    real_rows: Tensor | None = None  # [r] indices of this rank's rows that are not padding; None: all rows
+    pack_index: Tensor | None = None  # [r] index of each of these rows in the caller's pack; None: the same index
+    routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
+    qkv_format: str = "thd"  # Megatron's name for packed sequences
 
 
 @dataclass
 class Bucket:
-    """Sequences of similar length, to be padded to the longest: rows of the stream and their places in the padded batch."""
+    """B sequences of similar length that attention pads to one batch.
 
-    shape: tuple[int, int, int]  # B sequences, at most Q queries and K keys each
-    query_rows: Tensor  # [sum of query lengths] rows of the stream
-    query_places: Tensor  # the same tokens in [B * Q]
-    key_rows: Tensor
-    key_places: Tensor  # in [B * K]
-    mask: Tensor | None  # [B, 1, Q, K] for B sequences of other query than key lengths; None: plain causal
+    For every token it has the index in the stream (row) and the index in the flattened padded batch (place).
+    """
+
+    shape: tuple[int, int, int]  # (B, Q, K): number of sequences, maximum number of queries and of keys
+    query_rows: Tensor  # [sum of query lengths] index of each query in the stream
+    query_places: Tensor  # [sum of query lengths] index of each query in the padded batch [B * Q]
+    key_rows: Tensor  # [sum of key lengths] index of each key in the stream's keys
+    key_places: Tensor  # [sum of key lengths] index of each key in the padded batch [B * K]
+    mask: Tensor | None  # [B, 1, Q, K] if a sequence has more keys than queries; None: plain causal mask
 
     def to(self, device: torch.device) -> Bucket:
-        """The same on a device."""
+        """Return a copy of the bucket with all tensors on `device`."""
         indices = (self.query_rows, self.query_places, self.key_rows, self.key_places)
         query_rows, query_places, key_rows, key_places = (index.to(device) for index in indices)
         mask = None if self.mask is None else self.mask.to(device)
@@ -65,20 +76,33 @@ class Bucket:
 
 
 def pack_stream(
-    packed: Packed, device: torch.device, tensor: int = 1, context: int = 1, context_rank: int = 0, bucketed: bool = True
+    packed: PackedTokens,
+    device: torch.device,
+    tensor: int = 1,
+    context: int = 1,
+    context_rank: int = 0,
+    bucketed: bool = True,
 ) -> PackedStream:
-    """Lay a pack out for this rank.
+    """Return the stream of this rank for a pack.
 
     Args:
         packed: the whole pack, the same on every tensor- and context-parallel rank.
-        device: where to compute.
-        tensor: sequence-parallel ranks, whose number must divide the stream (1 without sequence parallelism).
-        context: number of context-parallel ranks.
-        context_rank: this one's.
-        bucketed: prepare attention for a device or a dtype without a variable-length kernel.
+        device: device of the stream's tensors.
+        tensor: sequence-parallel size (1 without sequence parallelism); the stream is padded to a multiple of it.
+        context: context-parallel size.
+        context_rank: this rank's index in its context-parallel group.
+        bucketed: whether to compute `buckets`, for a device or dtype without a variable-length attention kernel.
     """
     if tensor == context == 1:
-        stream = _plain_stream(packed, device)
+        cu_seqlens = packed.cu_seqlens.to(device, torch.int32)
+        stream = PackedStream(
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+            token_ids=packed.token_ids.to(device),
+            positions=packed.position_ids.to(device),
+        )
     else:
         stream = _split_stream(packed, device, tensor, context, context_rank)
     if bucketed:
@@ -87,100 +111,102 @@ def pack_stream(
     return stream
 
 
-def _plain_stream(packed: Packed, device: torch.device) -> PackedStream:
-    cu_seqlens = packed.cu_seqlens.to(device, torch.int32)
-    return PackedStream(
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=packed.max_seqlen,
-        max_seqlen_kv=packed.max_seqlen,
-        token_ids=packed.token_ids.to(device),
-        positions=packed.position_ids.to(device),
-    )
+def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, context: int, rank: int) -> PackedStream:
+    """Return the stream of one context-parallel rank.
 
-
-def _split_stream(packed: Packed, device: torch.device, tensor: int, context: int, rank: int) -> PackedStream:
-    """Every sequence is padded to 2 * context equal pieces, of which this rank holds number `rank` and number
-    `2 * context - 1 - rank`: so all ranks have equal work under a causal mask. Attention sees each piece as a sequence with more
-    keys than queries."""
+    Every sequence is padded and split into 2 * `context` equal pieces; the rank gets pieces `rank` and
+    2 * `context` - 1 - `rank`, which balances the work under a causal mask. For attention each piece is a sequence of
+    its own, whose keys also include all earlier pieces.
+    """
     starts = packed.cu_seqlens.tolist()
     pieces = 2 * context if context > 1 else 1
     lengths = [-(-(end - start) // pieces) * pieces for start, end in pairwise(starts)]
     if shortfall := -sum(lengths) % (tensor * context * (2 if context > 1 else 1)):
-        lengths.append(shortfall)  # one more sequence, of padding only
-    starts = [*starts, starts[-1]][: len(lengths) + 1]  # its origin: nowhere
+        lengths.append(shortfall)  # an additional sequence of padding only
+    starts = [*starts, starts[-1]][: len(lengths) + 1]
 
-    mine = sorted({rank, pieces - 1 - rank}) if context > 1 else [0]
-    held, origins, positions = [], [], []
+    local_pieces = sorted({rank, pieces - 1 - rank}) if context > 1 else [0]
+    pack_indices, positions, key_rows = [], [], []
     query_lengths: list[int] = []
     key_lengths: list[int] = []
-    key_rows: list[Tensor] = []
-    offset = 0  # of the sequence in the padded stream
-    layout = _holders(lengths, context)  # [padded T]: row of each token in the gathered keys
+    offset = 0  # index of the sequence's first token in the padded stream of all ranks
+    gathered_rows = _gathered_rows(lengths, context)
     for index, length in enumerate(lengths):
         size = length // pieces
-        known = starts[index + 1] - starts[index] if index + 1 < len(starts) else 0
-        for piece in mine:
-            at = torch.arange(piece * size, (piece + 1) * size)
-            held.append(offset + at)
-            positions.append(at)
-            origins.append(torch.where(at < known, starts[index] + at, -1))
+        num_tokens = starts[index + 1] - starts[index] if index + 1 < len(starts) else 0
+        for piece in local_pieces:
+            position = torch.arange(piece * size, (piece + 1) * size)
+            positions.append(position)
+            pack_indices.append(torch.where(position < num_tokens, starts[index] + position, -1))
             query_lengths.append(size)
             key_lengths.append((piece + 1) * size)
-            key_rows.append(layout[offset : offset + key_lengths[-1]])
+            key_rows.append(gathered_rows[offset : offset + key_lengths[-1]])
         offset += length
-    origin, position = torch.cat(origins), torch.cat(positions)
-    real = (origin >= 0).nonzero()[:, 0]
-    tokens = packed.token_ids.cpu()
-    token_ids = torch.where(origin >= 0, tokens[origin.clamp_min(0)], 0)
+    pack_index = torch.cat(pack_indices)
+    real_rows = (pack_index >= 0).nonzero()[:, 0]
+    token_ids = torch.where(pack_index >= 0, packed.token_ids.cpu()[pack_index.clamp_min(0)], 0)
     return PackedStream(
         cu_seqlens_q=_cumulative(query_lengths).to(device),
         cu_seqlens_kv=_cumulative(key_lengths).to(device),
         max_seqlen_q=max(query_lengths),
         max_seqlen_kv=max(key_lengths),
         token_ids=token_ids.to(device),
-        positions=position.to(device),
+        positions=torch.cat(positions).to(device),
         key_rows=torch.cat(key_rows).to(device) if context > 1 else None,
-        real=real.to(device),
-        origin=origin[real].to(device),
+        real_rows=real_rows.to(device),
+        pack_index=pack_index[real_rows].to(device),
     )
-
-
-def _holders(lengths: list[int], context: int) -> Tensor:
-    """For each token of the padded stream: its row when the ranks' shares are laid one after the other. [sum of lengths]"""
-    if context == 1:
-        return torch.arange(sum(lengths))
-    shares: list[list[Tensor]] = [[] for _ in range(context)]
-    offset = 0
-    for length in lengths:
-        piece = torch.arange(offset, offset + length).view(2 * context, -1)
-        for rank in range(context):
-            shares[rank] += [piece[rank], piece[2 * context - 1 - rank]]
-        offset += length
-    return torch.argsort(torch.cat([token for share in shares for token in share]))
 
 
 def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
-    """Group the sequences so that padding each group to its longest wastes little: two groups per octave of length.
+def _gathered_rows(lengths: list[int], context: int) -> Tensor:
+    """Return for each token of the padded stream its index in the concatenation of the context-parallel ranks' tokens.
+    [sum of lengths]"""
+    if context == 1:
+        return torch.arange(sum(lengths))
+    shares: list[list[Tensor]] = [[] for _ in range(context)]
+    offset = 0
+    for length in lengths:
+        pieces = torch.arange(offset, offset + length).view(2 * context, -1)
+        for rank in range(context):
+            shares[rank] += [pieces[rank], pieces[2 * context - 1 - rank]]
+        offset += length
+    return torch.argsort(torch.cat([tokens for share in shares for tokens in share]))
 
-    A pack of the tiny recipe holds 256 sequences of about 10 tokens: one bucket. One by one they would cost 256 calls a layer.
+
+def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
+    """Group the sequences of a stream by length (see `bucket_length`), so that little padding is needed per group.
+
+    For example, 256 sequences of about 10 tokens become one bucket, and need one attention call per layer instead of
+    256.
+
+    Args:
+        query_starts: [S + 1] cumulative number of queries.
+        key_starts: [S + 1] cumulative number of keys.
     """
     groups: dict[int, list[int]] = {}
     for index, (start, end) in enumerate(pairwise(key_starts)):
         if query_starts[index + 1] > query_starts[index]:
-            groups.setdefault(_round_up(end - start), []).append(index)
-    groups_in_order = [group for _, group in sorted(groups.items())]
-    return [
-        _bucket([query_starts[i : i + 2] for i in group], [key_starts[i : i + 2] for i in group]) for group in groups_in_order
-    ]
+            groups.setdefault(bucket_length(end - start), []).append(index)
+    buckets = []
+    for _, group in sorted(groups.items()):
+        queries = torch.tensor([query_starts[index : index + 2] for index in group])
+        keys = torch.tensor([key_starts[index : index + 2] for index in group])
+        num_queries, num_keys = queries.diff()[:, 0], keys.diff()[:, 0]
+        shape = (len(group), int(num_queries.max()), int(num_keys.max()))
+        surplus, mask = num_keys - num_queries, None
+        if surplus.any():  # the last query attends to the last key
+            last_key = torch.arange(shape[1])[None, :, None] + surplus[:, None, None]
+            mask = (last_key >= torch.arange(shape[2])[None, None, :])[:, None]
+        buckets.append(Bucket(shape, *_rows_and_places(queries, shape[1]), *_rows_and_places(keys, shape[2]), mask))
+    return buckets
 
 
-def _round_up(length: int) -> int:
-    """16, 24, 32, 48, 64, 96, ..."""
+def bucket_length(length: int) -> int:
+    """Return `length` rounded up to the next of 16, 24, 32, 48, 64, 96, ... (two sizes per power of two)."""
     size = 16
     while length > size:
         if length <= size + size // 2:
@@ -189,22 +215,17 @@ def _round_up(length: int) -> int:
     return size
 
 
-def _bucket(queries: list[list[int]], keys: list[list[int]]) -> Bucket:
-    longest_query = max(end - start for start, end in queries)
-    longest_key = max(end - start for start, end in keys)
-    query_rows, query_places = _rows_and_places(queries, longest_query)
-    key_rows, key_places = _rows_and_places(keys, longest_key)
-    mask = None
-    surplus = torch.tensor([(key[1] - key[0]) - (query[1] - query[0]) for query, key in zip(queries, keys)])
-    if surplus.any():  # the last query sees the last key
-        seen = torch.arange(longest_query)[None, :, None] + surplus[:, None, None] >= torch.arange(longest_key)[None, None, :]
-        mask = seen[:, None]
-    return Bucket((len(queries), longest_query, longest_key), query_rows, query_places, key_rows, key_places, mask)
+def _rows_and_places(bounds: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return the index of every token in the stream, and its index in the flattened batch [B * longest].
 
-
-def _rows_and_places(bounds: list[list[int]], longest: int) -> tuple[Tensor, Tensor]:
-    starts, ends = torch.tensor(bounds).unbind(1)
+    Args:
+        bounds: [B, 2] start and end of each sequence in the stream.
+        longest: length to which the sequences are padded.
+    """
+    starts, ends = bounds.unbind(1)
     lengths = ends - starts
-    ordinal = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # in its sequence
+    total = int(lengths.sum())
+    index_in_sequence = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    rows = torch.repeat_interleave(starts, lengths) + index_in_sequence
     batch_starts = torch.arange(len(bounds)) * longest
-    return torch.repeat_interleave(starts, lengths) + ordinal, torch.repeat_interleave(batch_starts, lengths) + ordinal
+    return rows, torch.repeat_interleave(batch_starts, lengths) + index_in_sequence

@@ -1,6 +1,6 @@
-"""How one model lies over many ranks: the layout people choose, and the process groups that Megatron-core makes of it.
+"""The parallel sizes of a model (`ParallelLayout`), and the setup of Megatron-core's process groups.
 
-Who starts the ranks and where they run is for `stages/train/group.py` and `engines/cluster.py`.
+`stages/train/group.py` starts the ranks, `engines/cluster.py` places them on GPUs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
-from engines.megatron.door import open_door
-from storage.errors import LayoutError
+from penstock.engines.megatron.compat import import_megatron
+from penstock.storage.errors import LayoutError
+
+DEFAULT_SEED = 1234
 
 
 class ParallelLayout(BaseModel):
-    """Sizes of the parallel groups. What is left of the world is data parallelism."""
+    """Parallel sizes. The data-parallel size follows from the world size (`data_parallel`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,23 +34,26 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel(self, world_size: int) -> int:
-        """Number of data-parallel replicas in a world of that size.
+        """Return the data-parallel size for a world size.
 
         Raises:
-            LayoutError: the world size is not a multiple of one replica, of the experts or of the rest.
+            LayoutError: the world size is not a multiple of tensor x pipeline x context, or of expert_tensor x expert x
+                pipeline.
         """
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise LayoutError(
-                f"{world_size} trainer ranks do not divide into replicas of {ranks} (tensor {self.tensor} x pipeline "
-                f"{self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller parallel sizes"
+                f"{world_size} trainer ranks cannot be divided into replicas of {ranks} ranks (tensor {self.tensor} x "
+                f"pipeline {self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller "
+                "parallel sizes"
             )
-        experts = (self.expert_tensor or self.tensor) * self.expert * self.pipeline
-        if world_size % experts:
+        expert_tensor = self.expert_tensor or self.tensor
+        expert_ranks = expert_tensor * self.expert * self.pipeline
+        if world_size % expert_ranks:
             raise LayoutError(
-                f"{world_size} trainer ranks do not divide into replicas of {experts} for the experts (expert tensor "
-                f"{self.expert_tensor or self.tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of {experts} "
-                "ranks, or smaller parallel sizes"
+                f"{world_size} trainer ranks cannot be divided into expert replicas of {expert_ranks} ranks (expert "
+                f"tensor {expert_tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of "
+                f"{expert_ranks} ranks, or smaller parallel sizes, for the experts"
             )
         return world_size // ranks
 
@@ -56,46 +61,52 @@ class ParallelLayout(BaseModel):
 def init_parallel(
     rank: int,
     world_size: int,
-    init_method: str,
+    rendezvous: str | socket.socket,
     layout: ParallelLayout | None = None,
-    seed: int = 1234,
     threads: int = 1,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
-    listener: socket.socket | None = None,
 ) -> None:
-    """Join the world and build Megatron's process groups. Once per process.
+    """Initialize torch.distributed and create Megatron's process groups. Call it once per process.
+
+    Random number generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of processes.
-        init_method: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`).
-        layout: parallel sizes; all 1 if none is given.
-        seed: of Megatron's random number trackers and of weight initialisation.
-        threads: CPU threads of this process; fp32 sums on a CPU depend on it.
-        backend: "nccl" or "gloo"; by default whichever fits the machine.
-        timeout: of collectives.
-        listener: of rank 0, with a `tcp://` address: a socket that listens there (`listen_at`). torch's own would listen on all interfaces.
+        rendezvous: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`). For a `tcp://` URL rank 0 may instead
+            pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
+            listen on all interfaces.
+        layout: parallel sizes; None means that all are 1.
+        threads: CPU threads of this process; the results of fp32 sums on a CPU depend on this number.
+        backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
+        timeout: timeout of collectives.
+
+    Raises:
+        LayoutError: the world size or the backend does not support the parallel sizes.
     """
-    open_door()
+    import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
     layout = layout or ParallelLayout()
     layout.data_parallel(world_size)
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only its own device: number 0
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only one device, as number 0
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "gloo" and (layout.expert_tensor or 0) > layout.tensor:
         raise LayoutError(
-            f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size {layout.tensor}, which needs GPUs: "
-            "without NCCL parts of unequal length cannot be gathered; make it smaller"
+            f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size "
+            f"{layout.tensor}, which needs GPUs, because gloo cannot gather shards of unequal length: reduce the "
+            "expert tensor-parallel size"
         )
-    if urlsplit(init_method).scheme == "file":  # all ranks are on this machine, so gloo's connections need no other interface
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = None if listener is None else _store_at(listener, world_size, timeout)
-    meeting = {"init_method": init_method} if store is None else {"store": store}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)  # type: ignore[arg-type]
+    if isinstance(rendezvous, socket.socket):
+        store = _serve_store(rendezvous, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        if urlsplit(rendezvous).scheme == "file":  # all ranks are on this machine, so loopback suffices for gloo
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -104,26 +115,29 @@ def init_parallel(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(DEFAULT_SEED)
 
 
 def listen_at(host: str) -> socket.socket:
-    """Return a socket that listens on one address of this machine, on a port that the kernel chooses and no other process can take."""
+    """Return a socket that listens on `host`, an address of this machine, and a free port chosen by the kernel."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def _store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.Store:
-    """Rank 0's store, served on the given socket, which it closes; the other ranks find it by its address."""
+def _serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return rank 0's TCPStore, which serves on `listener`; the other ranks connect to the listener's address.
+
+    The store takes ownership of the socket.
+    """
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     server = dist.TCPStore(
         host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
     )
-    return dist.PrefixStore("default_pg", server)  # as torch's own rendezvous does
+    return dist.PrefixStore("default_pg", server)  # as in torch's own rendezvous
 
 
 def shutdown_parallel() -> None:
-    """Leave the world; `init_parallel` may be called again afterwards."""
+    """Destroy the process groups; `init_parallel` may be called again afterwards."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -132,5 +146,5 @@ def shutdown_parallel() -> None:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the torch device of this rank: the current CUDA device, or the CPU on a machine without CUDA."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

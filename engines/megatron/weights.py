@@ -1,8 +1,8 @@
-"""What the world outside Megatron needs of its weights: full tensors under global names (for publishing), hashes (to prove that
-a replay came to the same policy), and copies in host memory (a frozen reference in the actor's own model slot).
+"""Access to a sharded model's weights: full tensors under global names (for publishing), hashes (to compare a replay
+with the recorded policy), and copies in host memory (for a frozen reference model that shares the actor's modules).
 
-Weights are the parameters and the routers' frozen corrections. Translating names and shapes to Hugging Face's is for
-`storage/layouts`.
+"Weights" are the parameters and the routers' frozen correction biases. `engines/families` maps their names and shapes
+to Hugging Face's.
 """
 
 from __future__ import annotations
@@ -17,44 +17,69 @@ import xxhash
 from megatron.core import parallel_state
 from torch import Tensor
 
-from engines.megatron.model import PolicyModel, is_expert
+from penstock.engines.megatron.model.gpt import PolicyModel, is_expert
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
+Snapshot = list[Tensor]
+
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor as all ranks of a pipeline know it."""
+class GlobalTensor:
+    """Description of a full (unsharded) tensor, which the pipeline ranks exchange before they broadcast the tensor."""
 
-    names: tuple[str, ...]  # global ones; of an expert's tensor, that of every expert-parallel rank in its place
-    shape: tuple[int, ...]  # of the full tensor, vocabulary padding included
+    names: tuple[str, ...]  # global names: one, or for an expert's tensor one per expert-parallel rank
+    shape: tuple[int, ...]  # shape of the full tensor, vocabulary padding included
     dtype: torch.dtype
-    stage: int  # pipeline rank that has it
+    stage: int  # pipeline rank that has the tensor
+
+    @classmethod
+    def of_shard(cls, chunk: PolicyModel, name: str, shard: Tensor, stage: int) -> GlobalTensor:
+        """Return the description of the full tensor to which a local shard belongs.
+
+        Args:
+            chunk: pipeline chunk that has the shard.
+            name: local name of the parameter in the chunk.
+            shard: this rank's shard.
+            stage: pipeline rank of this process.
+        """
+        ranks = parallel_state.get_expert_model_parallel_world_size() if is_expert(name) else 1
+        names = tuple(_global_name(chunk, name, rank) for rank in range(ranks))
+        sizes, axis = list(shard.shape), sharded_axis(shard)
+        if axis is not None:
+            sizes[axis] *= tensor_group(name).size()
+        return cls(names, tuple(sizes), shard.dtype, stage)
 
 
 def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards under global names (numbers of layers and experts count over the whole model), without a tied head (a copy
-    of the embedding on the last stage)."""
-    for name, tensor in _local(chunk):
+    """Yield (global name, shard) of this rank's weights in a chunk.
+
+    Global names number layers and experts over the whole model. A tied LM head is left out, because it is a copy of the
+    embedding.
+    """
+    for name, tensor in _local_tensors(chunk):
         yield _global_name(chunk, name, parallel_state.get_expert_model_parallel_rank()), tensor
 
 
 def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Every full tensor of the model, one at a time, on every rank, in the same order. A collective over tensor, expert and pipeline
-    ranks: run it to the end. A tensor may be the live weight itself: copy what you keep."""
+    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order.
+
+    This is a collective over tensor-, expert- and pipeline-parallel ranks: every rank must consume the whole iterator.
+    A yielded tensor may share memory with the model's weight: copy it to keep it.
+    """
     group = parallel_state.get_pipeline_model_parallel_group()
     stage = group.rank()
     for chunk in chunks:
-        own = [(_entry(chunk, name, tensor, stage), tensor) for name, tensor in _local(chunk)]
-        stages: list[list[Entry]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(stages, [entry for entry, _ in own], group=group)
-        local = dict(own)
+        device = next(chunk.parameters()).device
+        local = {GlobalTensor.of_shard(chunk, name, tensor, stage): tensor for name, tensor in _local_tensors(chunk)}
+        stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(stages, list(local), group=group)
         for entry in (entry for entries in stages for entry in entries):
             if entry.stage == stage:
-                gathered = _gather(entry.names, local[entry])
+                gathered = _gather_shards(entry.names, local[entry])
             else:
-                gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=_device(chunk)) for _ in entry.names]
+                gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
             for name, full in zip(entry.names, gathered, strict=True):
                 if group.size() > 1:
                     dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
@@ -62,37 +87,39 @@ def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Tensors with one row per token."""
+    """Return whether the weight of this name has one row per vocabulary entry (embedding or LM head)."""
     return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def tensor_group(name: str) -> dist.ProcessGroup:
-    """The ranks that share one tensor."""
+    """Return the process group over which the weight of this name is sharded: the experts' tensor-parallel group for an
+    expert's weight, otherwise the tensor-parallel group."""
     if is_expert(name):
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def sharded_axis(tensor: Tensor) -> int | None:
-    """The axis along which the ranks of its group share a tensor; None if each has all of it."""
+    """Return the axis along which a weight is sharded over its tensor-parallel group, or None if it is replicated."""
     axis = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
     return axis if axis >= 0 else None
 
 
-def _local(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that the chunk gives them."""
+def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name, shard) of this rank's weights in a chunk, without a tied LM head."""
     for name, param in chunk.named_parameters():
         if name != "output_layer.weight" or not chunk.share_embeddings_and_output_weights:
             yield name, param
-    yield from _corrections(chunk)
+    yield from _correction_biases(chunk)
 
 
-def _corrections(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
-    """The routers' frozen corrections, which are buffers."""
+def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
+    """Return (local name, buffer) of the routers' frozen correction biases, which are buffers, not parameters."""
     return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
 
 
 def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
+    """Return the global name of a weight with the local name `name` on the expert-parallel rank `expert_rank`."""
     name = LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
     if is_expert(name):
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -100,79 +127,64 @@ def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
     return name
 
 
-def _entry(chunk: PolicyModel, name: str, tensor: Tensor, stage: int) -> Entry:
-    ranks = parallel_state.get_expert_model_parallel_world_size() if is_expert(name) else 1
-    sizes, axis = list(tensor.shape), sharded_axis(tensor)
-    if axis is not None:
-        sizes[axis] *= tensor_group(name).size()
-    return Entry(tuple(_global_name(chunk, name, rank) for rank in range(ranks)), tuple(sizes), tensor.dtype, stage)
+def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
+    """Gather the full tensors for a local shard.
 
+    Args:
+        names: global names of the tensors (`GlobalTensor.names`).
+        tensor: this rank's shard.
 
-def _device(chunk: PolicyModel) -> torch.device:
-    return next(chunk.parameters()).device
-
-
-def _gather(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
-    """Join the shards of a tensor, and of an expert's tensor also those that the other expert-parallel ranks have in its place."""
-    full = _joined(names[0], tensor)
+    Returns:
+        one full tensor per name: for an expert's weight the experts of all expert-parallel ranks.
+    """
+    full, axis, group = tensor.detach(), sharded_axis(tensor), tensor_group(names[0])
+    if group.size() > 1 and axis is not None:
+        shards = [torch.empty_like(full) for _ in range(group.size())]
+        dist.all_gather(shards, full.contiguous(), group=group)
+        if "linear_fc1" in names[0]:  # each shard is the concatenation of its parts of gate and up projection
+            gates, ups = zip(*(shard.chunk(2, axis) for shard in shards))
+            shards = [*gates, *ups]
+        full = torch.cat(shards, axis)
     if len(names) == 1:
         return [full]
-    out = [torch.empty_like(full) for _ in names]
-    dist.all_gather(out, full.contiguous(), group=parallel_state.get_expert_model_parallel_group())
-    return out
-
-
-def _joined(name: str, tensor: Tensor) -> Tensor:
-    """Shards of a gated MLP's first matrix hold a piece of the gate and one of the up projection."""
-    data, axis, group = tensor.detach(), sharded_axis(tensor), tensor_group(name)
-    if group.size() == 1 or axis is None:
-        return data
-    shards = [torch.empty_like(data) for _ in range(group.size())]
-    dist.all_gather(shards, data.contiguous(), group=group)
-    if "linear_fc1" in name:
-        gates, ups = zip(*(shard.chunk(2, axis) for shard in shards))
-        shards = [*gates, *ups]
-    return torch.cat(shards, axis)
+    experts = [torch.empty_like(full) for _ in names]
+    dist.all_gather(experts, full.contiguous(), group=parallel_state.get_expert_model_parallel_group())
+    return experts
 
 
 def digest(chunks: list[PolicyModel]) -> dict[str, str]:
-    """xxh3-64 of every local shard, by global name and place in the layout. Equal digests = equal policies, bit for bit."""
-    return {
-        name + ("" if sharded_axis(tensor) is None else _place(name)): xxhash.xxh3_64_hexdigest(_bytes(tensor))
-        for chunk in chunks
-        for name, tensor in local_parameters(chunk)
-    }
+    """Return the xxh3-64 hash of every weight shard of this rank.
 
-
-def _place(name: str) -> str:
-    group = tensor_group(name)
-    return f"@{group.rank()}/{group.size()}" if group.size() > 1 else ""
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-Snapshot = list[Tensor]
-
-
-def _held(chunks: list[PolicyModel]) -> list[Tensor]:
-    return [tensor for chunk in chunks for tensor in (*chunk.parameters(), *(buffer for _, buffer in _corrections(chunk)))]
+    Keys are global names, for sharded weights with "@<tensor-parallel rank>/<size>". Different hashes prove different
+    weights; equal hashes make different weights very unlikely.
+    """
+    hashes = {}
+    for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
+        group = tensor_group(name)
+        is_shard = sharded_axis(tensor) is not None and group.size() > 1
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        hashes[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = xxhash.xxh3_64_hexdigest(data)
+    return hashes
 
 
 def snapshot(chunks: list[PolicyModel]) -> Snapshot:
-    """A copy of the local shards in host memory (pinned beside a GPU)."""
-    pinned, held = torch.cuda.is_available(), _held(chunks)
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in held]
-    for copy, tensor in zip(copies, held):
+    """Return a copy of this rank's weight shards in host memory, pinned if there is a GPU."""
+    pinned, tensors = torch.cuda.is_available(), _snapshot_tensors(chunks)
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors):
         copy.copy_(tensor.detach())
     return copies
 
 
 @torch.no_grad()
-def exchange(chunks: list[PolicyModel], held: Snapshot) -> None:
-    """Put the snapshot into the model and the model into the snapshot: no third copy, and twice is the identity."""
-    for tensor, other in zip(_held(chunks), held, strict=True):
+def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
+    """Exchange the values of this rank's weights and of a snapshot, in place. A second call restores both."""
+    for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
-        tensor.copy_(other)
-        other.copy_(current)
+        tensor.copy_(other_tensor)
+        other_tensor.copy_(current)
+
+
+def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
+    biases = [[buffer for _, buffer in _correction_biases(chunk)] for chunk in chunks]
+    return [tensor for chunk, own in zip(chunks, biases) for tensor in (*chunk.parameters(), *own)]

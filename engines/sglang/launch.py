@@ -1,10 +1,15 @@
-"""Starts one SGLang server: a script, `python launch.py <sglang flags>`, for the server's interpreter.
+"""Script that runs one SGLang server: `python launch.py <sglang flags>`, with the server's Python interpreter.
 
-That may be another one than the trainer's, so nothing of Penstock is imported. The script owns three things: the server dies with
-the process that started it, SGLang's spawned children included; a folder `<prefix>/sglang-site` joins the import path if there is
-one (torchvision lives there: among the others it breaks transformers on CPU); and without CUDA the door of `cpu_site/` opens.
-With CUDA, SGLang imports `__main__` again in every child it spawns, so all of that is at top level and holds in the children too;
-without CUDA they are forked.
+The interpreter may differ from the trainer's, so the script imports nothing of Penstock. Before it runs SGLang's own
+entry point, the script
+- makes the server and its child processes die with the process that started the script;
+- adds the folder `<sys.prefix>/sglang-site` to the import path if it exists (torchvision is installed there, because in
+  site-packages it breaks transformers on CPU);
+- imports the shims of `cpu_site/` on a machine without CUDA;
+- applies small patches, one function each.
+
+The steps that child processes need are at top level: with CUDA, SGLang spawns its child processes, which import this
+module again; without CUDA they are forked.
 """
 
 import ctypes
@@ -23,30 +28,37 @@ HERE = Path(__file__).resolve().parent
 PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started this one
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"
 PR_SET_PDEATHSIG = 1
-# Imported where they are installed, for what no server on a CPU does: a curve of assisted generation, dumps of Megatron's tensors. Without them
-# SGLang's import takes 7.9 s of processor time instead of 8.5.
+# Packages that SGLang imports if they are installed, for features that a CPU server does not use. Hiding them reduces
+# the import of SGLang from 8.5 to 7.9 s of CPU time.
 NOT_NEEDED = ("sklearn", "megatron")
-# The user's flags follow these on the command line, and the last one wins.
+# The user's flags follow these on the command line and override them.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    "--sleep-on-idle",  # an idle server would burn a whole core
-    *("--max-total-tokens", "16384"),  # SGLang would take most of the machine's memory for the cache
+    "--sleep-on-idle",  # otherwise an idle server uses a whole core
+    *("--max-total-tokens", "16384"),  # otherwise SGLang allocates most of the machine's memory for the KV cache
 ]
 
 
 def die_with_parent() -> None:
-    """SIGKILL for us when the parent goes, also if it went before we asked for that. SGLang's own children start here, too."""
+    """Request SIGKILL for this process when its parent dies (PR_SET_PDEATHSIG); exit if the parent is already dead.
+
+    Called in the server's main process and in each of SGLang's child processes.
+    """
     parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(f"the process {parent} that started this server is gone")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for those that we spawn
+        sys.exit(f"exiting: the process {parent} that started this server has died")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the child processes of this process
 
 
 def prepare_imports() -> bool:
-    """Arrange the import path and open the CPU door if this machine has no CUDA. Returns whether it has."""
-    # This folder came along as the script's; its `server.py` or `args.py` must not shadow anybody's module.
+    """Set the import path and, on a machine without CUDA, import the CPU shims.
+
+    Returns:
+        Whether the machine has CUDA.
+    """
+    # Remove this script's folder, which Python adds: its `server.py` and `args.py` must not shadow other modules.
     sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != HERE]
     side = Path(sys.prefix) / "sglang-site"
     if side.is_dir() and str(side) not in sys.path:
@@ -57,41 +69,43 @@ def prepare_imports() -> bool:
     if torch.cuda.is_available():
         return True
     for name in NOT_NEEDED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own way to say that there is none
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's way to mark a module as missing
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "penstock_cpu_models")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # a router takes 15 s and a C++ compiler, and a small model wins nothing
-    door = str(HERE / "cpu_site")
-    if door not in sys.path:
-        sys.path.insert(0, door)
-    import sglang_cpu_door  # noqa: F401
+    # Compiling an MoE router takes 15 s, needs a C++ compiler, and does not speed up a small model.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    shims = str(HERE / "cpu_site")
+    if shims not in sys.path:
+        sys.path.insert(0, shims)
+    import sglang_cpu_shim  # noqa: F401
 
     return False
 
 
 def fork_children() -> None:
-    """Let SGLang fork its other processes, which it would spawn, and import here what they need.
+    """Make SGLang fork its child processes instead of spawning them, and import their modules before the fork.
 
-    A start then costs 8 s of processor time instead of 23, and the three processes take a fifth of the memory. Not with CUDA, which
-    does not survive a fork.
+    This reduces a start from 23 to 8 s of CPU time, and the memory of the three processes to a fifth. It is not
+    possible with CUDA, which cannot be used after a fork.
     """
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
     from sglang.srt.entrypoints import engine
 
-    prepare = engine._set_envs_and_config
+    set_envs = engine._set_envs_and_config
 
-    def then_fork(server_args: object) -> None:
-        prepare(server_args)
+    def set_envs_and_fork(server_args: object) -> None:
+        set_envs(server_args)
         multiprocessing.set_start_method("fork", force=True)
 
-    engine._set_envs_and_config = then_fork
+    engine._set_envs_and_config = set_envs_and_fork
     os.register_at_fork(after_in_child=die_with_parent)
-    gc.freeze()  # collecting would write to every page that the children share
+    gc.freeze()  # otherwise garbage collection writes to all pages that are shared with the children
 
 
 def leave_memory_unpinned() -> None:
-    """SGLang registers the buffer of routed experts with CUDA, also on a CPU, where its start would end there."""
+    """Make SGLang allocate the host buffer of routed experts without pinned memory, which needs CUDA: without this
+    patch the server cannot start on a CPU."""
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(*args: object, **options: object) -> object:
@@ -101,11 +115,14 @@ def leave_memory_unpinned() -> None:
 
 
 def keep_load_files_in_tmpdir() -> None:
-    """SGLang 0.5.21 keeps its counters of running requests in files of /dev/shm, and a killed server leaves them there for ever. In TMPDIR
-    they go with the process that has started this one. (It is a memory-mapped file of some kilobytes a server.)"""
+    """Make SGLang write its load-snapshot files (counters of running requests) to TMPDIR instead of /dev/shm.
+
+    SGLang 0.5.21 memory-maps a file of some kilobytes per server in /dev/shm, which a killed server leaves behind. The
+    parent process removes TMPDIR when it ends.
+    """
     try:
         from sglang.srt.managers import load_snapshot
-    except ImportError:  # an older release has none
+    except ImportError:  # an older release does not write load snapshots
         return
     path_in_shm = load_snapshot.shm_path_for
 
@@ -115,17 +132,20 @@ def keep_load_files_in_tmpdir() -> None:
     load_snapshot.shm_path_for = path_in_tmpdir
 
 
-def meet_on_loopback() -> None:
-    """torch's TCPStore listens on all interfaces, whatever address it is given: hand it a socket that is bound to loopback instead.
+def bind_rendezvous_to_loopback() -> None:
+    """Make torch's TCPStore, the rendezvous of the server's ranks, listen on 127.0.0.1 only.
 
-    Ranks of one server meet there; without this anybody who reaches the machine could write to the store.
+    Unpatched, TCPStore listens on all interfaces for any `hostname`, so every host in the network could write to the
+    store.
     """
     from torch.distributed import TCPStore
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
     create = rendezvous._create_c10d_store
 
-    def create_on_loopback(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+    def create_on_loopback(
+        hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
+    ) -> Any:
         if rank != 0 or hostname != "127.0.0.1" or rendezvous._torchelastic_use_agent_store():
             return create(hostname, port, rank, world_size, timeout, use_libuv)
         listener = socket.create_server((hostname, port)).detach()
@@ -138,7 +158,7 @@ def meet_on_loopback() -> None:
 
 die_with_parent()
 HAS_CUDA = prepare_imports()
-meet_on_loopback()
+bind_rendezvous_to_loopback()
 keep_load_files_in_tmpdir()
 
 if __name__ == "__main__":
@@ -148,7 +168,8 @@ if __name__ == "__main__":
     if not HAS_CUDA:
         leave_memory_unpinned()
         fork_children()
-    words = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
+    argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     if key := os.environ.pop(KEY_VARIABLE, None):
-        words += ["--api-key", key, "--admin-api-key", key]  # /server_info shows the second one to whoever has the first
-    run_server(prepare_server_args(words))
+        # Equal keys: /server_info shows the admin key to every client that has the API key.
+        argv += ["--api-key", key, "--admin-api-key", key]
+    run_server(prepare_server_args(argv))

@@ -1,7 +1,8 @@
-"""Starts SGLang's router: a script, `python -P launch_router.py <its flags>`, that ends with the thread that has started it.
+"""Script that runs SGLang's router (`python -P launch_router.py <router flags>`) and ends when the thread that started
+it ends.
 
-Not `python -m sglang_router.launch_router`, which imports SGLang and torch for a balancer that is not used here: 6 s and 600 MB instead
-of 0.1 s and 25 MB.
+`python -m sglang_router.launch_router` is not used, because it also imports SGLang and torch for a load balancer that
+Penstock does not use: 6 s and 600 MB instead of 0.1 s and 25 MB.
 """
 
 import argparse
@@ -20,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 if __name__ == "__main__":
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.get(PARENT_VARIABLE, os.getppid())):
-        sys.exit("the process that started this router is gone")
+        sys.exit("exiting: the process that started this router has died")
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
     args = RouterArgs.from_cli_args(parser.parse_args())

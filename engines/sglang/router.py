@@ -1,8 +1,9 @@
-"""SGLang's router in front of the engines: a process beside the driver, watched, started anew when it dies, told which engines live.
+"""SGLang's router in front of the engines: run it as a child process of the driver, restart it when it dies, and update
+its list of engines.
 
-Which engines live is the supervisor's knowledge (supervisor.py); requests come from client.py. Only generation goes through the router:
-weights, versions and aborts go straight to the engines. Its own health checks, circuit breaker and retries are off, for the supervisor
-and the client do the same with more knowledge, and two judges would contradict each other.
+Only generation requests go through the router; weight updates, version checks and aborts are sent directly to the
+engines. The router's own health checks, circuit breaker and retries are disabled, because `supervisor.py` and
+`client.py` already provide them and both mechanisms would interfere.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engines.ports import free_port
-from engines.sglang import control
-from engines.sglang.args import command_line, router_flags
-from engines.sglang.server import KEY_VARIABLE, last_lines
-from storage.secrets import protect
+from penstock.engines.generation import EngineGone
+from penstock.engines.ports import free_port
+from penstock.engines.serving import keys
+from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
+from penstock.engines.sglang import control
+from penstock.engines.sglang.args import command_line, router_flags
+from penstock.storage.secrets import protect
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
-TICK = 0.5  # seconds between looks at the router's list of engines
-SHORT_TICK = 0.05  # the same while the list is not yet as it should be
-CALL = 5.0  # seconds for one look; it answers in milliseconds
-ASK_AGAIN = 5.0  # seconds after which an engine that the router was told of, and does not know, is named again
-DEFAULTS = {  # the user's flags go before these
-    # The key that the client sends with every request decides: one session, one engine; a new key goes to the least busy one.
+TICK = 0.5  # seconds between checks of the router's list of engines
+SHORT_TICK = 0.05  # seconds between these checks while the router's list differs from the live engines
+CALL_TIMEOUT = 5.0  # timeout in seconds of one call to the router, which takes milliseconds
+REGISTER_AGAIN = 5.0  # seconds after which an engine that the router still does not list is registered again
+DEFAULTS = {  # router flags that the configured flags override
+    # The router chooses the engine by the routing key that the client sends with every request: equal keys (requests of
+    # one session) go to the same engine, a new key goes to the engine with the least load.
     "policy": "manual",
     "assignment_mode": "min_load",
     "disable_health_check": True,
@@ -43,141 +47,155 @@ DEFAULTS = {  # the user's flags go before these
 logger = logging.getLogger(__name__)
 
 
-class Router:
-    """A context manager; entering starts it without waiting.
+class SGLangRouter:
+    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready.
 
     Args:
-        args: the router's own flags with underscored names.
-        log_dir: where its log goes; the system's temporary directory by default.
-        max_restarts: how often it may be started anew.
-        patience: seconds that it may be silent, starting included, before it is started anew.
+        args: flags of sglang-router with underscored names.
+        log_dir: directory of the router's log; the system's temporary directory by default.
+        max_restarts: maximum number of restarts.
+        response_timeout: seconds without an answer, also during the start, after which the router is restarted.
     """
 
-    def __init__(self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3, patience: float = 30) -> None:
+    def __init__(
+        self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3, response_timeout: float = 30
+    ) -> None:
         self.args = args
         self.log_dir = Path(log_dir or tempfile.gettempdir())
         self.max_restarts = max_restarts
-        self.patience = patience
+        self.response_timeout = response_timeout
         self.pid = 0
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards `_engines` and `_address`
         self._engines: list[str] = []
         self._address: str | None = None
         self._failure: Exception | None = None
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._changed = threading.Event()
-        self._key = protect(
-            str(args.get("api_key") or secrets.token_hex(32))
-        )  # the router asks for it, and sends each engine its own
-        self._asked: dict[str, float] = {}  # engine -> when the router was told of it
-        # The router dies with the thread that has started it (see launch_router.py), so that is one which lasts.
+        # API key of the router itself; the router sends each engine that engine's own key.
+        self._key = protect(str(args.get("api_key") or secrets.token_hex(32)))
+        self._registered: dict[str, float] = {}  # engine's URL -> time of its last registration with the router
+        # The router process dies when the thread that started it ends (launch_router.py), so one thread runs it.
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
 
-    def __enter__(self) -> Router:
+    def __enter__(self) -> SGLangRouter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ended.set()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
         self._changed.set()
         self._thread.join()
 
-    def lead_to(self, engines: list[str]) -> None:
-        """From now on requests go to the engines at these addresses. Returns at once."""
+    def set_backends(self, urls: list[str]) -> None:
+        """Set the engines to which the router sends requests; the router is updated asynchronously.
+
+        Args:
+            urls: addresses of the live engines.
+        """
         with self._lock:
-            if set(self._engines) - set(engines) or not self._engines:
-                self._address = None  # until those gone are gone there too, or all of the first ones known
-            self._engines = list(engines)
+            if set(self._engines) - set(urls) or not self._engines:
+                self._address = None  # until the router has removed dead engines, or registered its first engines
+            self._engines = list(urls)
         self._changed.set()
 
     def address(self) -> str | None:
-        """Where it listens; None while it is away, or leads to engines that do not live.
+        """Return the router's address; None while the router is down or still routes to dead engines.
 
         Raises:
-            RuntimeError: it has died too often; with the last lines of its log.
+            RuntimeError: the router failed after `max_restarts` restarts; the message has the tail of its log.
         """
         if self._failure is not None:
             raise self._failure
         return self._address
 
-    # ---- the thread -----------------------------------------------------------------------------------------------------
+    # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             for num_restarts in range(self.max_restarts + 1):
-                end = self._one_life()
-                if self._ended.is_set():
+                reason = self._run_once()
+                if self._stopped.is_set():
                     return
-                logger.warning("the router %s (%d of %d restarts so far)", end, num_restarts, self.max_restarts)
-            raise RuntimeError(
-                f"the router has been started {self.max_restarts + 1} times, which is all that is allowed; it {end}"
-            )
+                logger.warning("%d of %d router restarts used; the router %s", num_restarts, self.max_restarts, reason)
+            raise RuntimeError(f"the router failed after all {self.max_restarts} restarts: the router {reason}")
         except Exception as error:
             self._failure = error  # raised by `address`
 
-    def _one_life(self) -> str:
-        """Start it and keep its list right until it dies, is silent or is to end. Returns how it ended."""
-        port, log = free_port(), self._new_log()
+    def _run_once(self) -> str:
+        """Start the router and update its list of engines until the router dies, hangs or is stopped.
+
+        Returns:
+            The reason for the end, with the tail of the log.
+        """
+        port = free_port()
         url = f"http://127.0.0.1:{port}"
-        control.use_key(url, self._key)
-        self._asked = {}
-        with log.open("ab") as output:
+        keys.use_key(url, self._key)
+        self._registered = {}
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
+        with open(handle, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(LAUNCHER), *self._words(port)],
+                [sys.executable, "-P", str(LAUNCHER), *self._argv(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PENSTOCK_ROUTER_PARENT": str(os.getpid()), KEY_VARIABLE: self._key},
             )
         self.pid = process.pid
-        heard = time.monotonic()
+        answered = time.monotonic()
         try:
-            while process.poll() is None and not self._ended.is_set() and time.monotonic() - heard < self.patience:
+            while (
+                process.poll() is None
+                and not self._stopped.is_set()
+                and time.monotonic() - answered < self.response_timeout
+            ):
                 self._changed.clear()
                 try:
-                    right = self._set_right(url)
-                    heard = time.monotonic()
-                except (control.ServerGone, RuntimeError) as error:
-                    logger.debug("the router: %s", error)
-                    right = False
-                self._changed.wait(TICK if right else SHORT_TICK)
-            how = "is silent" if process.poll() is None else f"ended with code {process.returncode}"
-            return f"{how}. The end of its log, {log}:\n{last_lines(log, 10)}"
+                    in_sync = self._sync_engines(url)
+                    answered = time.monotonic()
+                except (EngineGone, RuntimeError) as error:
+                    logger.debug("could not update the router's list of engines, retrying: %s", error)
+                    in_sync = False
+                self._changed.wait(TICK if in_sync else SHORT_TICK)
+            code = process.poll()
+            outcome = "does not answer" if code is None else f"died (exit code {code})"
+            return f"{outcome}; tail of {log}:\n{read_log_tail(Path(log), 10)}"
         finally:
             self._address = None
             process.kill()
             process.wait()
 
-    def _set_right(self, url: str) -> bool:
-        """Let the router know the engines that live, and no others. Returns whether it does."""
+    def _sync_engines(self, url: str) -> bool:
+        """Register the live engines with the router and remove all other engines from its list.
+
+        Returns:
+            Whether the router's list is equal to the live engines.
+        """
         engines = self._engines
-        workers = control.call(url, "/workers", timeout=CALL)["workers"]
-        ready = {
-            worker["url"] for worker in workers if worker["is_healthy"]
-        }  # registered, and no more: its health checks are off
-        gone = [worker["id"] for worker in workers if worker["url"] not in engines]
-        for worker in gone:
-            control.call(url, f"/workers/{worker}", timeout=CALL, method="DELETE")
+        workers = control.call(url, "/workers", timeout=CALL_TIMEOUT)["workers"]
+        # With the router's health checks off, "healthy" means registered.
+        ready = {worker["url"] for worker in workers if worker["is_healthy"]}
+        dead = [worker["id"] for worker in workers if worker["url"] not in engines]
+        for worker_id in dead:
+            control.call(url, f"/workers/{worker_id}", timeout=CALL_TIMEOUT, method="DELETE")
         for engine in set(engines) - ready:
-            if time.monotonic() - self._asked.get(engine, -ASK_AGAIN) >= ASK_AGAIN:
+            if time.monotonic() - self._registered.get(engine, -REGISTER_AGAIN) >= REGISTER_AGAIN:
                 worker = {"url": engine, "disable_health_check": True}
-                if key := control.keys_of([engine]).get(engine):
+                if key := keys.keys_of([engine]).get(engine):
                     worker["api_key"] = key
-                control.call(url, "/workers", worker, timeout=CALL)
-                self._asked[engine] = time.monotonic()
-        right = ready == set(engines) and not gone
+                control.call(url, "/workers", worker, timeout=CALL_TIMEOUT)
+                self._registered[engine] = time.monotonic()
+        in_sync = ready == set(engines) and not dead
         with self._lock:
-            if right and engines and engines is self._engines:  # and not others meanwhile
+            if in_sync and engines and engines is self._engines:  # `set_backends` was not called meanwhile
                 self._address = url
-        return right
+        return in_sync
 
-    def _words(self, port: int) -> list[str]:
-        # Its metrics would be open to everybody on port 29000, and a second router on this machine would find the port taken.
+    def _argv(self, port: int) -> list[str]:
+        # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
+        # machine would find the port in use.
         ours = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": free_port()}
-        given = {name: value for name, value in self.args.items() if name != "api_key"}
-        return command_line({**ours, **DEFAULTS, **given}, router_flags())
-
-    def _new_log(self) -> Path:
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        handle, path = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
-        os.close(handle)
-        return Path(path)
+        configured = {name: value for name, value in self.args.items() if name != "api_key"}
+        return command_line({**ours, **DEFAULTS, **configured}, router_flags())

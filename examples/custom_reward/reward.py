@@ -1,7 +1,7 @@
 """A reward with parts: `--custom-rm-path examples/custom_reward/reward.py --reward-key score`.
 
-A right number counts most; where the digits are nearly right, or the answer is short, that counts a little, so that a group whose answers
-are all wrong still has something to learn from.
+A right number counts most; where the digits are nearly right, or the answer is short, that counts a little, so that a
+group whose answers are all wrong still has something to learn from.
 """
 
 import re

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from flows.demo_model import make_tiny_data, make_tiny_model
+from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 
 
 def main(directory: str) -> None:

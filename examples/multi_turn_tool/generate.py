@@ -1,7 +1,8 @@
-"""A calculator that the model may use while it answers: `--custom-generate-function-path examples/multi_turn_tool/generate.py`.
+"""A calculator that the model may use while it answers: `--custom-generate-function-path
+examples/multi_turn_tool/generate.py`.
 
-The model writes `<calculator>12*(3+4)</calculator>`, is stopped there, reads `<result>84</result>` and goes on. What it writes is trained on,
-what the calculator says is not.
+The model writes `<calculator>12*(3+4)</calculator>`, stops, reads `<result>84</result>` and continues. What it
+writes is trained on, what the calculator says is not.
 """
 
 import ast

@@ -1,13 +1,14 @@
 """A random model of 402,176 parameters and six problems, on which the example runs in a minute without a GPU.
 
-A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for the whole call of each problem.
+A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for the whole
+call of each problem.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from flows.demo_model import make_tiny_model, make_tokenizer
+from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 
 TAGS = ["<calculator>", "</calculator>", "<result>", "</result>"]
 PROBLEMS = ["12*8", "7*9+5", "3*(4+5)", "99-45", "61+27", "5*5-7"]

@@ -17,7 +17,11 @@ TOOLS = [
         "function": {
             "name": "calculate",
             "description": "The value of an expression of whole numbers, +, -, * and parentheses.",
-            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
         },
     }
 ]
@@ -31,7 +35,9 @@ def solve(client: OpenAI, question: str, max_turns: int = 8) -> str:
         if not reply.tool_calls:
             return reply.content or ""
         messages.append(reply)
-        messages += [{"role": "tool", "tool_call_id": call.id, "content": use(call.function)} for call in reply.tool_calls]
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": use(call.function)} for call in reply.tool_calls
+        ]
     return ""
 
 

@@ -47,7 +47,10 @@ class Index:
         for word in words(query):
             for number, score in self._scores.get(word, {}).items():
                 total[number] += score
-        return [self.documents[number] for number, _ in sorted(total.items(), key=lambda hit: (-hit[1], hit[0]))[:num_documents]]
+        return [
+            self.documents[number]
+            for number, _ in sorted(total.items(), key=lambda hit: (-hit[1], hit[0]))[:num_documents]
+        ]
 
 
 def words(text: str) -> list[str]:

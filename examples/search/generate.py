@@ -1,8 +1,9 @@
 """A search engine that the model may ask while it answers, in the manner of Search-R1 (2503.09516):
 `--custom-generate-function-path examples/search/generate.py --custom-rm-path examples/search/generate.py:reward_func`.
 
-The model writes `<search>words</search>`, reads `<information>...</information>` and goes on, until it writes `<answer>...</answer>`. What it
-writes is trained on, what was found is not. SEARCH_CORPUS names another corpus than the one beside this file.
+The model writes `<search>words</search>`, reads `<information>...</information>` and continues until it writes
+`<answer>...</answer>`. What it writes is trained on, what was found is not. SEARCH_CORPUS names another corpus than the
+one beside this file.
 """
 
 import os

@@ -1,13 +1,14 @@
 """A random model of 402,176 parameters and four questions, on which the example runs in a minute without a GPU.
 
-A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for a whole query of each question.
+A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for a whole
+query of each question.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from flows.demo_model import make_tiny_model, make_tokenizer
+from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 
 TAGS = ["<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"]
 QUESTIONS = {"france": "paris", "italy": "rome", "japan": "tokyo", "kenya": "nairobi"}

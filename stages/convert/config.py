@@ -1,47 +1,53 @@
-"""What people may say about models going in and out."""
+"""Options of converting and exporting models."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from storage.config import StageConfig, option
+from penstock.storage.config import StageConfig, option
+
+ExportDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+Mtp = Literal["skip", "keep"]
 
 
 class ConvertConfig(StageConfig):
-    """Where the model comes from, and how it leaves."""
+    """Options of the model that a run starts from, and of exports."""
 
-    hf_checkpoint: str = option("", change="schedule")
+    hf_checkpoint: str = option("", mutability="schedule")
     """Hugging Face directory with config.json, *.safetensors and the tokenizer; the run starts from these weights."""
 
-    export_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = option(None, change="schedule")
-    """Number type of exported weights; by default the one they were trained in. fp8 is e4m3 in blocks of 128 x 128, for fp8 rollouts."""
+    model_family_path: str | None = option(None, mutability="schedule")
+    """FILE.py or module with a user-defined model family (config.json entries, tensor names). Its code is executed."""
 
-    mtp: Literal["skip", "keep"] = option("skip", change="schedule")
-    """Tensors of multi-token prediction layers, which are not trained: leave them out, or carry them through to every export."""
+    export_dtype: ExportDtype | None = option(None, mutability="schedule")
+    """Dtype of exported weights; default: dtype of the checkpoint. fp8: e4m3, one scale per 128 x 128 block."""
 
-    convert_ranks: int = option(1, change="placement", ge=1)
-    """Processes that share the work of a conversion; more of them where the disk is faster than one."""
+    mtp: Mtp = option("skip", mutability="schedule")
+    """Tensors of multi-token prediction layers, which are not trained: skip them, or copy them into every export."""
 
-    convert_save: str | None = option(None, change="placement")
-    """`penstock convert --save`: directory or URI for the result, in place of the store."""
+    convert_ranks: int = option(1, mutability="placement", ge=1)
+    """Number of processes of a conversion; use several if the disk is faster than one process."""
 
-    convert_load: str | None = option(None, change="placement")
-    """`penstock convert --load`: what to make a Hugging Face directory of: a torch_dist directory, or RUN or RUN/VERSION of the store."""
+    convert_save: str | None = option(None, mutability="placement")
+    """`penstock convert --save`: directory or URI for the result, instead of the store."""
 
-    origin_hf_dir: str | None = option(None, change="placement")
-    """For --load: the Hugging Face directory whose config.json and tokenizer the result gets; a converted model has its own."""
+    convert_load: str | None = option(None, mutability="placement")
+    """`penstock convert --load`: checkpoint to export: a torch_dist directory, or RUN or RUN/VERSION in the store."""
 
-    export_vocab_size: int | None = option(None, change="placement", ge=1)
-    """For --load: rows of embedding and head to keep, where that is not config.json's vocab_size."""
+    origin_hf_dir: str | None = option(None, mutability="placement")
+    """For --load: Hugging Face directory with config.json and tokenizer, if the checkpoint does not have them."""
 
-    megatron_names: Literal["local", "te"] | None = option(None, change="placement")
-    """For --save: torch_dist under the names of Megatron's local layers or of TransformerEngine's; with --load in place of Hugging Face files."""
+    export_vocab_size: int | None = option(None, mutability="placement", ge=1)
+    """For --load: vocabulary rows of embedding and LM head to export; default: config.json's vocab_size."""
 
-    convert_verify: bool = option(False, change="placement")
-    """`penstock convert --verify`: read the result back bit for bit, and report what was compared."""
+    megatron_names: Literal["local", "te"] | None = option(None, mutability="placement")
+    """For --save: tensor names of Megatron's local layers or TransformerEngine's; with --load: export torch_dist."""
 
-    check_logits: bool = option(True, change="placement")
-    """Compare a few logits with transformers' when a model is converted for the first time; of large models, a few layers'."""
+    convert_verify: bool = option(False, mutability="placement")
+    """`penstock convert --verify`: read the result back, compare it with the source bit for bit, and print a report."""
 
-    convert_timeout: float = option(7200.0, change="placement", gt=0)
-    """Seconds after which a conversion or an export is given up and tried again."""
+    check_logits: bool = option(True, mutability="placement")
+    """At a model's first conversion, compare logits of a few tokens with transformers (large models: a few layers)."""
+
+    convert_timeout: float = option(7200.0, mutability="placement", gt=0)
+    """Seconds after which a conversion or an export is cancelled and retried."""

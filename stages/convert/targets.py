@@ -1,7 +1,9 @@
-"""Where a conversion's result goes: among the converted models of a store, or into a directory or URI that somebody named.
+"""Targets of conversions: the models of a store, or a directory or URI. Also functions for directories that contain a
+model.
 
-Both are written under a private name first, which the same command finds again after a kill, and become visible whole, last. `.parts`
-beside the private name holds the records of what is finished.
+Both targets write to a private attempt first and publish the complete result at the end. The same command finds its
+attempt again after a kill. The records of finished work items are stored beside the attempt, under a name that ends in
+`.parts`.
 """
 
 from __future__ import annotations
@@ -14,48 +16,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from storage import disk
-from storage.errors import OptionError, StoreError
-from storage.refs import CheckpointRef, Commit, commit_key
-from storage.store import Store
+from penstock.storage import disk
+from penstock.storage.errors import ModelError, OptionError, StoreError
+from penstock.storage.refs import CheckpointRef, Commit, commit_key
+from penstock.storage.store import Store
 
-RECORD = ".penstock.json"  # in a directory that we have filled: the commit record
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's word for which checkpoint of a directory counts
-ASSETS_DIRECTORY = "hf_assets"  # inside a converted model: config.json, tokenizer and so on
-RELEASE = "release"  # ... and what it calls one that was not trained
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's file that names the current checkpoint of a directory
+RELEASE = "release"  # Megatron's name of an untrained checkpoint: subdirectory, and value in the tracker
+ASSETS_DIRECTORY = "hf_assets"  # inside a converted model: config.json, tokenizer, carried tensors
+METADATA = ".metadata"  # torch's index of a checkpoint; copied from `checkpoints.safe_load`, which imports torch
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Target(Protocol):
-    """Where a result goes."""
+    """The destination of a conversion's result."""
 
     store: Store
-    attempt: str  # key under which files are written
-    parts: str  # key of the records of finished parts
+    attempt: str  # key prefix of the written files
+    parts: str  # key prefix of the records of finished work items
 
-    def standing(self, identity: str) -> CheckpointRef | None:
-        """The result, if it is there already.
+    def existing(self, identity: str) -> CheckpointRef | None:
+        """Return the published result with this identity, or None.
 
         Raises:
-            OptionError: another one is there.
+            OptionError: the target contains a different result.
         """
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        """Make the result visible; `commit` names its files under `attempt`."""
+        """Make the result visible. `commit` lists its files under `attempt`."""
 
 
 @dataclass
-class AmongModels:
-    """`models/<identity>` in a store, shared by all runs that start from the same files."""
+class StoreTarget:
+    """The model `models/<identity>` in a store, shared by all runs that start from the same source files."""
 
     store: Store
-    name: str  # of the attempt: the same source and options give the same
+    name: str  # of the attempt; equal for the same source and options
 
     def __post_init__(self) -> None:
         self.attempt = f"models/attempt-{self.name}"
         self.parts = f"{self.attempt}.parts"
 
-    def standing(self, identity: str) -> CheckpointRef | None:
+    def existing(self, identity: str) -> CheckpointRef | None:
         commit = self.store.committed(f"models/{identity}")
         return None if commit is None else self._ref(identity, commit)
 
@@ -63,7 +66,8 @@ class AmongModels:
         return self._ref(identity, self.store.commit(f"models/{identity}", commit))
 
     def may_have(self, headers: str) -> bool:
-        """Whether one of the models there may be one with these headers."""
+        """Return whether the store may have a model whose source has the header hash `headers`
+        (`assets.header_hash`)."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
         commits = disk.in_parallel(lambda name: self.store.committed(f"models/{name}"), names, 16)
@@ -74,63 +78,69 @@ class AmongModels:
         return CheckpointRef(key=commit_key(f"models/{identity}"), uri=uri, format="torch_dist", policy_version=0)
 
 
-class InDirectory:
-    """A directory or URI of the user's own.
+class DirectoryTarget:
+    """The directory or URI of `--save`.
 
-    On a local disk everything is written into a hidden directory beside it, which gets its name last. On an object store, where nothing
-    can be renamed, the record comes last.
+    On a local disk, all files are written into a hidden sibling directory, which is renamed at the end. An object store
+    cannot rename, so the commit record is written last.
 
     Args:
-        uri: of the directory; it must not exist, or be empty, or hold this very result.
-        format: what will be in it; a torch_dist model goes into `release`, as Megatron has it.
-        name: of the attempt: the same source and options give the same.
-        options: for the fsspec file system.
+        uri: URI or path of the directory. It must not exist, be empty, or contain the same result.
+        format: format of the result; a torch_dist model is written into the subdirectory `release`, as Megatron
+            expects.
+        name: name of the attempt; equal for the same source and options.
+        options: options of the fsspec file system.
     """
 
-    def __init__(self, uri: str, format: Literal["torch_dist", "hf"], name: str, options: dict[str, Any] | None = None) -> None:
-        self.store, self.final = above(uri, options)
+    def __init__(
+        self, uri: str, format: Literal["torch_dist", "hf"], name: str, options: dict[str, Any] | None = None
+    ) -> None:
+        self.store, self.final = parent_store(uri, options)
         self.uri, self.format = f"{self.store.uri.rstrip('/')}/{self.final}", format
         self.work = f".{self.final}.incoming-{name}" if self.store.is_local else self.final
         self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
         self.parts = f".{self.final}.incoming-{name}.parts"
 
-    def standing(self, identity: str) -> CheckpointRef | None:
-        record = committed_in(self.store, self.final)
+    def existing(self, identity: str) -> CheckpointRef | None:
+        record = read_record(self.store, self.final)
         if record is not None and record.state.get("identity") == identity:
             return self._ref(record)
-        if record is not None or self.is_taken():
-            raise OptionError(f"{self.uri} holds something else already: give --save another place, or remove it")
+        if record is not None or self.is_occupied():
+            raise OptionError(
+                f"{self.uri} is not empty and has other content: give --save another directory, or remove this one"
+            )
         return None
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        moved = commit.model_copy(
+        def final_key(key: str) -> str:
+            return self.final + key.removeprefix(self.work)
+
+        record = commit.model_copy(
             update={
-                "attempt": self.final + self.attempt.removeprefix(self.work),
-                "files": [
-                    file.model_copy(update={"path": self.final + file.path.removeprefix(self.work)}) for file in commit.files
-                ],
+                "attempt": final_key(self.attempt),
+                "files": [file.model_copy(update={"path": final_key(file.path)}) for file in commit.files],
                 "state": {**commit.state, "identity": identity},
             }
         )
         if self.format == "torch_dist":
             self.store.create(f"{self.work}/{TRACKER}", RELEASE.encode())
-        self.store.create(f"{self.work}/{RECORD}", moved.model_dump_json(indent=1).encode())
+        self.store.create(f"{self.work}/{RECORD}", record.model_dump_json(indent=1).encode())
         if self.work != self.final:
-            self._rename()
-        return self._ref(moved)
+            source, target = Path(self.store.path(self.work)), Path(self.store.path(self.final))
+            try:
+                source.rename(target)  # succeeds if the target is an empty directory
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise OptionError(
+                    f"{target} was created by another process during the conversion: move the result from {source}, "
+                    "or repeat the conversion with another --save directory"
+                ) from error
+            disk.fsync(target.parent)
+        return self._ref(record)
 
-    def _rename(self) -> None:
-        source, target = Path(self.store.path(self.work)), Path(self.store.path(self.final))
-        try:
-            source.rename(target)  # also over an empty directory
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise OptionError(f"{target} was filled meanwhile: give --save another place; the result is in {source}") from error
-        disk.fsync(target.parent)
-
-    def is_taken(self) -> bool:
-        """Whether something lies there that no unfinished attempt of this very result has put there."""
+    def is_occupied(self) -> bool:
+        """Return whether the directory has files that are not from an unfinished attempt at the same result."""
         if not self.store.is_local and self.store.list(self.parts):
             return False
         path = Path(self.store.path(self.final))
@@ -141,52 +151,117 @@ class InDirectory:
         return CheckpointRef(key=key, uri=self.uri, format=self.format, policy_version=commit.policy_version)
 
 
-def committed_in(store: Store, name: str) -> Commit | None:
-    """The record in a directory that we have filled."""
-    try:
-        data = store.read(f"{name}/{RECORD}")
-    except NotADirectoryError:  # it is a file
-        data = None
-    return None if data is None else Commit.model_validate_json(data)
-
-
-def above(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """The directory that a directory or URI lies in, as a store, and its name there.
+def parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
+    """Return the parent of a directory or URI as a store, and the directory's name in that store.
 
     Raises:
-        OptionError: it lies in none.
+        OptionError: the directory is the root of a disk or bucket.
     """
     whole = Store(uri, options, probe=False)
     parent, _, name = whole.root.rpartition("/")
     if not name or not (parent or whole.is_local):
-        raise OptionError(f"--save {uri} is the top of a disk or a bucket: give a directory in it")
+        raise OptionError(f"--save {uri} is the root of a disk or bucket: give a directory inside it")
     return Store((parent or "/") if whole.is_local else whole.fs.unstrip_protocol(parent), options, probe=False), name
 
 
-def check_room(store: Store, needed: int) -> None:
-    """Raise StoreError unless the store's disk has room for so many bytes. An object store does not tell."""
+def read_record(store: Store, name: str) -> Commit | None:
+    """Return the commit record of a directory written by `penstock convert --save`; None if it has no record."""
+    try:
+        data = store.read(f"{name}/{RECORD}")
+    except NotADirectoryError:  # `name` is a file
+        data = None
+    return None if data is None else Commit.model_validate_json(data)
+
+
+def check_free_space(store: Store, needed: int) -> None:
+    """Raise StoreError if the store's disk has fewer than `needed` free bytes. Object stores are not checked."""
     if not store.is_local:
         return
-    place = next(path for path in [Path(store.root), *Path(store.root).parents] if path.exists())
-    free = shutil.disk_usage(place).free
+    directory = next(path for path in [Path(store.root), *Path(store.root).parents] if path.exists())
+    free = shutil.disk_usage(directory).free
     if free < needed:
         raise StoreError(
-            f"{needed / 1e9:.1f} GB are to be written and {place} has {free / 1e9:.1f} GB free: make room, or give another place"
+            f"the result needs {needed / 1e9:.1f} GB, but {directory} has only {free / 1e9:.1f} GB free: free some "
+            "space, or give another directory"
         )
 
 
 @contextmanager
-def room(store: Store) -> Iterator[None]:
-    """Inside, a disk that is full is one sentence.
-
-    Raises:
-        StoreError: no room is left.
-    """
+def full_disk_as_store_error(store: Store) -> Iterator[None]:
+    """Convert the OSError of a full disk to a StoreError."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
         raise StoreError(
-            f"no room is left in {store.root} ({error.strerror}): make room and start the same command again, it goes on from there"
+            f"no room is left in {store.root} ({error.strerror}): free some space and run the same command again "
+            "to resume"
         ) from error
+
+
+# ---- directories with a model ----------------------------------------------------------------------------------------
+
+
+def is_converted(directory: str) -> bool:
+    """Return whether a local directory was written by `penstock convert --save`."""
+    return (Path(directory) / RELEASE).is_dir() and (Path(directory) / RECORD).is_file()
+
+
+def megatron_directory(directory: str | Path) -> Path | None:
+    """Return the directory that contains the index (`.metadata`) of a torch_dist checkpoint: `directory` itself, or the
+    subdirectory that its tracker file names. None if `directory` is not a Megatron checkpoint.
+
+    Raises:
+        ModelError: the tracker file names a checkpoint that does not exist.
+    """
+    path = Path(directory)
+    if (path / METADATA).is_file():
+        return path
+    if not (path / TRACKER).is_file():
+        return None
+    name = (path / TRACKER).read_text().strip()
+    checkpoint = path / (f"iter_{int(name):07d}" if name.isdecimal() else RELEASE)
+    if not (name.isdecimal() or name == RELEASE) or not (checkpoint / METADATA).is_file():
+        raise ModelError(
+            f"{path / TRACKER} names {name[:40]!r}, but {checkpoint} is not a torch_dist checkpoint: use a completely "
+            "saved checkpoint"
+        )
+    return checkpoint
+
+
+def config_directory(directory: str) -> Path | None:
+    """Return the directory with a model's config.json: the Hugging Face directory itself, or the assets of a torch_dist
+    model; None if the torch_dist model has no config.json."""
+    checkpoint = megatron_directory(directory)
+    if checkpoint is None:
+        return Path(directory)
+    assets = checkpoint / ASSETS_DIRECTORY
+    return assets if (assets / "config.json").is_file() else None
+
+
+def adopt(store: Store, directory: str) -> CheckpointRef:
+    """Copy a model written by `penstock convert --save` into a store, unless the store already has it. Verifies all
+    hashes.
+
+    Raises:
+        ModelError: the directory has no commit record.
+    """
+    source, name = parent_store(directory)
+    record = read_record(source, name)
+    if record is None or "identity" not in record.state:
+        raise ModelError(
+            f"{directory} was not written by `penstock convert --save` (no commit record): give the Hugging Face "
+            "directory of the model instead"
+        )
+    identity = record.state["identity"]
+    target = StoreTarget(store, f"copy-{identity}")
+    if existing := target.existing(identity):
+        return existing
+    check_free_space(store, sum(file.bytes for file in record.files))
+    with source.reading(record) as files, store.writing(target.attempt) as out:
+        shutil.copytree(files, out.path, dirs_exist_ok=True)
+    state = {key: value for key, value in record.state.items() if key != "identity"}
+    return target.publish(
+        identity, Commit(**{**dict(record), "attempt": target.attempt, "files": out.files, "state": state})
+    )

@@ -1,184 +1,164 @@
-"""torch_dist -> torch_dist under other names: a run's checkpoint for Megatron, or Megatron's checkpoint for a store.
+"""Convert torch_dist -> torch_dist with other tensor names: export a run's checkpoint for Megatron, or import a
+Megatron checkpoint into a store.
 
-Only the model is carried over, one parameter at a time; optimizer and random state are not.
+Only the model weights are copied, one parameter at a time; optimizer and RNG states are not.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import xxhash
 
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import StoredModel, StoredPiece, describe_checkpoint, stored_model
-from engines.megatron.stored_names import MegatronNames, extra_states, renamed
-from stages.convert.adopt import megatron_directory
-from stages.convert.hf_assets import CARRIED, copy_assets, small_files
-from stages.convert.plan import SHARE_BYTES, Box, Share
-from stages.convert.shares import Parts, Progress, Record, Tally, write_files
-from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, Target, check_room
-from stages.convert.to_hf import checkpoint_files, checkpoint_state
-from stages.convert.to_torch_dist import Written, write_share
-from stages.convert.torch_dist_files import TorchDistWeights, write_metadata
-from storage.refs import CheckpointRef, Commit, FileRecord, commit_key
-from storage.store import Store
+from penstock.engines.megatron.checkpoints.layout import (
+    MegatronNames,
+    ShardSlice,
+    checkpoint_layout,
+    write_common_files,
+)
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
+from penstock.stages.convert.targets import (
+    ASSETS_DIRECTORY,
+    DirectoryTarget,
+    StoreTarget,
+    check_free_space,
+    megatron_directory,
+)
+from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_state
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
+from penstock.stages.convert.work import OnBytes, Progress, WorkItems, files_of, write_files
+from penstock.storage.refs import CheckpointRef, Commit, commit_key
+from penstock.storage.store import Store
 
-FORMAT = 1  # of what an unfinished export leaves behind: another one is begun anew
+FORMAT = 1  # version of unfinished exports; those of another version are not resumed
 
 
 def export_megatron(
     store: Store,
     checkpoint: Commit | str,
-    assets_dir: str | Path,
+    origin: Origin,
     save: str,
     names: MegatronNames,
-    on_progress: Progress | None = None,
+    on_progress: OnBytes | None = None,
 ) -> CheckpointRef:
-    """Write the model of a checkpoint as a directory that Megatron-core loads, at `save`.
+    """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
     Args:
-        store: that `checkpoint` is in, if it is a commit.
-        checkpoint: commit, or a directory with a torch_dist checkpoint.
-        assets_dir: directory with the model's config.json, tokenizer and so on; they are carried over.
-        save: directory or URI.
-        names: of Megatron's local layers or of TransformerEngine's.
-        on_progress: called with the bytes written and the bytes in all.
+        store: store of `checkpoint`, if that is a commit.
+        checkpoint: commit, or path of a directory with a torch_dist checkpoint.
+        origin: model of the checkpoint; config.json and tokenizer are copied.
+        save: directory or URI of the export.
+        names: tensor names: of Megatron's local layers or of TransformerEngine's.
+        on_progress: called with (bytes written, total bytes).
 
     Raises:
-        ModelError: no checkpoint, or one that does not fit config.json.
-        StoreError: the disk became full on the way.
+        ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
+        OptionError: the directory has other content.
+        StoreError: the disk is full.
     """
-    assets_dir = Path(assets_dir)
-    identity = _identity(checkpoint, assets_dir, names)
-    target = InDirectory(save, "torch_dist", identity, store.options)
-    if standing := target.standing(identity):
-        return standing
+    identity = _identity(checkpoint, origin, names)
+    target = DirectoryTarget(save, "torch_dist", identity, store.options)
+    if existing := target.existing(identity):
+        return existing
     with checkpoint_files(store, checkpoint) as source:
-        return rewrite(source, assets_dir, target, identity, names, on_progress, extra=True)
+        return rewrite(source, origin, target, identity, names, on_progress)
+
+
+def adopt_megatron(store: Store, directory: str, origin: Origin) -> CheckpointRef:
+    """Copy the model weights of a Megatron checkpoint into the store, unless the store already has them.
+
+    Args:
+        store: store of the copy.
+        directory: Megatron directory, as `megatron_directory` accepts it.
+        origin: a model of the same shape; its config.json is used if the checkpoint has none.
+
+    Raises:
+        ModelError: the checkpoint does not match config.json.
+    """
+    source = megatron_directory(directory)
+    assert source is not None, f"{directory} is not a torch_dist checkpoint"
+    assets = source / ASSETS_DIRECTORY
+    if (assets / "config.json").is_file():
+        origin = Origin(assets, family_path=origin.family_path)
+    name = _identity(str(source), origin, "local")
+    target, memo = StoreTarget(store, name), f"models/sources/megatron-{name}.json"
+    known = store.read_json(memo)
+    if known and (existing := target.existing(known["identity"])):
+        return existing
+    ref = rewrite(source, origin, target, None, "local")
+    identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
+    store.create(memo, json.dumps({"identity": identity}).encode())
+    return ref
 
 
 def rewrite(
     source: Path,
-    assets_dir: Path,
-    target: Target,
+    origin: Origin,
+    target: StoreTarget | DirectoryTarget,
     identity: str | None,
     names: MegatronNames,
-    on_progress: Progress | None = None,
-    *,
-    extra: bool = False,
+    on_progress: OnBytes | None = None,
 ) -> CheckpointRef:
-    """Write the model of a torch_dist directory into a target. What a killed process has finished is kept.
+    """Copy the model weights of a torch_dist directory to a target. Resumes an interrupted copy.
 
     Args:
-        source: with `.metadata`, under any of Megatron's names.
-        assets_dir: as in `export_megatron`.
-        target: of the result.
-        identity: of the result; None: told by its content.
-        names: of the tensors in it.
-        on_progress: called with the bytes written and the bytes in all.
-        extra: also write the empty objects that plain Megatron asks for.
+        source: directory with `.metadata`; its tensors may have local or TransformerEngine names.
+        origin, on_progress: as in `export_megatron`.
+        target: destination of the copy.
+        identity: name of the result; None: derived from a hash of its content.
+        names: tensor names of the result.
     """
-    shape = ModelShape.from_hf(assets_dir)
-    stored = stored_model(shape)
-    weights, result = TorchDistWeights(source, stored), renamed(stored, names)
-    plan = _plan(weights, result)
-    parts = Parts(target, [Written(share) for share in plan.shares])
-    check_room(target.store, sum(part.num_bytes for part in parts.left()))
-    counter = Tally(sum(part.num_bytes for part in parts.parts), on_progress)
+    assets_dir, shape = origin.directory, origin.shape()
+    layout = checkpoint_layout(shape)
+    weights, result = TorchDistWeights(source, layout), layout.with_names(names)
+    slices: dict[Slice, tuple[str, ShardSlice]] = {
+        Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
+        for name, pieces in result.slices.items()
+        for piece in pieces
+    }
+    items = WorkItems(target, group_units(slices))
+    check_free_space(target.store, items.num_bytes_left())
+    progress = Progress(items.num_bytes, on_progress)
 
-    parts.do(lambda part: _write(target, weights, plan, part.share, counter.add), counter)
-    records = parts.records()
+    def content(piece: Slice) -> Iterator[memoryview]:
+        name, stored = slices[piece]
+        with weights.borrow(name) as tensor:
+            yield tensor[stored.part].contiguous().view(-1).view(torch.uint8).numpy().data
 
-    def describe(directory: Path) -> None:
-        describe_checkpoint(directory, shape)
-        spans = [(part.share, record["spans"]) for part, record in records]
-        write_metadata(directory, result, spans, extra_states(result, names) if extra else [])
+    items.run(lambda unit: write_unit(target, unit, content, progress.add), progress)
+    records = items.records()
+
+    def write_rest(directory: Path) -> None:
+        write_common_files(directory, shape)
+        spans = [(unit, record["spans"]) for unit, record in records]
+        objects = result.extra_states(names) if isinstance(target, DirectoryTarget) else []
+        write_metadata(directory, result, spans, objects)
         copy_assets(assets_dir, directory / ASSETS_DIRECTORY)
         if (assets_dir / CARRIED).is_file():
             shutil.copyfile(assets_dir / CARRIED, directory / ASSETS_DIRECTORY / CARRIED)
 
-    files = [FileRecord.model_validate(file) for _, record in records for file in record["files"]]
-    files += write_files(target, describe)
+    files = files_of(records)
+    content_hash = xxhash.xxh3_128_hexdigest(f"{[file.xxh3 for file in files]} {assets_hash(assets_dir)}".encode())
     commit = Commit(
         kind="model",
         policy_version=0,
         attempt=target.attempt,
-        files=files,
+        files=files + write_files(target, write_rest),
         inputs={"checkpoint": str(source)},
-        summary={"convert/num_bytes": sum(part.num_bytes for part in parts.parts)},
+        summary={"convert/num_bytes": items.num_bytes},
         state={"shape": shape.model_dump(), "headers": "", "carried": 0, "skipped": {"count": 0, "bytes": 0}},
     )
-    ref = target.publish(identity or _content_identity([record for _, record in records], assets_dir), commit)
-    parts.forget()
+    ref = target.publish(identity or f"megatron-{content_hash}", commit)
+    items.delete_records()
     return ref
 
 
-def _identity(checkpoint: Commit | str, assets_dir: Path, names: MegatronNames) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{FORMAT} {checkpoint_state(checkpoint)} {small_files(assets_dir)} {names}".encode())
-
-
-def _content_identity(records: list[Record], assets_dir: Path) -> str:
-    hashes = [file["xxh3"] for record in records for file in record["files"]]
-    return f"megatron-{xxhash.xxh3_128_hexdigest(f'{hashes} {small_files(assets_dir)}'.encode())}"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Files to be written, and what is in their boxes."""
-
-    shares: list[Share]
-    contents: dict[tuple[str, tuple[int, ...]], tuple[str, StoredPiece]]  # key and offset of a box -> parameter and its piece
-
-
-def _plan(weights: TorchDistWeights, result: StoredModel) -> _Plan:
-    shares: list[list[Box]] = [[]]
-    filled, contents = 0, {}
-    for name, pieces in result.pieces.items():
-        for piece in pieces:
-            box = Box(piece.key, piece.offset, piece.sizes, weights.dtype(name), ())
-            contents[piece.key, piece.offset] = name, piece
-            if shares[-1] and filled + box.num_bytes > SHARE_BYTES:
-                shares.append([])
-                filled = 0
-            shares[-1].append(box)
-            filled += box.num_bytes
-    return _Plan([Share(index, tuple(boxes)) for index, boxes in enumerate(shares)], contents)
-
-
-def _write(target: Target, weights: TorchDistWeights, plan: _Plan, share: Share, on_bytes: Callable[[int], object]) -> Record:
-    def content(box: Box) -> Iterator[memoryview]:
-        name, piece = plan.contents[box.key, box.offset]
-        with weights.lent(name) as tensor:
-            yield tensor[piece.part].contiguous().view(-1).view(torch.uint8).numpy().data
-
-    return write_share(target, share, content, on_bytes)
-
-
-def adopt_megatron(store: Store, directory: str, assets_dir: str | Path) -> CheckpointRef:
-    """Copy the model of a Megatron checkpoint into the store, unless it is there already.
-
-    Args:
-        store: where the result goes.
-        directory: as `megatron_directory` accepts it.
-        assets_dir: Hugging Face directory of a model of the same sizes, whose config.json counts.
-
-    Raises:
-        ModelError: the checkpoint does not fit config.json.
-    """
-    source = megatron_directory(directory)
-    assert source is not None, f"{directory} holds no torch_dist checkpoint"
-    assets_dir = source / ASSETS_DIRECTORY if (source / ASSETS_DIRECTORY / "config.json").is_file() else Path(assets_dir)
-    untouched = _identity(str(source), assets_dir, "local")
-    target, memo = AmongModels(store, untouched), f"models/sources/megatron-{untouched}.json"
-    known = store.read_json(memo)
-    if known and (standing := target.standing(known["identity"])):
-        return standing
-    ref = rewrite(source, assets_dir, target, None, "local")
-    identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
-    store.create(memo, json.dumps({"identity": identity}).encode())
-    return ref
+def _identity(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
+    """Return a hash of the checkpoint's files, the origin and the tensor names."""
+    return xxhash.xxh3_64_hexdigest(f"{FORMAT} {checkpoint_state(checkpoint)} {origin.state()} {names}".encode())

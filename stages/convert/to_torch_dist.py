@@ -1,43 +1,66 @@
-"""Hugging Face -> torch_dist: what a run starts from. Bytes go from file to file, so no model has to fit into memory.
+"""Convert Hugging Face -> torch_dist, the format that runs start from. Bytes are copied from file to file, so the model
+need not fit into memory.
 
-The result lies under `models/<fingerprint>` in the store, shared by all runs that start from the same files, or where the user says. A
-conversion is three calls: `prepare` plans it, `write_shares` writes (by as many processes as one likes), `finish` makes it visible.
+The result is `models/<fingerprint>` in the store, shared by all runs that start from the same files, or the directory
+of `--save`. A conversion has three steps: `prepare_conversion` plans it, `write_units` writes the weights (in any
+number of processes), and `finish_conversion` publishes the result.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import StoredModel, describe_checkpoint, stored_model
-from engines.megatron.stored_names import MegatronNames, extra_states, renamed
-from stages.convert.export import Mtp
-from stages.convert.hf_assets import CARRIED, copy_assets, fingerprint, headers, untouched
-from stages.convert.hf_files import HFWeights
-from stages.convert.hf_writer import Shard, write_shard
-from stages.convert.plan import SHARE_BYTES, Box, Share, plan_shares
-from stages.convert.shares import Parts, Progress, Record, Tally, write_files
-from stages.convert.targets import ASSETS_DIRECTORY, AmongModels, InDirectory, Target, check_room
-from stages.convert.torch_dist_files import write_boxes, write_metadata
-from stages.convert.verify import check_source, verify_conversion
-from storage.errors import ModelError
-from storage.faults import reach
-from storage.layouts import layout_for
-from storage.refs import CheckpointRef, Commit, FileRecord
-from storage.store import Store
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families.external import source_hash
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.checkpoints.layout import (
+    CheckpointLayout,
+    MegatronNames,
+    checkpoint_layout,
+    write_common_files,
+)
+from penstock.stages.convert.config import Mtp
+from penstock.stages.convert.hf.assets import CARRIED, copy_assets, fingerprint, header_hash, stat_hash
+from penstock.stages.convert.hf.weights import HFWeights, Shard, write_shard
+from penstock.stages.convert.targets import ASSETS_DIRECTORY, DirectoryTarget, StoreTarget, check_free_space
+from penstock.stages.convert.torch_dist_writer import (
+    UNIT_BYTES,
+    Slice,
+    WorkUnit,
+    plan_units,
+    write_metadata,
+    write_unit,
+)
+from penstock.stages.convert.verify import check_source, verify_conversion
+from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, files_of, write_files
+from penstock.storage.errors import ModelError
+from penstock.storage.failpoints import failpoint
+from penstock.storage.refs import CheckpointRef, Commit
+from penstock.storage.store import Store
 
-FORMAT = 2  # of what an unfinished conversion leaves behind: another one is begun anew
+FORMAT = 2  # version of unfinished conversions; those of another version are not resumed
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """A part of the work: sum up one file of the source, on the way through it."""
+class ConversionOptions:
+    """The options, besides the source, that determine the result of a conversion."""
+
+    mtp: Mtp = "skip"  # whether to store the tensors of multi-token prediction layers
+    save: str | None = None  # directory or URI for the result, in place of the store
+    names: MegatronNames = "local"  # tensor names of the result
+    family_path: str | None = None  # --model-family-path
+    unit_bytes: int = UNIT_BYTES  # maximum size of a weight file of the result
+
+
+@dataclass(frozen=True)
+class SourceHash:
+    """A work item: hash one weight file of the source."""
 
     path: Path
 
@@ -47,262 +70,232 @@ class SourceFile:
 
     @property
     def num_bytes(self) -> int:
-        return 0  # progress counts what is written
+        return 0  # progress counts written bytes only
 
 
 @dataclass(frozen=True)
-class Written:
-    """A part of the work: write one share."""
-
-    share: Share
-
-    @property
-    def name(self) -> str:
-        return f"share-{self.share.index:05d}"
-
-    @property
-    def num_bytes(self) -> int:
-        return self.share.num_bytes
-
-
-@dataclass
 class Conversion:
-    """A planned conversion. Processes of any machine that sees source and store may work on it."""
+    """A planned conversion. Processes on any machine with access to source and target can work on it."""
 
     hf_dir: Path
     shape: ModelShape
-    stored: StoredModel
-    target: AmongModels | InDirectory
-    parts: Parts[SourceFile | Written]
-    lies: str  # `untouched` of the source
-    fingerprint: str | None  # of the source, if it is known already
-    carried: list[str]  # tensors to be copied as they are
-    skipped: list[str]  # tensors that are not
-    names: MegatronNames = "local"
-    skipped_bytes: int = 0
-    began: float = field(default_factory=time.time)
+    checkpoint: CheckpointLayout
+    target: StoreTarget | DirectoryTarget
+    work_items: WorkItems[SourceHash | WorkUnit]
+    source: _Source
+    options: ConversionOptions
+    started_at: float = field(default_factory=time.time)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the weights."""
-        return sum(part.num_bytes for part in self.parts.parts)
 
-    def identity(self, found: str) -> str:
-        """What the result is, given the source's fingerprint."""
-        return found + ("-mtp" if self.carried else "") + ("" if self.names == "local" else f"-{self.names}")
+@dataclass(frozen=True)
+class _Source:
+    """Hashes that identify the source files, and the source tensors that Megatron's model does not have."""
+
+    stat_hash: str
+    fingerprint: str | None  # None: computed during the conversion
+    untrained: tuple[str, ...]  # names of tensors that Megatron's model does not have
+    untrained_bytes: int
 
 
 def convert_hf(
     store: Store,
     hf_dir: str | Path,
-    on_progress: Progress | None = None,
+    on_progress: OnBytes | None = None,
     *,
     verify: bool = True,
     check_logits: bool = False,
-    mtp: Mtp = "skip",
-    save: str | None = None,
-    names: MegatronNames = "local",
+    options: ConversionOptions = ConversionOptions(),
 ) -> CheckpointRef:
-    """Convert a model in this process; a model that was converted before is only looked up.
+    """Convert a model in this process, unless the result exists.
 
     Args:
-        store: where the result goes.
+        store: store of the result, unless `options.save` is set.
         hf_dir: Hugging Face directory.
-        on_progress: called with the bytes done and the bytes in all, first of writing, then of verifying.
-        verify: read the result back and compare it bit for bit.
-        check_logits: compare a few logits with transformers', which imports it: `penstock` does so by default.
-        mtp: whether tensors of multi-token prediction layers, which are not trained, are left out or carried along.
-        save: directory or URI for the result, in place of the store.
-        names: of the stored tensors, for `save`: those of Megatron's local layers or of TransformerEngine's.
+        on_progress: called with (bytes done, total bytes); with `verify`, each byte counts when written and when
+            verified.
+        verify: read the result back and compare it with the source bit for bit.
+        check_logits: compare logits of a few tokens with transformers, which is then imported.
+        options: options that determine the result.
 
     Raises:
-        ModelError: an unknown architecture, damaged files, tensors that do not fit config.json, or other logits than transformers'.
-        OptionError: a place that is taken.
-        StoreError: no room, or the disk became full on the way.
+        ModelError: the architecture is unknown, files are damaged, tensors do not match config.json, or the logits
+            differ from transformers'.
+        OptionError: the directory of `options.save` has other content.
+        StoreError: the disk is full.
     """
-    work = prepare(store, hf_dir, mtp=mtp, save=save, names=names)
+    work = prepare_conversion(store, hf_dir, options)
     if isinstance(work, CheckpointRef):
         return work
-    write_shares(work, on_progress=on_progress and (lambda done, total: on_progress(done, total * (2 if verify else 1))))
-    return finish(work, verify=verify, check_logits=check_logits, on_progress=on_progress)
+    write_units(work, on_progress=on_progress and (lambda done, total: on_progress(done, total * (2 if verify else 1))))
+    return finish_conversion(work, verify=verify, check_logits=check_logits, on_progress=on_progress)
 
 
-def prepare(
-    store: Store,
-    hf_dir: str | Path,
-    *,
-    mtp: Mtp = "skip",
-    save: str | None = None,
-    names: MegatronNames = "local",
-    share_bytes: int = SHARE_BYTES,
+def prepare_conversion(
+    store: Store, hf_dir: str | Path, options: ConversionOptions = ConversionOptions()
 ) -> Conversion | CheckpointRef:
-    """Look whether it is done already; if not, check the source by its headers and plan the work. See `convert_hf`."""
+    """Return the existing result; if there is none, check the source by its file headers and plan the conversion. See
+    `convert_hf`."""
     hf_dir = Path(hf_dir).resolve()
-    shape = ModelShape.from_hf(hf_dir)
+    shape = read_shape(hf_dir, options.family_path)
     with HFWeights(hf_dir) as weights:
-        layout, lies = layout_for(shape), untouched(hf_dir)
-        extra = sorted(name for name in weights.info if layout.carried(name))
-        form = f"{mtp if extra else ''}{'' if names == 'local' else f' {names}'}"
-        name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {share_bytes} {lies} {form}".encode())
-        target = InDirectory(save, "torch_dist", name, store.options) if save else AmongModels(store, name)
-        found = _known(store, target, hf_dir, lies)
-        work = Conversion(
-            hf_dir=hf_dir,
-            shape=shape,
-            stored=StoredModel(),
-            target=target,
-            parts=Parts(target, []),
-            lies=lies,
-            fingerprint=found,
-            carried=extra if mtp == "keep" else [],
-            skipped=[] if mtp == "keep" else extra,
-            names=names,
-            skipped_bytes=0 if mtp == "keep" else sum(weights.info[name].num_bytes for name in extra),
+        layout, stat = layout_for(shape), stat_hash(hf_dir)
+        untrained = tuple(sorted(name for name in weights.info if layout.is_untrained(name)))
+        form = f"{options.mtp if untrained else ''}{'' if options.names == 'local' else f' {options.names}'}"
+        form += f" {source_hash(shape.family_path)}" if shape.family_path else ""
+        name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {options.unit_bytes} {stat} {form}".encode())
+        target: StoreTarget | DirectoryTarget = StoreTarget(store, name)
+        if options.save:
+            target = DirectoryTarget(options.save, "torch_dist", name, store.options)
+        source = _Source(
+            stat_hash=stat,
+            fingerprint=_known_fingerprint(store, target, hf_dir, stat),
+            untrained=untrained,
+            untrained_bytes=sum(weights.info[name].num_bytes for name in untrained),
         )
-        if found is not None and (standing := target.standing(work.identity(found))):
-            return standing
+        known = source.fingerprint and _identity(source.fingerprint, shape, bool(untrained), options)
+        if known and (existing := target.existing(known)):
+            return existing
         weights.read_ahead()
-        work.stored = stored_model(shape)
-        check_source(layout, work.stored, weights)
-        work.stored = renamed(work.stored, names)
-        work.parts = Parts(target, _parts(weights, plan_shares(layout, work.stored, weights, share_bytes), found is None))
-    check_room(target.store, sum(part.num_bytes for part in work.parts.left()))
+        checkpoint = checkpoint_layout(shape)
+        check_source(layout, checkpoint, weights)
+        checkpoint = checkpoint.with_names(options.names)
+        units = plan_units(layout, checkpoint, weights, options.unit_bytes)
+        items = _work_items(weights, units, with_hashes=source.fingerprint is None)
+    work = Conversion(hf_dir, shape, checkpoint, target, WorkItems(target, items), source, options)
+    check_free_space(target.store, work.work_items.num_bytes_left())
     return work
 
 
-def _known(store: Store, target: AmongModels | InDirectory, hf_dir: Path, lies: str) -> str | None:
-    """The source's fingerprint, if it is needed now or costs nothing.
+def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options: ConversionOptions) -> str:
+    """Return the name of the result: the source's fingerprint, with suffixes for options that change the result."""
+    mtp = "-mtp" if has_untrained and options.mtp == "keep" else ""
+    names = "" if options.names == "local" else f"-{options.names}"
+    family = f"-family-{source_hash(shape.family_path)}" if shape.family_path else ""
+    return fingerprint + mtp + names + family
 
-    Reading all of a large source twice, first for its name and then for its content, would take longer than converting it. So it is
-    summed up on the way, unless what is there already may be this very model.
+
+def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_dir: Path, stat: str) -> str | None:
+    """Return the source's fingerprint if it is stored or needed before the conversion, otherwise None.
+
+    Reading a large source twice, to hash it and to convert it, would take longer than converting it. So weight files
+    are hashed during the conversion, unless the target may already have the same model.
     """
-    if isinstance(target, InDirectory):
-        return fingerprint(hf_dir) if target.is_taken() else None
-    memo = store.read_json(_memo(lies))
+    if isinstance(target, DirectoryTarget):
+        return fingerprint(hf_dir) if target.is_occupied() else None
+    memo = store.read_json(_memo_key(stat))
     if memo is not None:
         return memo["fingerprint"]
-    return fingerprint(hf_dir) if target.may_have(headers(hf_dir)) else None
+    return fingerprint(hf_dir) if target.may_have(header_hash(hf_dir)) else None
 
 
-def _memo(lies: str) -> str:
-    """The key of what is known of files that nobody has touched since."""
-    return f"models/sources/{lies}.json"
+def _memo_key(stat: str) -> str:
+    return f"models/sources/{stat}.json"  # stores the fingerprint of files with this `stat_hash`
 
 
-def _parts(weights: HFWeights, shares: list[Share], summed_up: bool) -> list[SourceFile | Written]:
-    """Everything there is to do, in the order of the source's files: what is read twice is then read from memory."""
+def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) -> list[SourceHash | WorkUnit]:
+    """Return all work items in the order of the source files, so that the second read of a file comes from the page
+    cache."""
     files = {path: index for index, path in enumerate(weights.files)}
-    last = {
-        share.index: max(files[weights.places[rows.name].path] for box in share.boxes for rows in box.rows) for share in shares
-    }
-    order: list[tuple[int, int, SourceFile | Written]] = [(last[share.index], 1, Written(share)) for share in shares]
-    if summed_up:
-        order += [(index, 0, SourceFile(path)) for path, index in files.items()]
-    return [part for _, _, part in sorted(order, key=lambda entry: entry[:2])]
+
+    def last_file(unit: WorkUnit) -> int:
+        return max(files[weights.locations[rows.name].path] for piece in unit.slices for rows in piece.rows)
+
+    order: list[tuple[int, int, SourceHash | WorkUnit]] = [(last_file(unit), 1, unit) for unit in units]
+    if with_hashes:
+        order += [(index, 0, SourceHash(path)) for path, index in files.items()]
+    return [item for _, _, item in sorted(order, key=lambda entry: entry[:2])]
 
 
-def write_shares(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress: Progress | None = None) -> None:
-    """Write this process's shares of a conversion, but for those that are written already.
+def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress: OnBytes | None = None) -> None:
+    """Run this process's unfinished work items of a conversion.
 
     Args:
-        work: from `prepare`.
-        rank: of this process.
-        num_ranks: how many processes write.
-        on_progress: called with the bytes that this process has written, and the bytes of all.
+        work: plan that `prepare_conversion` returned.
+        rank: rank of this process.
+        num_ranks: number of processes.
+        on_progress: called with (bytes written by this process, total bytes).
     """
-    counter = Tally(work.num_bytes, on_progress)
+    progress = Progress(work.work_items.num_bytes, on_progress)
     with HFWeights(work.hf_dir) as weights:
 
-        def do(part: SourceFile | Written) -> Record:
-            if isinstance(part, SourceFile):
-                return {"xxh3": weights.hash(part.path)}
-            return _write(work, weights, part.share, counter.add)
+        def content(piece: Slice) -> Iterator[memoryview]:
+            for rows in piece.rows:
+                yield from weights.rows(rows.name, rows.start, rows.stop)
 
-        work.parts.do(do, counter, rank, num_ranks)
-    reach("convert-writing")
+        def do(item: SourceHash | WorkUnit) -> WorkRecord:
+            if isinstance(item, SourceHash):
+                return {"xxh3": weights.hash(item.path)}
+            return write_unit(work.target, item, content, progress.add)
 
-
-def _write(work: Conversion, weights: HFWeights, share: Share, on_bytes: Callable[[int], object]) -> Record:
-    def content(box: Box) -> Iterator[memoryview]:
-        for rows in box.rows:
-            yield from weights.rows(rows.name, rows.start, rows.stop)
-
-    return write_share(work.target, share, content, on_bytes)
+        work.work_items.run(do, progress, rank, num_ranks)
+    failpoint("convert-writing")
 
 
-def write_share(
-    target: Target, share: Share, content: Callable[[Box], Iterator[memoryview]], on_bytes: Callable[[int], object]
-) -> Record:
-    """Write one file of a torch_dist checkpoint; `content` gives the bytes of a box. Returns its record and where its boxes lie."""
-    hashes: dict[str, str] = {}
-    spans: list[tuple[int, int]] = []
-
-    def write(directory: Path) -> None:
-        written = write_boxes(directory / share.file, share, content, on_bytes)
-        hashes[share.file] = written.xxh3
-        spans.extend(written.spans)
-
-    files = write_files(target, write, lambda: hashes)
-    return {"files": [file.model_dump() for file in files], "spans": spans}
-
-
-def finish(
-    work: Conversion, *, verify: bool = True, check_logits: bool = False, on_progress: Progress | None = None
+def finish_conversion(
+    work: Conversion, *, verify: bool = True, check_logits: bool = False, on_progress: OnBytes | None = None
 ) -> CheckpointRef:
-    """Write what makes the shares a checkpoint, check it, and make it visible. See `convert_hf`."""
-    records, written = work.parts.records(), time.time()
-    if untouched(work.hf_dir) != work.lies:
-        raise ModelError(f"{work.hf_dir} was changed while it was converted: leave it alone and convert again")
-    files = [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
-    spans = [(part.share, record["spans"]) for part, record in records if isinstance(part, Written)]
-    hashes = {part.path.name: record["xxh3"] for part, record in records if isinstance(part, SourceFile)}
-    found = work.fingerprint or fingerprint(work.hf_dir, hashes)
+    """Write index and assets, verify the result, and publish it. See `convert_hf`."""
+    records, written_at = work.work_items.records(), time.time()
+    if stat_hash(work.hf_dir) != work.source.stat_hash:
+        raise ModelError(
+            f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"
+        )
+    hashes = {item.path.name: record["xxh3"] for item, record in records if isinstance(item, SourceHash)}
+    source_fingerprint = work.source.fingerprint or fingerprint(work.hf_dir, hashes)
+    carried = work.source.untrained if work.options.mtp == "keep" else ()
+    spans = [(item, record["spans"]) for item, record in records if isinstance(item, WorkUnit)]
 
-    def describe(directory: Path) -> None:
-        describe_checkpoint(directory, work.shape)
-        in_store = isinstance(work.target, AmongModels)  # its readers ask for tensors only
-        write_metadata(directory, work.stored, spans, [] if in_store else extra_states(work.stored, work.names))
+    def write_rest(directory: Path) -> None:
+        write_common_files(directory, work.shape)
+        in_store = isinstance(work.target, StoreTarget)  # only Penstock reads stores; it needs no extra states
+        objects = [] if in_store else work.checkpoint.extra_states(work.options.names)
+        write_metadata(directory, work.checkpoint, spans, objects)
         copy_assets(work.hf_dir, directory / ASSETS_DIRECTORY)
-        _carry(work, directory / ASSETS_DIRECTORY)
+        if carried:
+            with HFWeights(work.hf_dir) as weights:
+                shard = Shard(CARRIED, [[(name, weights.info[name])] for name in carried])
+                tensors = ((name, weights.fetch(name)) for name in carried)
+                write_shard(directory / ASSETS_DIRECTORY / CARRIED, shard, tensors)
 
-    files += write_files(work.target, describe)
+    num_skipped, skipped_bytes = (
+        (0, 0) if work.options.mtp == "keep" else (len(work.source.untrained), work.source.untrained_bytes)
+    )
     commit = Commit(
         kind="model",
         policy_version=0,
         attempt=work.target.attempt,
-        files=files,
+        files=files_of(records) + write_files(work.target, write_rest),
         inputs={"hf_checkpoint": str(work.hf_dir)},
-        seconds={"write": written - work.began},
-        summary={"convert/num_bytes": work.num_bytes},
+        seconds={"write": written_at - work.started_at},
+        summary={"convert/num_bytes": work.work_items.num_bytes},
         state={
             "shape": work.shape.model_dump(),
-            "headers": headers(work.hf_dir),
-            "carried": len(work.carried),
-            "skipped": {"count": len(work.skipped), "bytes": work.skipped_bytes},
+            "headers": header_hash(work.hf_dir),
+            "carried": len(carried),
+            "skipped": {"count": num_skipped, "bytes": skipped_bytes},
         },
     )
     if verify or check_logits:
         with work.target.store.reading(commit) as directory:
-            commit = _verified(work, commit, directory, on_progress) if verify else commit
-            commit = _with_logits(work, commit, directory) if check_logits else commit
-    return _published(work, commit, found)
+            commit = _verify(work, commit, directory, on_progress) if verify else commit
+            commit = _compare_logits(work, commit, directory) if check_logits else commit
+    identity = _identity(source_fingerprint, work.shape, bool(work.source.untrained), work.options)
+    ref = work.target.publish(identity, commit)
+    if isinstance(work.target, StoreTarget):
+        memo = json.dumps({"fingerprint": source_fingerprint}).encode()
+        work.target.store.create(_memo_key(work.source.stat_hash), memo)
+    work.work_items.delete_records()
+    return ref
 
 
-def _carry(work: Conversion, directory: Path) -> None:
-    """Copy the tensors that are not Megatron's beside the small files, from where `to_hf` writes them back."""
-    if work.carried:
-        with HFWeights(work.hf_dir) as weights:
-            shard = Shard(CARRIED, [[(name, weights.info[name])] for name in work.carried])
-            write_shard(directory / CARRIED, shard, ((name, weights.fetch(name)) for name in work.carried))
-
-
-def _verified(work: Conversion, commit: Commit, directory: Path, on_progress: Progress | None) -> Commit:
-    """The commit with what was found, after reading everything back."""
-    start, total = time.time(), work.num_bytes
-    counter = Tally(2 * total, on_progress)
-    counter.add(total)
+def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBytes | None) -> Commit:
+    """Compare every tensor of the written checkpoint with its source. Return the checkpoint's commit record with the
+    number of compared tensors added to its summary."""
+    start, total = time.time(), work.work_items.num_bytes
+    progress = Progress(2 * total, on_progress)
+    progress.add(total)
     with HFWeights(work.hf_dir) as weights:
-        report = verify_conversion(weights, directory, layout_for(work.shape), work.stored, counter.add)
+        report = verify_conversion(weights, directory, layout_for(work.shape), work.checkpoint, progress.add)
     return commit.model_copy(
         update={
             "seconds": {**commit.seconds, "verify": time.time() - start},
@@ -311,24 +304,16 @@ def _verified(work: Conversion, commit: Commit, directory: Path, on_progress: Pr
     )
 
 
-def _with_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
-    """The commit with the result of comparing logits, so that it is done once."""
-    from stages.convert.probe import compare_logits
+def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
+    """Compare logits, and return the commit with the result, so that later checks do not compare them again."""
+    from penstock.stages.convert.logits import compare_logits
 
-    start, probe = time.time(), compare_logits(directory, work.hf_dir)
-    difference = {} if probe.difference is None else {"convert/logits_difference": probe.difference}
+    start, result = time.time(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
+    difference = {} if result.difference is None else {"convert/logits_difference": result.difference}
     return commit.model_copy(
         update={
             "seconds": {**commit.seconds, "logits": time.time() - start},
             "summary": {**commit.summary, **difference},
-            "state": {**commit.state, "logits": str(probe)},
+            "state": {**commit.state, "logits": str(result)},
         }
     )
-
-
-def _published(work: Conversion, commit: Commit, found: str) -> CheckpointRef:
-    ref = work.target.publish(work.identity(found), commit)
-    if isinstance(work.target, AmongModels):
-        work.target.store.create(_memo(work.lies), json.dumps({"fingerprint": found}).encode())
-    work.parts.forget()
-    return ref

@@ -1,4 +1,5 @@
-"""Is a conversion right? Every name of either side is accounted for, shapes fit, and the way there and back changes no bit."""
+"""Verify a conversion: both formats have the same tensors, shapes match config.json, and converting back reproduces
+every bit."""
 
 from __future__ import annotations
 
@@ -10,151 +11,156 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import StoredModel, stored_model
-from stages.convert.hf_files import HFWeights
-from stages.convert.source_check import check_tensors
-from stages.convert.torch_dist_files import TorchDistWeights
-from storage.disk import in_parallel
-from storage.errors import ModelError
-from storage.layouts import layout_for
-from storage.layouts.ops import Layout
-from storage.refs import Commit
-from storage.store import Store
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families.ops import Layout
+from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.stages.convert.hf.headers import check_tensors
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.disk import in_parallel
+from penstock.storage.errors import ModelError
+from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 
-NUM_THREADS = 2  # each holds a parameter three times
+NUM_THREADS = 2  # each thread holds up to three copies of a parameter
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was compared, and found equal."""
+    """Result of a successful verification."""
 
-    num_tensors: int  # on the Hugging Face side
+    num_tensors: int  # number of compared Hugging Face tensors
     num_bytes: int
-    logits: str = ""  # what came of comparing them
+    logits: str = ""  # result of the logits comparison, as text
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: title and text."""
+        """Return (title, text) pairs for the terminal."""
         return [
             ("names", f"{self.num_tensors} tensors, each accounted for on both sides"),
             ("shapes", "all as config.json says"),
-            ("bits", f"{self.num_bytes:,} bytes came back as they were"),
+            ("bits", f"{self.num_bytes:,} bytes are identical after the round trip"),
             ("logits", self.logits),
         ]
 
 
-def verify_standing(store: Store, commit: Commit, hf_dir: str | Path) -> ConversionReport:
-    """Everything that can be known of a converted model: names, shapes and bits, and logits, unless they were compared when it was made.
+def verify_existing(
+    store: Store, commit: Commit, hf_dir: str | Path, family_path: str | None = None
+) -> ConversionReport:
+    """Compare names, shapes, bits and logits of a converted model with its Hugging Face source. Checks that the commit
+    records as done during the conversion are not repeated.
 
     Args:
-        store: that the commit's files are in.
-        commit: of the model.
-        hf_dir: what it was made of.
+        store: store of the model's files.
+        commit: commit of the converted model.
+        hf_dir: Hugging Face directory that it was converted from.
+        family_path: `--model-family-path`.
 
     Raises:
-        ModelError: something is wrong.
+        ModelError: names, shapes, bits or logits differ.
     """
-    from stages.convert.probe import compare_logits
+    from penstock.stages.convert.logits import compare_logits
 
     with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
-        shape = ModelShape.from_hf(hf_dir)
-        if "convert/num_tensors" in commit.summary:
-            report = ConversionReport(int(commit.summary["convert/num_tensors"]), int(commit.summary["convert/num_bytes"]))
+        shape, summary = read_shape(hf_dir, family_path), commit.summary
+        if "convert/num_tensors" in summary:
+            report = ConversionReport(int(summary["convert/num_tensors"]), int(summary["convert/num_bytes"]))
         else:
-            layout, stored = layout_for(shape), stored_model(shape)
-            check_source(layout, stored, weights)
-            report = verify_conversion(weights, directory, layout, stored)
-        if "convert/logits_difference" in commit.summary:
+            layout, checkpoint = layout_for(shape), checkpoint_layout(shape)
+            check_source(layout, checkpoint, weights)
+            report = verify_conversion(weights, directory, layout, checkpoint)
+        if "convert/logits_difference" in summary:
             return replace(report, logits=commit.state["logits"])
-        return replace(report, logits=str(compare_logits(directory, Path(hf_dir))))
+        return replace(report, logits=str(compare_logits(directory, Path(hf_dir), family_path=family_path)))
 
 
-def check_source(layout: Layout, stored: StoredModel, weights: HFWeights) -> None:
-    """Do the source's tensors fit config.json? Told from file headers, before anything is written.
+def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
+    """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
+    duplicates of tensors (a tied head), whose contents are compared.
 
     Raises:
-        ModelError: with the first tensor that is missing, too much, of another shape, or no copy although the config says so.
+        ModelError: naming the first tensor that is missing, unknown, has the wrong shape or dtype, or differs from the
+            tensor that it should duplicate.
     """
-    assert set(layout.megatron_names()) == set(stored.pieces), (
-        f"layout and model differ in {sorted(set(layout.megatron_names()) ^ set(stored.pieces))}"
+    assert set(layout.megatron_names()) == set(checkpoint.slices), (
+        f"tensor table and model have different names: {sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
     )
-    shape = ModelShape.from_hf(weights.directory)
-    check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout, shape)
-    dtypes: dict[str, torch.dtype] = {}  # of stored tensors, which hold a parameter of every layer
-    for name, pieces in stored.pieces.items():
-        joined = layout.to_megatron(name, lambda hf_name: _meta(weights, hf_name))
-        assert joined.shape == stored.shape(name), f"{name}: layout and model differ"
-        if dtypes.setdefault(pieces[0].key, joined.dtype) != joined.dtype:
+    check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
+
+    def meta(name: str) -> Tensor:
+        return torch.empty(weights.info[name].shape, dtype=weights.info[name].dtype, device="meta")
+
+    dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
+    for name, pieces in checkpoint.slices.items():
+        joined = layout.to_megatron(name, meta)
+        assert joined.shape == checkpoint.shape(name), f"{name}: tensor table and model have different shapes"
+        expected = dtypes.setdefault(pieces[0].key, joined.dtype)
+        if expected != joined.dtype:
             raise ModelError(
-                f"{weights.directory}: {layout.hf_of(name)[0]} has {joined.dtype}, other layers have {dtypes[pieces[0].key]}: "
+                f"{weights.directory}: {layout.hf_of(name)[0]} has {joined.dtype}, but other layers have {expected}: "
                 "save the checkpoint in one dtype"
             )
     for copy, original in layout.copies.items():
-        if copy in weights.info:
-            _check_copy(weights, copy, original)
+        if copy not in weights.info:
+            continue
+        chunks = zip(weights.rows(copy), weights.rows(original), strict=True)
+        if weights.info[copy] != weights.info[original] or any(bytes(left) != bytes(right) for left, right in chunks):
+            raise ModelError(
+                f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
+                'set "tie_word_embeddings": false in config.json if they are not'
+            )
 
 
 def verify_conversion(
     weights: HFWeights,
     directory: Path,
     layout: Layout,
-    stored: StoredModel,
+    checkpoint: CheckpointLayout,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> ConversionReport:
-    """Read every parameter back from the checkpoint, turn it into Hugging Face tensors and compare these with the source.
+    """Read every parameter back from the checkpoint, split it into Hugging Face tensors, and compare these with the
+    source bit for bit.
 
-    It goes by torch's own reader and the other direction of the layout, so it shares no step with how the checkpoint was written.
+    Verification is independent of writing: it reads torch's index of the checkpoint and uses `Layout.to_hf`, whereas
+    writing uses `Layout.to_megatron`.
 
     Args:
-        weights: the source.
-        directory: the torch_dist checkpoint made of it.
-        on_bytes: called with the size of everything that was compared.
+        weights: weights of the Hugging Face source.
+        directory: directory of the torch_dist checkpoint.
+        layout: tensor table of the model.
+        checkpoint: checkpoint layout of the model.
+        on_bytes: called with the size in bytes of every compared tensor.
 
     Raises:
-        ModelError: with the first tensor that differs.
+        ModelError: naming the first tensor that differs.
     """
-    converted = TorchDistWeights(directory, stored)
+    converted = TorchDistWeights(directory, checkpoint)
 
     def check(name: str) -> list[tuple[str, int]]:
-        with converted.lent(name) as whole:
-            found = layout.to_hf(name, whole)
-            for hf_name, tensor in found:
+        with converted.borrow(name) as parameter:
+            tensors = layout.to_hf(name, parameter)
+            for hf_name, tensor in tensors:
                 compare(hf_name, weights, tensor)
                 on_bytes(tensor.nbytes)
-            return [(hf_name, tensor.nbytes) for hf_name, tensor in found]
+            return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
-    seen = dict(entry for entries in in_parallel(check, layout.megatron_names(), NUM_THREADS) for entry in entries)
-    assert seen.keys() == layout.hf_names()
-    return ConversionReport(len(seen), sum(seen.values()))
+    sizes = dict(entry for entries in in_parallel(check, layout.megatron_names(), NUM_THREADS) for entry in entries)
+    assert sizes.keys() == layout.hf_names()
+    return ConversionReport(len(sizes), sum(sizes.values()))
 
 
-def compare(name: str, weights: HFWeights, found: Tensor) -> None:
-    """Raise ModelError unless a tensor has the type, the shape and the bits of the source's: NaN equals itself, and -0.0 is not 0.0."""
+def compare(name: str, weights: HFWeights, tensor: Tensor) -> None:
+    """Raise ModelError unless `tensor` has the dtype, shape and bits of the source tensor `name`. Bits are compared,
+    not values: a NaN equals itself, and -0.0 differs from 0.0."""
     info, at = weights.info[name], 0
-    if (info.dtype, info.shape) != (found.dtype, tuple(found.shape)):
+    if (info.dtype, info.shape) != (tensor.dtype, tuple(tensor.shape)):
         raise ModelError(
-            f"{name} came back as {found.dtype} {list(found.shape)}, it was {info.dtype} {list(info.shape)}: "
-            "please report this as a bug"
+            f"{name} is {tensor.dtype} {list(tensor.shape)} after the round trip, but {info.dtype} "
+            f"{list(info.shape)} in the source: please report this as a bug"
         )
-    content = found.contiguous().view(-1).view(torch.uint8).numpy()
-    for piece in weights.rows(name):
-        if not np.array_equal(content[at : at + len(piece)], np.frombuffer(piece, dtype=np.uint8)):
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    for chunk in weights.rows(name):
+        if not np.array_equal(content[at : at + len(chunk)], np.frombuffer(chunk, dtype=np.uint8)):
             raise ModelError(
-                f"{name} came back with other bits: the disk or the memory is faulty, or please report this as a bug"
+                f"{name} has different bits after the round trip: check disk and memory, or report this as a bug"
             )
-        at += len(piece)
-
-
-def _check_copy(weights: HFWeights, copy: str, original: str) -> None:
-    one, other = weights.info[copy], weights.info[original]
-    pieces = zip(weights.rows(copy), weights.rows(original), strict=True)
-    if one != other or any(bytes(piece) != bytes(another) for piece, another in pieces):
-        raise ModelError(
-            f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
-            'set "tie_word_embeddings": false in config.json if they are not'
-        )
-
-
-def _meta(weights: HFWeights, name: str) -> Tensor:
-    info = weights.info[name]
-    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+        at += len(chunk)

@@ -1,39 +1,40 @@
-"""Two evaluations side by side, prompt by prompt: how large the difference is, and whether it may be chance.
+"""Paired comparison of two evaluations on the same prompts: the mean difference with its bootstrap interval.
 
-Both answer the same prompts, so what is drawn in the bootstrap is the difference of a prompt: much of what makes prompts easy or hard
-falls out, and the interval is narrower than the two single ones suggest.
+The bootstrap resamples the prompts' differences. The difficulty of a prompt cancels in its difference, so the interval
+is narrower than the intervals of the two evaluations suggest.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from stages.eval.intervals import intervals
-from stages.eval.score import groups_of, reward_of
-from storage.errors import DataError
-from storage.refs import Commit
-from storage.sample import Sample
-from storage.shards import read_table
-from storage.store import Store
+from penstock.stages.eval.intervals import intervals
+from penstock.stages.eval.score import groups_of, reward_of
+from penstock.storage.errors import DataError
+from penstock.storage.refs import Commit
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import read_table
+from penstock.storage.store import Store
 
 _COLUMNS = ("sample_id", "group_id", "reward")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """B against A over the prompts that both have answered. A prompt's reward is the mean over its samples."""
+    """Evaluation B compared with evaluation A on their common prompts. A prompt's reward is the mean over its
+    samples."""
 
     num_prompts: int
     mean_a: float
     mean_b: float
-    low: float  # bounds of the interval of mean_b - mean_a
+    low: float  # bounds of the 95% confidence interval of mean_b - mean_a
     high: float
     wins: int  # prompts on which B is better
-    losses: int
+    losses: int  # prompts on which A is better
     ties: int
 
     @property
@@ -42,9 +43,9 @@ class Comparison:
 
 
 def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
-    """Two tables prompt -> reward, over the prompts that both have; at least one."""
+    """Compare two evaluations, given as prompt -> reward, on their common prompts (at least one)."""
     common = sorted(a.keys() & b.keys())
-    assert common, "nothing to compare"
+    assert common, "the evaluations have no common prompt"
     differences = np.array([b[prompt] - a[prompt] for prompt in common])  # [prompts]
     lower, upper = intervals(differences[:, None])
     return Comparison(
@@ -60,29 +61,30 @@ def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
 
 
 def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
-    """Prompt (its number in the data set) -> mean reward of its samples; a failed sample counts 0. Raises StoreError if damaged."""
+    """Return the mean reward of each prompt, by the prompt's number in the data set; a failed sample counts as 0.
+
+    Raises StoreError if the samples are damaged.
+    """
     rows = read_table(store, commit).select(list(_COLUMNS)).to_pylist()
     samples = [Sample(row["sample_id"], row["group_id"], "", commit.index, reward=row["reward"]) for row in rows]
-    return {int(group[0].group_id.rpartition("-")[2]): _mean(group) for group in groups_of(samples)}
+    return {
+        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_of, group))
+        for group in groups_of(samples)
+    }
 
 
 def check_same_data(name: str, a: Commit, b: Commit) -> None:
-    """Whether two evaluations asked the same prompts, by content. Raises DataError."""
-    if (one := _content(a)) != (other := _content(b)):
+    """Check that two evaluations used the same prompts. Raises DataError."""
+    content_a, content_b = (
+        [
+            (segment["rows"], segment["digest"])
+            for segment in (commit.state.get("data_source") or {}).get("segments", [])
+        ]
+        for commit in (a, b)
+    )
+    if content_a != content_b:
+        rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
-            f"the data set {name} differs between the two: {_rows(one)} here, {_rows(other)} there, with other content; only answers "
-            "to the same prompts can be compared: evaluate both on the same file"
+            f"the data set {name} has {rows_a} rows in one evaluation and {rows_b} rows of other content in the other, "
+            "but a comparison needs the same prompts: repeat one of the evaluations on the file of the other"
         )
-
-
-def _content(commit: Commit) -> list[tuple[int, str]]:
-    segments = (commit.state.get("data_source") or {}).get("segments", [])
-    return [(segment["rows"], segment["digest"]) for segment in segments]
-
-
-def _rows(content: list[tuple[int, str]]) -> str:
-    return f"{sum(rows for rows, _ in content)} rows"
-
-
-def _mean(group: Sequence[Sample]) -> float:
-    return statistics.fmean(reward_of(sample) for sample in group)

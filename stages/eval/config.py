@@ -1,4 +1,4 @@
-"""What can be said about evaluation: which data sets, how often, how sampled. What is not said is as in the rollout."""
+"""Options of evaluation: data sets, interval, sampling. The default of most options is the rollout's option."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
-from stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
-from storage.config import StageConfig, option
-from storage.errors import OptionError
+from penstock.stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
+from penstock.storage.config import StageConfig, option
+from penstock.storage.errors import OptionError
 
 
 class EvalConfig(StageConfig):
-    """Named data sets, sampled from the policy and scored."""
+    """Options of the evaluation of a policy on named data sets."""
 
-    eval_prompt_data: list[tuple[str, str]] = option(default_factory=list, change="schedule")
+    eval_prompt_data: list[tuple[str, str]] = option(default_factory=list, mutability="schedule")
     """Data sets as NAME PATH; may be repeated."""
 
-    eval_config: EvalFile | None = option(None, change="schedule")
-    """TOML file with further data sets, each with settings of its own (docs/evaluation.md)."""
+    eval_config: EvalFile | None = option(None, mutability="schedule")
+    """TOML file with further data sets, each with its own settings (docs/evaluation.md)."""
 
-    eval_interval: int | None = option(None, change="schedule", ge=1)
-    """Evaluate every so many rounds, and always before the first and after the last."""
+    eval_interval: int | None = option(None, mutability="schedule", ge=1)
+    """Evaluate every N rounds, and also before the first and after the last round."""
 
-    n_samples_per_eval_prompt: int = option(1, change="schedule", ge=1)
+    n_samples_per_eval_prompt: int = option(1, mutability="schedule", ge=1)
     """Responses per prompt."""
 
-    eval_temperature: float | None = option(None, change="schedule", ge=0)
-    """Sampling temperature, 0 is greedy; as in the rollout if not given."""
+    eval_temperature: float | None = option(None, mutability="schedule", ge=0)
+    """Sampling temperature, 0 is greedy; default: --rollout-temperature."""
 
-    eval_top_p: float | None = option(None, change="schedule", gt=0, le=1)
-    """Nucleus size; as in the rollout if not given."""
+    eval_top_p: float | None = option(None, mutability="schedule", gt=0, le=1)
+    """Probability mass of nucleus sampling; default: --rollout-top-p."""
 
-    eval_top_k: int | None = option(None, change="schedule", ge=-1)
-    """Number of tokens to sample from; as in the rollout if not given."""
+    eval_top_k: int | None = option(None, mutability="schedule", ge=-1)
+    """Number of most likely tokens to sample from; default: --rollout-top-k."""
 
-    eval_max_response_len: int | None = option(None, change="schedule", ge=1)
-    """Most tokens of a response; as in the rollout if not given."""
+    eval_max_response_len: int | None = option(None, mutability="schedule", ge=1)
+    """Maximum number of tokens of a response; default: --rollout-max-response-len."""
 
-    eval_input_key: str | None = option(None, change="schedule")
-    """Column with the prompt; as in the rollout if not given."""
+    eval_input_key: str | None = option(None, mutability="schedule")
+    """Column with the prompt; default: --input-key."""
 
-    eval_label_key: str | None = option(None, change="schedule")
-    """Column with the label; as in the rollout if not given."""
+    eval_label_key: str | None = option(None, mutability="schedule")
+    """Column with the label; default: --label-key."""
 
-    eval_rm_type: str | None = option(None, change="schedule")
-    """Built-in reward; as in the rollout if not given."""
+    eval_rm_type: str | None = option(None, mutability="schedule")
+    """Built-in reward; default: the reward of the rollout."""
 
-    eval_reward_key: str | None = option(None, change="schedule")
-    """Which entry is the reward when the function returns a dictionary; as --reward-key if not given."""
+    eval_reward_key: str | None = option(None, mutability="schedule")
+    """Key of the reward if the reward function returns a dictionary; default: --reward-key."""
 
-    pass_threshold: float | None = option(None, change="schedule")
+    pass_threshold: float | None = option(None, mutability="schedule")
     """A response passes if its reward is at least this; needed for pass@k unless every reward is 0 or 1."""
 
-    log_passrate: bool = option(False, change="schedule")
-    """Insist on pass@k: an error if the rewards do not say what passes. Without it pass@k is given whenever they do."""
+    log_passrate: bool = option(False, mutability="schedule")
+    """Fail if the rewards do not define pass@k. Without this flag, pass@k is then left out."""
 
     @field_validator("eval_prompt_data", mode="before")
     @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        """Also `{name: path}` and a flat `[name, path, name, path]`."""
+    def _parse_pairs(cls, value: Any) -> Any:
+        """Convert `{name: path}` and a flat `[name, path, name, path]` to pairs."""
         if isinstance(value, dict):
             return list(value.items())
-        if isinstance(value, list) and value and all(isinstance(word, str) for word in value):
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             if len(value) % 2:
                 raise OptionError(f"{str(value)[:80]} is not NAME PATH pairs: give every data set a name and a path")
             return list(zip(value[::2], value[1::2]))
@@ -70,40 +70,41 @@ class EvalConfig(StageConfig):
 
     @field_validator("eval_prompt_data")
     @classmethod
-    def _names(cls, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _check_pair_names(cls, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
         check_names([name for name, _ in value])
         return value
 
     @field_validator("eval_config", mode="before")
     @classmethod
-    def _read(cls, value: Any) -> Any:
-        """A path, or what a file said when it was read."""
+    def _read_file(cls, value: Any) -> Any:
+        """Read the file at a path, or validate the content of the file as a run has recorded it."""
         if isinstance(value, str):
             return read_eval_file(value)
         return eval_file(value) if isinstance(value, dict) else value
 
     @field_validator("eval_config")
     @classmethod
-    def _all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
-        own = _pairs_of(value)
+    def _check_all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
+        own = _file_pairs(value)
         check_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
         return value
 
     @model_validator(mode="after")
-    def _join(self) -> EvalConfig:
-        """`eval_prompt_data` names all data sets, those of the file too."""
-        if own := _pairs_of(self.eval_config):
+    def _add_file_data_sets(self) -> EvalConfig:
+        """Add the data sets of --eval-config to `eval_prompt_data`."""
+        if own := _file_pairs(self.eval_config):
             self.eval_prompt_data = [pair for pair in self.eval_prompt_data if pair not in own] + own
         return self
 
     @field_serializer("eval_prompt_data")
-    def _as_given(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Written down without those of the file: with another file they are others."""
-        own = _pairs_of(self.eval_config)
+    def _leave_out_file_data_sets(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Leave out the data sets of --eval-config, so that another file replaces them when a run is resumed."""
+        own = _file_pairs(self.eval_config)
         return [pair for pair in value if pair not in own]
 
     def settings(self, name: str) -> dict[str, Any]:
-        """What is said about a data set, in the words of the file: by the set, by the file's defaults, by the flags."""
+        """Return the settings of a data set, under their names in the --eval-config file. A setting is the data set's
+        own, else the file's default, else the flag."""
         flags = {
             "n_samples_per_eval_prompt": self.n_samples_per_eval_prompt,
             "temperature": self.eval_temperature,
@@ -116,23 +117,24 @@ class EvalConfig(StageConfig):
             "reward_key": self.eval_reward_key,
             "pass_threshold": self.pass_threshold,
         }
-        said = {key: value for key, value in flags.items() if value is not None}
-        return said | (self.eval_config.settings(name) if self.eval_config else {})
+        given = {key: value for key, value in flags.items() if value is not None}
+        return given | (self.eval_config.settings(name) if self.eval_config else {})
 
     def overrides(self, path: str, name: str = "") -> dict[str, Any]:
-        """What differs from the rollout when `path` is evaluated: use as `rollout_config.model_copy(update=...)`.
+        """Return the fields of the rollout's config that an evaluation changes:
+        `rollout_config.model_copy(update=...)`.
 
-        A copy is not validated again, so that temperature 0 is allowed here and not in a rollout.
+        A copy is not validated again, so temperature 0 is allowed in an evaluation but not in a rollout.
 
         Args:
-            path: of the prompts.
-            name: of the data set; without one only the flags are heard.
+            path: path of the prompts.
+            name: name of the data set; "" = use only the flags.
         """
-        said = self.settings(name)
-        fixed: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
-        if "rm_type" in said:
-            fixed["custom_rm_path"] = None
-        return fixed | {IN_ROLLOUT[key]: value for key, value in said.items() if key in IN_ROLLOUT}
+        settings = self.settings(name)
+        overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
+        if "rm_type" in settings:
+            overrides["custom_rm_path"] = None
+        return overrides | {IN_ROLLOUT[key]: value for key, value in settings.items() if key in IN_ROLLOUT}
 
 
 IN_ROLLOUT = {
@@ -150,5 +152,5 @@ IN_ROLLOUT = {
 }  # setting of a data set -> field of the rollout's config
 
 
-def _pairs_of(file: EvalFile | None) -> list[tuple[str, str]]:
-    return [(one.name, one.path) for one in file.datasets] if file else []
+def _file_pairs(file: EvalFile | None) -> list[tuple[str, str]]:
+    return [(data_set.name, data_set.path) for data_set in file.datasets] if file else []

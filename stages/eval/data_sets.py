@@ -1,7 +1,7 @@
-"""The file of --eval-config: data sets, each with settings of its own, and defaults for all of them.
+"""The file of --eval-config: data sets with their settings, and defaults for all of them.
 
-What a set does not say is as the file's defaults say, then as the --eval-* flags, then as in the rollout (config.py puts them
-together). A run keeps the content of the file, not its path: it goes on the same on another machine.
+A setting that a data set lacks comes from the file's defaults, then from the --eval-* flags, then from the rollout
+(config.py merges them). A run records the content of the file instead of its path, so it can resume on another machine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from storage.config import StageConfig
-from storage.errors import OptionError
+from penstock.storage.config import StageConfig
+from penstock.storage.errors import OptionError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes
@@ -23,7 +23,8 @@ _MAX_BYTES = 4 << 20
 
 
 class DataSetSettings(StageConfig):
-    """How a data set is sampled and scored; None is what somebody else says."""
+    """Sampling and scoring settings of a data set; None = the file's default, else the flag, else the rollout's
+    option."""
 
     n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)
     """Responses per prompt."""
@@ -32,13 +33,13 @@ class DataSetSettings(StageConfig):
     """Sampling temperature, 0 is greedy."""
 
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus size."""
+    """Probability mass of nucleus sampling."""
 
     top_k: int | None = Field(default=None, ge=-1)
-    """Number of tokens to sample from; -1 takes all."""
+    """Number of most likely tokens to sample from; -1 means all."""
 
     max_response_len: int | None = Field(default=None, ge=1)
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
 
     input_key: str | None = None
     """Column with the prompt."""
@@ -56,36 +57,36 @@ class DataSetSettings(StageConfig):
     """Built-in reward."""
 
     reward_key: str | None = None
-    """Which entry is the reward when it is a dictionary."""
+    """Key of the reward if the reward function returns a dictionary."""
 
     pass_threshold: float | None = None
     """A response passes if its reward is at least this."""
 
 
 class DataSet(DataSetSettings):
-    """One [[datasets]] of the file."""
+    """An entry of [[datasets]] in the --eval-config file."""
 
     name: str
     path: str
 
 
 class EvalFile(StageConfig):
-    """The content of the file."""
+    """The content of the --eval-config file."""
 
     defaults: DataSetSettings = DataSetSettings()
     datasets: list[DataSet] = Field(default_factory=list)
 
     def settings(self, name: str) -> dict[str, Any]:
-        """What the file says about a data set; nothing if it does not know it."""
+        """Return the settings of a data set, including the defaults; {} if the file does not contain it."""
         for data_set in self.datasets:
             if data_set.name == name:
-                said = data_set.model_dump(exclude={"name", "path"}, exclude_none=True)
-                return self.defaults.model_dump(exclude_none=True) | said
+                own = data_set.model_dump(exclude={"name", "path"}, exclude_none=True)
+                return self.defaults.model_dump(exclude_none=True) | own
         return {}
 
 
 def read_eval_file(path: str) -> EvalFile:
-    """The file at `path`. Raises OptionError with one sentence for the first thing wrong with it."""
+    """Read and validate the --eval-config file at `path`. Raises OptionError for the first problem in it."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -102,31 +103,36 @@ def read_eval_file(path: str) -> EvalFile:
 
 
 def eval_file(values: dict[str, Any]) -> EvalFile:
-    """The content of such a file, checked. Raises OptionError with one sentence for the first thing wrong."""
+    """Validate the parsed content of an --eval-config file. Raises OptionError for the first problem in it."""
     _check_keys("the file", values, ["defaults", "datasets"])
     defaults, data_sets = values.get("defaults", {}), values.get("datasets", [])
     if not isinstance(defaults, dict):
         raise OptionError("defaults is not a table: write [defaults], and below it setting = value")
-    if not (isinstance(data_sets, list) and data_sets and all(isinstance(one, dict) for one in data_sets)):
-        raise OptionError("the file has no data sets: write [[datasets]] with name and path, once for each")
+    if not (isinstance(data_sets, list) and data_sets and all(isinstance(entry, dict) for entry in data_sets)):
+        raise OptionError("the file has no data sets: write a [[datasets]] with name and path for each")
     _check_keys("[defaults]", defaults, list(DataSetSettings.model_fields))
-    _check_kinds("[defaults]", defaults)
-    for number, one in enumerate(data_sets, start=1):
-        where = f"data set {str(one.get('name', number))[:60]}"
-        _check_keys(where, one, list(DataSet.model_fields))
-        _check_kinds(where, one)
-        if missing := {"name", "path"} - one.keys():
+    _check_values("[defaults]", defaults)
+    for number, entry in enumerate(data_sets, start=1):
+        where = f"data set {str(entry.get('name', number))[:60]}"
+        _check_keys(where, entry, list(DataSet.model_fields))
+        _check_values(where, entry)
+        if missing := {"name", "path"} - entry.keys():
             raise OptionError(f"{where} has no {min(missing)}: every [[datasets]] needs a name and a path")
     try:
         file = EvalFile.model_validate(values)
-    except ValidationError as error:
-        raise OptionError(_sentence(error, data_sets)) from None
-    check_names([one.name for one in file.datasets])
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        section, *rest = error["loc"]
+        where = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
+        message = error["msg"].removeprefix("Value error, ")
+        value = repr(error.get("input"))[:80]
+        raise OptionError(f"{where} has {rest[-1]} = {value}: {message[0].lower()}{message[1:]}") from None
+    check_names([data_set.name for data_set in file.datasets])
     return file
 
 
 def check_names(names: list[str]) -> None:
-    """Every name can name a data set, and names one. Raises OptionError."""
+    """Check that data set names are valid and unique. Raises OptionError."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise OptionError(f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore")
@@ -143,18 +149,10 @@ def _check_keys(where: str, values: dict[str, Any], known: list[str]) -> None:
         raise OptionError(f"{where} has the unknown setting {unknown[:60]!r}: {hint}")
 
 
-def _check_kinds(where: str, values: dict[str, Any]) -> None:
-    """Refuse what pydantic would convert (a switch for a number) and empty text. Raises OptionError."""
+def _check_values(where: str, values: dict[str, Any]) -> None:
+    """Check that no value is a boolean, which pydantic would convert to a number, or "". Raises OptionError."""
     for name, value in values.items():
         if isinstance(value, bool):
-            raise OptionError(f"{where} has {name} = {str(value).lower()}: it takes no switch, give a number or text")
+            raise OptionError(f"{where} has {name} = {str(value).lower()}: give a number or text")
         if value == "":
             raise OptionError(f"{where} has {name} = '': give a value, or leave it out")
-
-
-def _sentence(error: ValidationError, data_sets: list[dict[str, Any]]) -> str:
-    first = error.errors()[0]
-    section, *rest = first["loc"]
-    where = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where} has {rest[-1]} = {repr(first.get('input'))[:80]}: {message[0].lower()}{message[1:]}"

@@ -1,7 +1,8 @@
-"""How sure a mean is: percentile bootstrap over the prompts (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
+"""Confidence intervals of means by the percentile bootstrap over prompts (Efron and Tibshirani, An Introduction to the
+Bootstrap, 1993, chapter 13).
 
-Prompts are drawn with replacement, each with all of its samples: samples of one prompt are alike, so drawing samples would promise too
-much. The seed is fixed: the same numbers give the same interval, whoever asks.
+Prompts are resampled with all of their samples: the samples of a prompt are correlated, so resampling single samples
+would make the intervals too narrow. The seed is fixed, so equal values give equal intervals.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ import numpy as np
 NUM_RESAMPLES = 1000
 LEVEL = 0.95
 _SEED = 0
-_NUMBERS_AT_ONCE = 1 << 22  # 32 MB of drawn counts
+_MAX_COUNTS = 1 << 22  # maximum number of resampling counts in memory at a time (32 MB)
 
 
 def intervals(sums: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of the interval that holds the mean with probability LEVEL, for several quantities over the same prompts.
+    """Return the bounds of the confidence intervals of several means over the same prompts.
 
     Args:
-        sums: [prompts, quantities], the sum of a prompt's values (its value, if it has one).
-        weights: the same shape, how many values these are; 1 if not given.
+        sums: [prompts, metrics], the sum of each prompt's values.
+        weights: [prompts, metrics], the number of each prompt's values; None = 1.
 
     Returns:
-        lower and upper bounds, [quantities] each.
+        Lower and upper bounds, [metrics] each.
     """
     num_prompts = len(sums)
     weights = np.ones_like(sums) if weights is None else weights
     random = np.random.default_rng(_SEED)
     means = []
-    step = max(1, _NUMBERS_AT_ONCE // num_prompts)
+    step = max(1, _MAX_COUNTS // num_prompts)
     for start in range(0, NUM_RESAMPLES, step):
         size = min(step, NUM_RESAMPLES - start)
-        drawn = random.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)  # [size, prompts] how often
-        means.append((drawn @ sums) / (drawn @ weights))
-    outside = (1 - LEVEL) / 2
-    lower, upper = np.quantile(np.concatenate(means), [outside, 1 - outside], axis=0)
+        counts = random.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)  # [size, prompts]
+        means.append((counts @ sums) / (counts @ weights))
+    tail = (1 - LEVEL) / 2
+    lower, upper = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)
     return lower, upper

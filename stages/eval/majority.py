@@ -1,17 +1,18 @@
-"""What the most common answer of a prompt's samples is worth: majority@k (self-consistency, 2203.11171).
+"""majority@k: the pass rate of the most common answer among k samples of a prompt (arXiv 2203.11171).
 
-A sample votes for its answer, which is the first of these that it has:
+A sample votes for its answer, which is the first of these that exists:
 
     rewards["answer"]               a number that the reward function returned beside the reward
-    metadata["extracted_answer"]    text that the generating function has left there
+    metadata["extracted_answer"]    text that a custom generate function has stored
     the last \\boxed{...} of the response
-    what follows the last "Answer:" or "answer is" on its line; if the label is a number, the first number there
+    the text after the last "Answer:" or "answer is" on its line; if the label is a number, the first number there
     the last number of the response, if the label is a number
     the response itself, if it is a single line
 
-Responses count from the last </think> on, without end tokens. Two answers are the same if they are equal as text after the spelling
-differences of LaTeX, white space, upper and lower case and a full stop at the end are taken away. A sample without an answer does not
-vote. A vote is worth the share of passing samples among those that gave the winning answer; the winners of a tie share its worth.
+Responses are read after the last </think>, without end tokens. Answers are compared as text, after normalizing LaTeX
+spelling, white space, case and a final full stop. A sample without an answer does not vote. The result of a vote is the
+fraction of passing samples among the samples with the most common answer; if several answers are equally common, it is
+the mean over these answers.
 """
 
 from __future__ import annotations
@@ -24,50 +25,62 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stages.rewards.answer_text import answer_text
-from stages.rewards.boxed import last_boxed
-from stages.rewards.math_answer import normalized
-from storage.sample import Sample
+from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.stages.rewards.builtin.boxed import last_boxed
+from penstock.stages.rewards.builtin.math_answer import normalize_answer
+from penstock.storage.samples.sample import Sample
 
-MOST_DRAWS = 200  # if there are more sets of k samples than that, so many are drawn
+MAX_SUBSETS = 200  # maximum number of subsets of k samples that vote; if there are more, a random choice of them
 _SEED = 0
-_LAST = 20_000  # characters of a response that are read
-_LONGEST = 300  # characters of an answer that are compared
+_MAX_RESPONSE = 20_000  # characters at the end of a response that are read
+_MAX_ANSWER = 300  # characters of an answer that are compared
 _NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
-_SAID = re.compile(r"(?:\banswer\s*:|\banswer\s+is\b:?)[ \t*]*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?:\banswer\s*:|\banswer\s+is\b:?)[ \t*]*([^\n]+)", re.IGNORECASE)
 
 Vote = tuple[str | None, bool]  # answer, whether the sample passes
 
 
 def answer_of(sample: Sample) -> str | None:
-    """What a sample votes for, normalised; None if it has no answer."""
+    """Return the normalized answer that a sample votes for, or None without an answer."""
     if "answer" in sample.rewards:
         return repr(sample.rewards["answer"])
-    found = sample.metadata.get("extracted_answer")
-    if found is None:
-        text = answer_text(sample.response)[-_LAST:].strip()
-        found = _from_text(text, sample.label)
-    return None if found is None else (_comparable(str(found)) or None)
+    answer = sample.metadata.get("extracted_answer")
+    if answer is None:
+        answer = _extract_answer(answer_text(sample.response)[-_MAX_RESPONSE:].strip(), sample.label)
+    if answer is None:
+        return None
+    text = str(answer).strip()[:_MAX_ANSWER].lstrip("*").rstrip("*. ")  # without Markdown and the final full stop
+    return re.sub(r"\s+", "", normalize_answer(text)).casefold() or None
 
 
 def majority_rates(groups: Sequence[Sequence[Vote]]) -> dict[int, np.ndarray]:
-    """k -> majority@k of each prompt, [prompts], for k = 4, 8, ... up to the smallest group (two votes or one are pass@1).
+    """Return k -> majority@k of each prompt, [prompts], for k = 4, 8, ... up to the smallest group.
 
-    The mean over all sets of k samples of the prompt, or over MOST_DRAWS of them, drawn with a fixed seed; empty if nobody votes.
+    k starts at 4 because majority@1 and majority@2 equal pass@1. majority@k is the mean over all subsets of k samples,
+    or over MAX_SUBSETS of them, drawn with a fixed seed. The result is empty if no sample has an answer.
     """
     if not any(answer is not None for group in groups for answer, _ in group):
         return {}
-    smallest = min(len(group) for group in groups)
-    ks = [2**power for power in range(2, smallest.bit_length())]
-    draws = {(n, k): _draws(n, k) for k in ks for n in {len(group) for group in groups}}
-    return {
-        k: np.array([np.mean([winner_passes([group[i] for i in one]) for one in draws[len(group), k]]) for group in groups])
-        for k in ks
-    }
+
+    def subsets(n: int, k: int) -> list[tuple[int, ...]]:
+        if math.comb(n, k) <= MAX_SUBSETS:
+            return list(itertools.combinations(range(n), k))
+        random = np.random.default_rng([_SEED, n, k])
+        return [tuple(random.choice(n, k, replace=False).tolist()) for _ in range(MAX_SUBSETS)]
+
+    sizes = {len(group) for group in groups}
+    rates: dict[int, np.ndarray] = {}
+    for k in (2**power for power in range(2, min(sizes).bit_length())):
+        of_size = {n: subsets(n, k) for n in sizes}
+        rates[k] = np.array(
+            [np.mean([winner_passes([group[i] for i in chosen]) for chosen in of_size[len(group)]]) for group in groups]
+        )
+    return rates
 
 
 def winner_passes(votes: Sequence[Vote]) -> float:
-    """How much of the most common answer passes, 0 to 1; 0 if nobody votes."""
+    """Return the fraction of samples that pass among those with the most common answer (with a tie, the mean over the
+    tied answers), or 0 if no sample has an answer."""
     passed: dict[str, list[bool]] = defaultdict(list)
     for answer, passes in votes:
         if answer is not None:
@@ -75,29 +88,17 @@ def winner_passes(votes: Sequence[Vote]) -> float:
     if not passed:
         return 0.0
     most = max(map(len, passed.values()))
-    winners = [of_answer for of_answer in passed.values() if len(of_answer) == most]
-    return sum(sum(of_answer) / most for of_answer in winners) / len(winners)
+    winners = [samples for samples in passed.values() if len(samples) == most]
+    return sum(sum(samples) / most for samples in winners) / len(winners)
 
 
-def _draws(n: int, k: int) -> list[tuple[int, ...]]:
-    if math.comb(n, k) <= MOST_DRAWS:
-        return list(itertools.combinations(range(n), k))
-    random = np.random.default_rng([_SEED, n, k])
-    return [tuple(random.choice(n, k, replace=False).tolist()) for _ in range(MOST_DRAWS)]
-
-
-def _from_text(text: str, label: str) -> str | None:
+def _extract_answer(text: str, label: str) -> str | None:
     if (boxed := last_boxed(text)) is not None:
         return boxed
-    said = _SAID.findall(text)
+    answers = _ANSWER.findall(text)
     if _NUMBER.fullmatch(label.strip()):
-        numbers = _NUMBER.findall(said[-1])[:1] if said else []
+        numbers = _NUMBER.findall(answers[-1])[:1] if answers else []
         return next(iter(numbers or _NUMBER.findall(text)[-1:]), None)
-    if said:
-        return str(said[-1])
+    if answers:
+        return str(answers[-1])
     return text if "\n" not in text else None
-
-
-def _comparable(answer: str) -> str:
-    text = answer.strip()[:_LONGEST].lstrip("*").rstrip("*. ")  # Markdown, and the end of a sentence
-    return re.sub(r"\s+", "", normalized(text)).casefold()

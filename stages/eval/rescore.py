@@ -1,7 +1,8 @@
-"""Grading the stored samples of an evaluation again, by another reward or under another key. Nothing is generated, and nothing that is
-committed changes: the outcome is a commit of its own beside the old one, `evals/000020/<data set>@<hash of how it was scored>`.
+"""Rescore an evaluation: grade its stored samples with another reward, reward key or threshold.
 
-Its samples have ids with the same `@<hash>` in them, so that an id stays unique in the run, and its numbers have it in their names.
+Nothing is generated, and existing commits do not change: the result is committed as a new evaluation,
+`evals/000020/<data set>@<hash of the scoring settings>`. The sample ids and metric names of the new evaluation contain
+the same `@<hash>`, so that they are unique in the run.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from stages.eval.score import groups_of, score
-from stages.rewards.grading import Grader
-from storage.errors import RewardError, RunError
-from storage.refs import Commit, RunKeys, commit_key
-from storage.sample import Sample, Status
-from storage.shards import read_samples, write_shards
-from storage.store import Store
+from penstock.stages.eval.score import groups_of, score
+from penstock.stages.rewards.grading import Grader
+from penstock.storage.errors import RewardError, RunError
+from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples, write_shards
+from penstock.storage.store import Store
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Everything that the rewards of given samples depend on, and what passes."""
+    """Settings that determine the rewards of stored samples, and which samples pass."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -37,19 +38,36 @@ class Scoring:
 
     @property
     def hash(self) -> str:
-        """Of these and of the source of the user's own function: an edited one is another way to score."""
+        """Return the hash of the settings and of the source of a user-defined reward."""
         settings = asdict(self)
         if not self.evaluated_integers:
-            del settings["evaluated_integers"]  # evaluations that were scored before it was an option keep their names
+            del settings["evaluated_integers"]  # keeps the hashes of evaluations made before this option existed
         parts = [settings, _source_digest(self.custom_rm_path)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
+@dataclass(frozen=True)
+class StoredEval:
+    """An evaluation of a policy version on a data set, in the store."""
+
+    keys: RunKeys
+    version: int
+    name: str  # of the data set
+
+    @property
+    def prefix(self) -> str:
+        """Return the key prefix of the evaluation's commit."""
+        return self.keys.eval(self.version, self.name)
+
+    @property
+    def id_prefix(self) -> str:
+        """Return the common prefix of the evaluation's sample, group and trajectory ids."""
+        return f"eval-{self.version:06d}-{self.name}-"
+
+
 def rescore_stage(
     store: Store,
-    keys: RunKeys,
-    version: int,
-    name: str,
+    source: StoredEval,
     scoring: Scoring,
     grader: Grader,
     *,
@@ -57,92 +75,87 @@ def rescore_stage(
     require_pass_rate: bool = False,
     code_version: str = "",
 ) -> Commit:
-    """Grade one evaluation again and commit it, unless it was scored so before.
+    """Grade a stored evaluation again and commit the result; return the existing commit if this was done before.
 
     Args:
-        store: where the run lies.
-        keys: of the run.
-        version: policy version.
-        name: of the data set.
-        scoring: how; it names the commit.
-        grader: made of `scoring`.
-        max_response_len: under which the samples were generated: tells what was truncated of those whose grader had failed.
-        require_pass_rate: pass@k must be there.
-        code_version: for the commit.
+        store: the run's store.
+        source: evaluation whose samples are graded again.
+        scoring: new scoring settings; their hash names the new commit.
+        grader: grader with the settings of `scoring`.
+        max_response_len: response limit of the evaluation in tokens: a sample whose earlier grading failed counts as
+            truncated if its response has this length.
+        require_pass_rate: raise an error if pass@k is undefined.
+        code_version: recorded in the commit.
 
     Raises:
-        RewardError: this was not evaluated, the reward is wrong or fails for every sample, or pass@k is required and it is not known
-            what passes.
+        RunError: the evaluation does not exist.
+        RewardError: the reward is invalid or fails for every sample.
+        OptionError: pass@k is required, but the rewards do not define it.
         StoreError: the stored samples are damaged.
     """
-    old = store.committed(keys.eval(version, name))
+    old = store.committed(source.prefix)
     if old is None:
-        raise RunError(f"run {keys.run!r} has no evaluation of version {version} on {name}")
-    new_name = f"{name}@{scoring.hash}"
-    prefix = keys.eval(version, new_name)
-    if commit := store.committed(prefix):
+        raise RunError(f"run {source.keys.run!r} has no evaluation of version {source.version} on {source.name}")
+    target = replace(source, name=f"{source.name}@{scoring.hash}")
+    if commit := store.committed(target.prefix):
         return commit
     start = time.perf_counter()
     samples = read_samples(store, old)
     read = time.perf_counter()
-    _grade(samples, grader, max_response_len)
+    _grade_again(samples, grader, max_response_len)
     for sample in samples:
-        _rename(sample, f"eval-{version:06d}-{name}-", f"eval-{version:06d}-{new_name}-")
+        for field in ("sample_id", "group_id", "trajectory_id"):
+            id = getattr(sample, field)
+            assert id.startswith(source.id_prefix), f"{id} is not an id of {source.id_prefix}"
+            setattr(sample, field, target.id_prefix + id.removeprefix(source.id_prefix))
     graded = time.perf_counter()
-    summary = score(samples, new_name, pass_threshold=scoring.pass_threshold, require_pass_rate=require_pass_rate)
-    attempt = store.new_attempt(prefix)
+    summary = score(samples, target.name, pass_threshold=scoring.pass_threshold, require_pass_rate=require_pass_rate)
+    attempt = store.new_attempt(target.prefix)
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
     fields: dict[str, Any] = old.model_dump(include={"kind", "run", "index", "policy_version", "config_hash"})
-    seconds = {"read": read - start, "reward": graded - read, "write": time.perf_counter() - graded}
     commit = Commit(
         **fields,
         attempt=attempt,
         files=out.files,
-        inputs=old.inputs | {"samples": commit_key(keys.eval(version, name))},
+        inputs=old.inputs | {"samples": commit_key(source.prefix)},
         code_version=code_version,
-        seconds=seconds,
+        seconds={"read": read - start, "reward": graded - read, "write": time.perf_counter() - graded},
         summary=summary,
         state={"data_source": old.state.get("data_source"), "scoring": asdict(scoring)},
     )
-    return store.commit(prefix, commit)
+    return store.commit(target.prefix, commit)
 
 
-def _grade(samples: list[Sample], grader: Grader, max_response_len: int) -> None:
-    """Replace the rewards. What had no response stays failed; what had one and failed in its grader gets its status back."""
+def _grade_again(samples: list[Sample], grader: Grader, max_response_len: int) -> None:
+    """Grade all samples with a response again; samples without one remain failed. A sample whose earlier grading failed
+    is first set back to COMPLETED or TRUNCATED."""
     answered = [sample for sample in samples if any(sample.loss_mask)]
     for sample in answered:
         if sample.status is Status.FAILED:
             sample.metadata.pop("error", None)
             sample.status = Status.TRUNCATED if sum(sample.loss_mask) >= max_response_len else Status.COMPLETED
     groups = groups_of(answered)
-    outcomes = [grader.submit_group(group) for group in groups]
-    for group, of_group in zip(groups, outcomes):
-        for sample, outcome in zip(group, of_group):
+    submitted = [grader.submit_group(group) for group in groups]
+    for group, outcomes in zip(groups, submitted):
+        for sample, outcome in zip(group, outcomes):
             outcome.result().apply(sample)
     failures = [sample for sample in answered if sample.status is Status.FAILED]
     if answered and len(failures) == len(answered):
         reason = failures[0].metadata["error"]
         raise RewardError(
-            f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward; nothing is committed"
+            f"all {len(failures)} samples failed, the first with {reason!r}; nothing was committed: fix the reward"
         )
 
 
-def _rename(sample: Sample, before: str, after: str) -> None:
-    for field in ("sample_id", "group_id", "trajectory_id"):
-        found = getattr(sample, field)
-        assert found.startswith(before), f"{found} is no id of {before}"
-        setattr(sample, field, after + found.removeprefix(before))
-
-
 def _source_digest(path: str | None) -> str:
-    """Hash of the file in which a user's function lies; empty if there is none."""
+    """Return the hash of the source file of a user-defined function, or "" without a function or file."""
     if path is None:
         return ""
-    place = path.rpartition(":")[0] or (path if path.endswith(".py") else path.rpartition(".")[0])
-    file = place
-    if not place.endswith(".py"):
-        found = find_spec(place)
-        file = (found.origin or "") if found else ""
+    module = path.rpartition(":")[0] or (path if path.endswith(".py") else path.rpartition(".")[0])
+    file = module
+    if not module.endswith(".py"):
+        spec = find_spec(module)
+        file = (spec.origin or "") if spec else ""
     source = Path(file)
     return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""

@@ -1,112 +1,49 @@
-"""Grading samples: who does it, under which time limit, and what becomes of a sample whose grader hangs or raises.
+"""Grading of samples: dispatch to grading processes, time limits, failures.
 
-Rewards that are certain to end within microseconds are called in place. All others, and every function of the user's, run in
-grading processes while generation goes on: a grader can neither stall the event loop nor crash the driver, and what hangs is
-killed. Such a sample is `failed` with its reason in `metadata["error"]`, has no reward and is not trained. A wrong request is a
-RewardError or PluginError. The order: a row's `custom_rm_path`, --custom-rm-path, a row's `rm_type`, --rm-type.
+Rewards that take microseconds are called in this process. All others, and every user-defined function, run in grading
+processes while generation continues: a reward can neither block the event loop nor crash the driver, and one that
+hangs is killed. A sample whose grading fails gets the reason in `metadata["error"]`, has no reward, and is not trained
+on. An error that concerns all samples, such as an unknown reward, raises RewardError or PluginError.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from stages.rewards.check_form import is_class_reward
-from stages.rewards.hub import Reward, reward_named
-from stages.rewards.outcome import Outcome, Settings, custom_path_of, outcome_of, rm_type_of, row_code_of
-from stages.rewards.process import GradingProcess
-from storage.errors import InputError, PluginError, RewardError
-from storage.sample import Sample
-
-
-class RewardOptions(Protocol):
-    """Fields of the configuration that say how samples are graded."""
-
-    rm_type: str | None
-    custom_rm_path: str | None
-    reward_key: str | None
-    reward_timeout: float
-    reward_start_timeout: float
-    group_rm: bool
-    rm_url: str | None
-    rm_model_path: str | None
-    allow_row_code: str | None
-    rm_evaluated_integers: bool
+from penstock.stages.rewards.check_custom_reward import check_custom_reward
+from penstock.stages.rewards.hub import check_builtin, get_reward
+from penstock.stages.rewards.outcome import Outcome, grade_builtin
+from penstock.stages.rewards.process import GradingProcess
+from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_name, custom_path
+from penstock.storage.errors import InputError, PluginError
+from penstock.storage.samples.sample import Sample
 
 
 class Grader:
-    """Grades samples. Processes start at first need and live until `close`; a context manager.
+    """Grades samples. Grading processes start when first needed and run until `close`; a Grader is a context manager.
 
     Args:
-        rm_type: built-in reward, unless a sample's metadata names another.
-        custom_rm_path: function or class of the user's; it goes before any built-in reward.
-        reward_key: which entry of a dictionary is the reward.
-        timeout: seconds a sample.
-        start_timeout: seconds until a process is ready, a model of the user's loaded.
-        num_workers: grading processes; rows that name rewards of their own have as many for each.
-        group_rm: the function at `custom_rm_path` grades all samples of a prompt at once.
-        rm_url: server of `remote_rm`.
-        rm_model_path: what the constructor of a class gets.
-        arguments: attributes of the `args` that a custom function gets.
-        allow_row_code: package from which rows may name functions of their own; None refuses such rows.
-        evaluated_integers: of `math` and `deepscaler`: an integer label wants a number.
+        settings: settings of grading.
+        num_workers: maximum number of grading processes per reward; rows may name further rewards.
 
     Raises:
-        RewardError: no such built-in reward, or `rm_url` is missing.
+        RewardError: the built-in reward is unknown, or a flag that it needs is missing (--rm-url, --reward-key).
     """
 
-    def __init__(
-        self,
-        rm_type: str | None = None,
-        custom_rm_path: str | None = None,
-        *,
-        reward_key: str | None = None,
-        timeout: float = 30.0,
-        start_timeout: float = 300.0,
-        num_workers: int = 2,
-        group_rm: bool = False,
-        rm_url: str | None = None,
-        rm_model_path: str | None = None,
-        arguments: dict[str, Any] | None = None,
-        allow_row_code: str | None = None,
-        evaluated_integers: bool = False,
-    ) -> None:
-        self.settings = Settings(
-            rm_type,
-            custom_rm_path,
-            reward_key,
-            timeout,
-            start_timeout,
-            group_rm,
-            rm_url,
-            rm_model_path,
-            arguments or {},
-            allow_row_code,
-            evaluated_integers,
-        )
-        if rm_type is not None and custom_rm_path is None:
-            check_built_in(rm_type, rm_url, reward_key)
+    def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
+        if settings.rm_type is not None and settings.custom_rm_path is None:
+            check_builtin(settings.rm_type, settings.rm_url, settings.reward_key)
+        self.settings = settings
         self.num_workers = num_workers
-        self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}  # path, built-in name, groups
+        # (path, built-in name, group_rm) -> processes
+        self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}
 
     @classmethod
     def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
-        """Return the grader that a configuration describes. Raises as the constructor does."""
-        return cls(
-            options.rm_type,
-            options.custom_rm_path,
-            reward_key=options.reward_key,
-            timeout=options.reward_timeout,
-            start_timeout=options.reward_start_timeout,
-            num_workers=num_workers,
-            group_rm=options.group_rm,
-            rm_url=options.rm_url,
-            rm_model_path=options.rm_model_path,
-            arguments=arguments,
-            allow_row_code=options.allow_row_code,
-            evaluated_integers=options.rm_evaluated_integers,
-        )
+        """Return the grader of a configuration. Raises as the constructor does."""
+        return cls(RewardSettings.from_options(options, arguments), num_workers)
 
     def __enter__(self) -> Grader:
         return self
@@ -115,26 +52,29 @@ class Grader:
         self.close()
 
     def submit(self, sample: Sample) -> Future[Outcome]:
-        """Begin to grade. The outcome is written into the sample by its owner (`Outcome.apply`).
+        """Start grading a sample and return its future outcome, which the caller applies to the sample
+        (`Outcome.apply`).
 
-        A function that grades groups gets a group of one: do not ask for that where siblings exist (`submit_group`).
+        A function that takes groups (--group-rm) gets a group with this sample only; use `submit_group` to grade all
+        samples of a prompt together.
         """
         return self._submit([sample])[0]
 
     def submit_group(self, samples: list[Sample]) -> list[Future[Outcome]]:
-        """Begin to grade the samples of one prompt: at once if their reward takes groups, else each by itself."""
-        if samples and self._grades_together(samples[0]):
+        """Start grading the samples of one prompt: in one call if the reward takes groups, else in one call each."""
+        if samples and self._takes_group(samples[0]):
             return self._submit(samples)
         return [self.submit(sample) for sample in samples]
 
     def grade(self, samples: list[Sample]) -> None:
-        """Grade all of them and write the outcomes into them. Raises RewardError if the request is wrong."""
+        """Grade samples, wait, and write the outcomes into them. Raises RewardError if the reward settings are
+        wrong."""
         futures = [self.submit(sample) for sample in samples]
         for sample, future in zip(samples, futures):
             future.result().apply(sample)
 
     def close(self) -> None:
-        """End the grading processes."""
+        """Stop the grading processes."""
         for pool in self._pools.values():
             for process in pool:
                 process.close()
@@ -142,97 +82,83 @@ class Grader:
 
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
         try:
-            settings = self._settings_of(samples[0])
+            settings = self._process_settings(samples[0])
         except InputError as error:
-            return [_known(Outcome(wrong=str(error))) for _ in samples]
+            return [_completed_future(Outcome(request_error=str(error))) for _ in samples]
         if settings is None:
-            return [_known(outcome_of(sample, self.settings)) for sample in samples]
+            return [_completed_future(grade_builtin(sample, self.settings)) for sample in samples]
         pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
         if len(pool) < self.num_workers and all(process.num_pending for process in pool):
             pool.append(GradingProcess(settings))
         return min(pool, key=lambda process: process.num_pending).submit(samples)
 
-    def _settings_of(self, sample: Sample) -> Settings | None:
-        """Of the processes that grade this sample; None if it is graded in place. Raises InputError if nothing can grade it."""
-        path = custom_path_of(sample, self.settings)
+    def _process_settings(self, sample: Sample) -> RewardSettings | None:
+        """Return the settings of the processes that grade this sample, or None if it is graded in this process.
+
+        Raises:
+            InputError: the sample's reward is unknown, lacks a flag, or is not allowed.
+        """
+        path = custom_path(sample, self.settings)
         if path is not None:
-            within = self.settings.allow_row_code if row_code_of(sample.metadata, self.settings.allow_row_code) else None
-            return replace(self.settings, custom_rm_path=path, rm_type=None, group_rm=self._is_group(sample), within=within)
-        name = rm_type_of(sample, self.settings)
+            return replace(
+                self.settings,
+                custom_rm_path=path,
+                rm_type=None,
+                group_rm=self._is_group_function(sample),
+                within=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
+            )
+        name = builtin_name(sample.metadata, self.settings.rm_type)
         if name is None:
-            return None  # `outcome_of` says so
-        reward = check_built_in(name, self.settings.rm_url, self.settings.reward_key)
-        if reward.instant:
+            return None  # `grade_builtin` returns the error
+        reward = check_builtin(name, self.settings.rm_url, self.settings.reward_key)
+        if reward.in_process:
             return None
         if reward.remote:
             return replace(self.settings, rm_type=name)
-        usual = self.settings.rm_type  # all that are not remote share their processes
-        return replace(self.settings, rm_type=None if usual and reward_named(usual).remote else usual)
+        default = self.settings.rm_type  # all built-in rewards that are not remote share processes
+        return replace(self.settings, rm_type=None if default and get_reward(default).remote else default)
 
-    def _is_group(self, sample: Sample) -> bool:
-        """A row's own function takes one sample, also under --group-rm."""
+    def _is_group_function(self, sample: Sample) -> bool:
+        """Return whether the user-defined function takes groups (--group-rm). A function that the row names never
+        does."""
         return self.settings.group_rm and not sample.metadata.get("custom_rm_path")
 
-    def _grades_together(self, sample: Sample) -> bool:
+    def _takes_group(self, sample: Sample) -> bool:
         try:
-            path = custom_path_of(sample, self.settings)
+            path = custom_path(sample, self.settings)
             if path is None:
                 return False
-            is_class = is_class_reward(
+            is_class = check_custom_reward(
                 path,
-                group_rm=self._is_group(sample),
+                group_rm=self._is_group_function(sample),
                 rm_model_path=self.settings.rm_model_path,
                 within=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
                 timeout=self.settings.start_timeout,
             )
         except PluginError:
-            return False  # `submit` says what is wrong with it
-        return is_class or self._is_group(sample)
+            return False  # `submit` reports the error
+        return is_class or self._is_group_function(sample)
 
 
-def check_reward(
-    rm_type: str | None,
-    custom_rm_path: str | None,
-    *,
-    reward_key: str | None = None,
-    group_rm: bool = False,
-    rm_url: str | None = None,
-    rm_model_path: str | None = None,
-    start_timeout: float = 300.0,
-) -> None:
-    """Check that the built-in reward exists, and that the custom one loads and can be called. Raises RewardError or PluginError."""
-    if rm_type is not None:
-        check_built_in(rm_type, rm_url, reward_key)
-    if custom_rm_path is not None:
-        is_class_reward(custom_rm_path, group_rm=group_rm, rm_model_path=rm_model_path, timeout=start_timeout)
+def check_reward(options: RewardOptions) -> None:
+    """Check that the built-in reward of a configuration exists, and that the user-defined one loads and can be called.
 
-
-def check_reward_of(options: RewardOptions) -> None:
-    """`check_reward` of what a configuration says."""
-    check_reward(
-        options.rm_type,
-        options.custom_rm_path,
-        reward_key=options.reward_key,
-        group_rm=options.group_rm,
-        rm_url=options.rm_url,
-        rm_model_path=options.rm_model_path,
-        start_timeout=options.reward_start_timeout,
-    )
-
-
-def check_built_in(name: str, rm_url: str | None, reward_key: str | None) -> Reward:
-    """Return a built-in reward that has what it needs: `reward_key` and `rm_url`. Raises RewardError."""
-    reward = reward_named(name)
-    if reward.keys and reward_key not in reward.keys:
-        raise RewardError(
-            f"the reward {name} is a dictionary with {', '.join(reward.keys)}: name one with --reward-key (now {reward_key})"
+    Raises:
+        RewardError: the built-in reward is unknown or lacks a flag.
+        PluginError: the user-defined reward does not load, or has the wrong signature.
+    """
+    if options.rm_type is not None:
+        check_builtin(options.rm_type, options.rm_url, options.reward_key)
+    if options.custom_rm_path is not None:
+        check_custom_reward(
+            options.custom_rm_path,
+            group_rm=options.group_rm,
+            rm_model_path=options.rm_model_path,
+            timeout=options.reward_start_timeout,
         )
-    if reward.remote and not rm_url:
-        raise RewardError(f"the reward {name} asks a server: give its address with --rm-url")
-    return reward
 
 
-def _known(outcome: Outcome) -> Future[Outcome]:
+def _completed_future(outcome: Outcome) -> Future[Outcome]:
     future: Future[Outcome] = Future()
     future.set_result(outcome)
     return future

@@ -1,8 +1,9 @@
-"""The built-in rewards, one file and one row of the table each, and which of them grades a sample.
+"""Table of the built-in rewards; docs/rewards.md describes each of them.
 
-A reward is a function from a sample to a number, or to a dictionary of numbers of which `--reward-key` names one; one that waits for
-a server is `async` and gets `args` first, as a user's would. A reward of your own needs no row here (forms.py). docs/rewards.md
-has the same table for readers.
+A built-in reward is a function that takes a sample and returns a number, or a dictionary of numbers from which
+`--reward-key` selects one. A reward that waits for a server is async and gets `args` as its first argument, like a
+user-defined one. To add a built-in reward, write a file in builtin/ and add a row here; user-defined rewards
+(custom_reward.py) need no row.
 """
 
 from __future__ import annotations
@@ -10,63 +11,78 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from stages.rewards.boxed import last_boxed
-from stages.rewards.coin import coin
-from stages.rewards.dapo import dapo
-from stages.rewards.deepscaler import deepscaler
-from stages.rewards.exact_number import exact_number
-from stages.rewards.gpqa import gpqa
-from stages.rewards.ifbench import ifbench
-from stages.rewards.math_answer import math_answer
-from stages.rewards.remote import remote_rm
-from stages.rewards.token_f1 import token_f1
-from storage.errors import RewardError
+from penstock.stages.rewards.builtin.boxed import last_boxed
+from penstock.stages.rewards.builtin.coin import coin
+from penstock.stages.rewards.builtin.dapo import dapo
+from penstock.stages.rewards.builtin.deepscaler import deepscaler
+from penstock.stages.rewards.builtin.exact_number import exact_number
+from penstock.stages.rewards.builtin.gpqa import gpqa
+from penstock.stages.rewards.builtin.ifbench import ifbench
+from penstock.stages.rewards.builtin.math_answer import math_answer
+from penstock.stages.rewards.builtin.remote import remote_rm
+from penstock.stages.rewards.builtin.token_f1 import token_f1
+from penstock.storage.errors import RewardError
 
-BOXED = "boxed_"
+BOXED_PREFIX = "boxed_"
 
 
 @dataclass(frozen=True)
-class Reward:
-    """A row of the table."""
+class BuiltinReward:
+    """A built-in reward: its function, and how the function is called."""
 
-    function: Callable[..., Any]  # of a sample; of (args, sample) if `remote`
-    instant: bool = False  # certain to end within microseconds: called in place, not in a grading process
-    remote: bool = False  # asks the server at --rm-url: a coroutine, many at a time
-    options: tuple[str, ...] = ()  # fields of Settings that the function takes by name
-    keys: tuple[str, ...] = ()  # of the dictionary that it gives, if it does: --reward-key names one
+    function: Callable[..., Any]  # takes a sample, or (args, sample) if `remote`
+    in_process: bool = False  # takes microseconds and cannot hang: called without a grading process
+    remote: bool = False  # async: asks the server at --rm-url, many requests concurrently
+    options: tuple[str, ...] = ()  # fields of RewardSettings that are passed as keyword arguments
+    keys: tuple[str, ...] = ()  # keys of the returned dictionary, one of which --reward-key must select
 
 
-REWARDS: dict[str, Reward] = {
-    "dapo": Reward(dapo, keys=("score", "acc")),
-    "deepscaler": Reward(deepscaler, options=("evaluated_integers",)),
-    "exact_number": Reward(exact_number, instant=True),
-    "f1": Reward(token_f1),
-    "gpqa": Reward(gpqa),
-    "ifbench": Reward(ifbench),
-    "math": Reward(math_answer, options=("evaluated_integers",)),
-    "random": Reward(coin, instant=True),
-    "remote_rm": Reward(remote_rm, remote=True),
+REWARDS: dict[str, BuiltinReward] = {
+    "dapo": BuiltinReward(dapo, keys=("score", "acc")),
+    "deepscaler": BuiltinReward(deepscaler, options=("evaluated_integers",)),
+    "exact_number": BuiltinReward(exact_number, in_process=True),
+    "f1": BuiltinReward(token_f1),
+    "gpqa": BuiltinReward(gpqa),
+    "ifbench": BuiltinReward(ifbench),
+    "math": BuiltinReward(math_answer, options=("evaluated_integers",)),
+    "random": BuiltinReward(coin, in_process=True),
+    "remote_rm": BuiltinReward(remote_rm, remote=True),
 }
 
 
-def reward_named(name: str) -> Reward:
-    """The reward of a `--rm-type`; `boxed_` in front of a name grades the last \\boxed{} of the response alone.
+def get_reward(name: str) -> BuiltinReward:
+    """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
+    content of the last \\boxed{} in the response.
 
     Raises:
-        RewardError: no such reward.
+        RewardError: the reward is unknown.
     """
-    bare = name.removeprefix(BOXED)
-    if bare not in REWARDS:
-        near = difflib.get_close_matches(bare, REWARDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "or give a function of yours with --custom-rm-path"
+    base_name = name.removeprefix(BOXED_PREFIX)
+    if base_name not in REWARDS:
+        matches = difflib.get_close_matches(base_name, REWARDS, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else "choose one of these, or give --custom-rm-path"
         raise RewardError(f"reward {name!r} is unknown; the built-in ones are {', '.join(REWARDS)}: {hint}")
-    reward = REWARDS[bare]
-    return reward if name == bare else replace(reward, function=partial(_grade_box, reward.function))
+    reward = REWARDS[base_name]
+    if name == base_name:
+        return reward
+
+    def grade_box(*args_and_sample: Any, **options: Any) -> Any:
+        *args, sample = args_and_sample
+        return reward.function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
+
+    return replace(reward, function=grade_box)
 
 
-def _grade_box(function: Callable[..., Any], *args_and_sample: Any, **options: Any) -> Any:
-    *args, sample = args_and_sample
-    return function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
+def check_builtin(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
+    """Return a built-in reward after checking the flags that it needs. Raises RewardError."""
+    reward = get_reward(name)
+    if reward.keys and reward_key not in reward.keys:
+        raise RewardError(
+            f"the reward {name} returns a dictionary with the keys {', '.join(reward.keys)}: "
+            f"select one with --reward-key (now {reward_key})"
+        )
+    if reward.remote and not rm_url:
+        raise RewardError(f"the reward {name} needs a server: give the server's URL with --rm-url")
+    return reward

@@ -1,51 +1,35 @@
-"""What grading one sample gives: a reward, a reason why there is none, or a sentence about a wrong request."""
+"""The result of grading one sample: a reward, the reason of a failure, or an error in the request."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.rewards.hub import reward_named
-from storage.errors import PluginError, RewardError
-from storage.sample import Sample, Status
-
-_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to grade; what a grading process is told when it starts."""
-
-    rm_type: str | None = None
-    custom_rm_path: str | None = None
-    reward_key: str | None = None
-    timeout: float = 30.0  # seconds a sample
-    start_timeout: float = 300.0  # seconds until a process has imported the function, and constructed the class
-    group_rm: bool = False  # the function at custom_rm_path takes all samples of a prompt
-    rm_url: str | None = None  # of remote_rm
-    rm_model_path: str | None = None  # for the constructor of a class at custom_rm_path
-    arguments: dict[str, Any] = field(default_factory=dict)  # `args` of a custom function
-    allow_row_code: str | None = None  # package from which rows may name functions
-    evaluated_integers: bool = False  # for math and deepscaler
-    within: str | None = None  # package that the function at custom_rm_path must be defined in
+from penstock.stages.rewards.hub import get_reward
+from penstock.stages.rewards.settings import RewardSettings, builtin_name
+from penstock.storage.errors import RewardError
+from penstock.storage.samples.sample import Sample, Status
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of the three: `reward`, `error` (this sample failed) or `wrong` (the request is wrong, for every sample)."""
+    """Result of grading a sample. Exactly one is set: `reward`; `error`, the reason why grading this sample failed; or
+    `request_error`, a mistake in options or data for which the whole run fails.
+
+    The text of `error` before its first colon becomes the name of a metric, `rollout/error_cat/*`: do not reword it.
+    """
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    wrong: str | None = None
+    request_error: str | None = None
 
     def apply(self, sample: Sample) -> None:
-        """Write it into the sample. Raises RewardError if the request is wrong."""
-        if self.wrong is not None:
-            raise RewardError(self.wrong)
+        """Write the outcome into the sample. Raises RewardError for a `request_error`."""
+        if self.request_error is not None:
+            raise RewardError(self.request_error)
         sample.reward, sample.rewards = self.reward, self.rewards
         if self.error is not None:
             sample.status = Status.FAILED
@@ -53,113 +37,81 @@ class Outcome:
 
 
 def failed(reason: str) -> Outcome:
-    """This sample has no reward."""
+    """Return the outcome of a sample whose grading failed for the given reason."""
     return Outcome(error=reason)
 
 
-def raised(error: BaseException, name: str) -> Outcome:
-    """The function `name` has raised."""
+def failed_with(error: BaseException, name: str) -> Outcome:
+    """Return the outcome of a sample for which the reward `name` raised `error`."""
     return failed(f"{type(error).__name__}: {error} (raised by {name})")
 
 
-def outcome_of(sample: Sample, settings: Settings) -> Outcome:
-    """Grade a sample by the built-in reward that its metadata or the settings name, here and now."""
-    name = rm_type_of(sample, settings)
+def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
+    """Grade a sample in this process with the built-in reward that its metadata or the settings name."""
+    name = builtin_name(sample.metadata, settings.rm_type)
     if name is None:
         return Outcome(
-            wrong="there is no reward: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of every row"
+            request_error="no reward is given: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of "
+            "every row"
         )
     try:
-        reward = reward_named(name)
+        reward = get_reward(name)
     except RewardError as error:
-        return Outcome(wrong=str(error))
+        return Outcome(request_error=str(error))
     try:
         value = reward.function(sample, **{option: getattr(settings, option) for option in reward.options})
     except Exception as error:
-        return raised(error, name)
-    return outcome_from(value, settings.reward_key, name)
+        return failed_with(error, name)
+    return parse_reward(value, settings.reward_key, name)
 
 
-def rm_type_of(sample: Sample, settings: Settings) -> str | None:
-    """Name of the built-in reward for this sample."""
-    return str(sample.metadata.get("rm_type") or "").strip() or settings.rm_type
-
-
-def row_code_of(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
-    """The `custom_rm_path` of a row; None if it has none.
-
-    Raises:
-        PluginError: rows may not name code (`allowed` is None), or this is not a name below the package `allowed`.
-    """
-    path = metadata.get("custom_rm_path")
-    if not path:
-        return None
-    if allowed is None:
-        raise PluginError(
-            f"a row's metadata names code to import, custom_rm_path {path!r:.100}: data may not do so; if you trust it, give "
-            "--allow-row-code PACKAGE, or drop the field"
-        )
-    if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not path.startswith((f"{allowed}.", f"{allowed}:")):
-        raise PluginError(
-            f"a row's custom_rm_path {path!r:.100} is not below --allow-row-code {allowed}: write {allowed}.module:name"
-        )
-    return path
-
-
-def custom_path_of(sample: Sample, settings: Settings) -> str | None:
-    """Path of the custom reward for this sample: a row's own goes before the run's. Raises PluginError if a row may not name it."""
-    return row_code_of(sample.metadata, settings.allow_row_code) or settings.custom_rm_path
-
-
-def outcomes_from(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:
-    """One outcome per sample, from what the reward `name` has returned for all of them."""
+def parse_rewards(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:
+    """Return one outcome per sample, from the list that the reward `name` returned for all of them."""
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
     if not isinstance(values, list | tuple):
-        return [
-            failed(f"the reward function returned no list: {name} gave {_shown(values)} for {num_samples} samples")
-        ] * num_samples
-    if len(values) != num_samples:
-        reason = (
-            f"the reward function returned another number of rewards than samples: {name} gave {len(values)} for {num_samples}"
-        )
-        return [failed(reason)] * num_samples
-    return [outcome_from(value, reward_key, name) for value in values]
+        reason = f"no list: {name} returned {_safe_repr(values)} for {num_samples} samples"
+    elif len(values) != num_samples:
+        reason = f"another number of rewards than samples: {name} returned {len(values)} for {num_samples}"
+    else:
+        return [parse_reward(value, reward_key, name) for value in values]
+    return [failed(f"the reward function returned {reason}")] * num_samples
 
 
-def outcome_from(value: Any, reward_key: str | None, name: str) -> Outcome:
-    """The outcome for what the reward `name` has returned for one sample."""
+def parse_reward(value: Any, reward_key: str | None, name: str) -> Outcome:
+    """Return the outcome of one sample from `value`, the number or dictionary that the reward `name` returned for
+    it."""
     rewards: dict[str, float] = {}
     if isinstance(value, Mapping):
         if reward_key is None or reward_key not in value:
-            known = ", ".join(map(repr, value))
+            keys = ", ".join(map(repr, value))
             return Outcome(
-                wrong=f"the reward of {name} is a dictionary with {known}, and one number is needed: "
-                f"name one with --reward-key (now {reward_key})"
+                request_error=f"the reward of {name} is a dictionary with the keys {keys}, but one number is needed: "
+                f"select one with --reward-key (now {reward_key})"
             )
-        rewards = {str(key): number for key, part in value.items() if (number := _number(part)) is not None}
+        rewards = {str(key): number for key, part in value.items() if (number := _to_float(part)) is not None}
         value = value[reward_key]
+    reward = _to_float(value)
     if value is None:
-        return failed(f"the reward function returned None: {name} gave no number")
-    reward = _number(value)
+        return failed(f"the reward function returned None: {name} must return a number")
     if reward is None:
-        return failed(f"the reward function returned no number: {name} gave {_shown(value)}")
+        return failed(f"the reward function returned no number: {name} returned {_safe_repr(value)}")
     if not math.isfinite(reward):
-        return failed(f"the reward function returned {reward}: {name} must give a finite number")
+        return failed(f"the reward function returned {reward}: {name} must return a finite number")
     return Outcome(reward=reward, rewards={key: part for key, part in rewards.items() if math.isfinite(part)})
 
 
-def _number(value: Any) -> float | None:
-    """Also of NumPy's and torch's scalars, without importing either."""
+def _to_float(value: Any) -> float | None:
+    """Convert a number, or a scalar of NumPy or torch (without importing either); return None for anything else."""
     if not hasattr(value, "__float__"):
         return None
     try:
         return float(value)
-    except Exception:  # whatever a user's class may raise: an array of several numbers, a value that is not computed yet
+    except Exception:  # a user-defined class may raise anything; an array of several numbers raises, too
         return None
 
 
-def _shown(value: Any) -> str:
+def _safe_repr(value: Any) -> str:
     try:
         return f"{value!r:.100} ({type(value).__name__})"
     except Exception as error:
-        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"

@@ -1,4 +1,4 @@
-"""Checks of a reward before anything starts: on the first rows of the data, and by trying it."""
+"""Check a reward before a run starts: validate the first rows of the data, and call the reward on test responses."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from stages.rewards.dapo import normalized_label
-from stages.rewards.gpqa import has_answer
-from stages.rewards.grading import Grader, RewardOptions, check_built_in
-from stages.rewards.hub import BOXED
-from stages.rewards.ifbench import instructions_of
-from stages.rewards.outcome import Outcome, row_code_of
-from storage.errors import InputError, RewardError
-from storage.sample import Sample, Status
+from penstock.stages.rewards.builtin.dapo import normalize_label
+from penstock.stages.rewards.builtin.gpqa import has_answer
+from penstock.stages.rewards.builtin.ifbench import read_instructions
+from penstock.stages.rewards.grading import Grader
+from penstock.stages.rewards.hub import BOXED_PREFIX, check_builtin
+from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rewards.settings import RewardOptions, builtin_name, row_custom_path
+from penstock.storage.errors import InputError, RewardError
+from penstock.storage.samples.sample import Sample, Status
 
-NUM_TRIED = 3  # samples
+NUM_SAMPLES = 3  # test samples
 _CONNECT_TIMEOUT = 5.0  # seconds
 _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa may have its answer in the metadata
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of prompt data, as far as a reward sees it."""
+class RewardRow:
+    """The fields of a row of prompt data that a reward reads."""
 
     where: str  # file and row, for messages
     label: str = ""
@@ -33,17 +34,17 @@ class Row:
 
 
 class RowOptions(RewardOptions, Protocol):
-    """The same, and the column of labels."""
+    """RewardOptions, and the name of the column with the labels."""
 
     label_key: str | None
 
 
-def check_rows(options: RowOptions, rows: Sequence[Row]) -> None:
-    """Check that every row has a reward that exists, that it may name, and that finds the label it compares with.
+def check_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
+    """Check that every row has a reward that exists and is allowed, and a label if that reward needs one.
 
     Raises:
-        RewardError: no reward, an unknown `rm_type`, or no label; it names the row.
-        PluginError: a row's `custom_rm_path` is not allowed by --allow-row-code.
+        RewardError: a row has no reward, an unknown `rm_type`, or no label; the message names the row.
+        PluginError: --allow-row-code does not allow the `custom_rm_path` of a row.
     """
     for row in rows:
         try:
@@ -52,72 +53,78 @@ def check_rows(options: RowOptions, rows: Sequence[Row]) -> None:
             raise type(error)(f"{row.where}: {error}") from None
 
 
-def _check_row(options: RowOptions, row: Row) -> None:
-    if row_code_of(row.metadata, options.allow_row_code) or options.custom_rm_path:
+def _check_row(options: RowOptions, row: RewardRow) -> None:
+    if row_custom_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
-    name = str(row.metadata.get("rm_type") or "").strip() or options.rm_type
+    name = builtin_name(row.metadata, options.rm_type)
     if name is None:
-        raise RewardError("there is no reward: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row")
-    check_built_in(name, options.rm_url, options.reward_key)
-    bare = name.removeprefix(BOXED)
-    if bare == "ifbench":
-        instructions_of(row.metadata)
-    if (bare not in _WITHOUT_LABEL and not row.label.strip()) or (bare == "gpqa" and not has_answer(row.label, row.metadata)):
-        column = (
-            f"the column {options.label_key!r} of --label-key is empty"
-            if options.label_key
-            else "name its column with --label-key"
+        raise RewardError(
+            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
         )
-        raise RewardError(f"the row has no label, and the reward {name} compares with one: {column}")
-    if bare == "dapo":
-        normalized_label(row.label)
+    check_builtin(name, options.rm_url, options.reward_key)
+    base_name = name.removeprefix(BOXED_PREFIX)
+    if base_name == "ifbench":
+        read_instructions(row.metadata)
+    if base_name == "gpqa":
+        has_label = has_answer(row.label, row.metadata)
+    else:
+        has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
+    if not has_label:
+        column = f"the column {options.label_key!r} of --label-key is empty"
+        fix = column if options.label_key else "name the column of labels with --label-key"
+        raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
+    if base_name == "dapo":
+        normalize_label(row.label)
 
 
-def try_reward(options: RewardOptions, rows: Sequence[Row], arguments: dict[str, Any] | None = None) -> list[str]:
-    """Run user-defined rewards on made samples of the first rows, and connect to --rm-url, before anything is generated.
+def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None) -> list[str]:
+    """Call user-defined rewards on test samples made from the first rows, and connect to --rm-url.
 
-    A made response is empty, the label, or the label in a box. Built-in rewards are not run: `check_rows` says what they need.
+    The response of a test sample is empty, the label, or the label in a box. Built-in rewards are not called:
+    `check_rows` covers what they need.
 
     Args:
         options: the configuration.
-        rows: of the data; the first three are used, and with --group-rm the first one alone.
+        rows: rows of the data; the first three are used, or with --group-rm the first one.
         arguments: attributes of the `args` that the function gets: `config.model_dump()`.
 
     Returns:
-        Why some of the samples have no reward, if others have one: perhaps only because they are made.
+        The errors of the test samples that failed. They are not raised if at least one test sample got a reward,
+        because test samples may differ from real ones.
 
     Raises:
-        RewardError: no sample got a finite number: it raised, took too long, ended its process, or returned something else; or
-            nothing listens at --rm-url.
-        PluginError: the function does not load or cannot be called.
+        RewardError: no test sample got a finite number, or nothing listens at --rm-url.
+        PluginError: the function does not load, or has the wrong signature.
     """
-    samples = _made_samples(rows, same_row=options.group_rm)
+    samples = _test_samples(rows, same_row=options.group_rm)
     if not samples:
         return []
-    names = {str(sample.metadata.get("rm_type") or options.rm_type or "").removeprefix(BOXED) for sample in samples}
-    is_custom = options.custom_rm_path or any(sample.metadata.get("custom_rm_path") for sample in samples)
-    if not is_custom:
-        if "remote_rm" in names:
+    if not options.custom_rm_path and not any(sample.metadata.get("custom_rm_path") for sample in samples):
+        names = {str(sample.metadata.get("rm_type") or options.rm_type or "") for sample in samples}
+        if "remote_rm" in {name.removeprefix(BOXED_PREFIX) for name in names}:
             _check_connection(options.rm_url or "")
         return []
     with Grader.from_options(options, 1, arguments) as grader:
         futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
         outcomes: list[Outcome] = [future.result() for future in futures]
-    if wrong := next((outcome.wrong for outcome in outcomes if outcome.wrong is not None), None):
-        raise RewardError(wrong)
+    for outcome in outcomes:
+        if outcome.request_error is not None:
+            raise RewardError(outcome.request_error)
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
         raise RewardError(
-            f"the reward gives no number for any of {len(reasons)} made samples, first {reasons[0]:.200}: repair it"
+            f"the reward failed on all {len(reasons)} test samples, first with {reasons[0]:.200}: fix the function"
         )
     return reasons
 
 
-def _made_samples(rows: Sequence[Row], *, same_row: bool) -> list[Sample]:
-    """NUM_TRIED samples with tokens as in a finished rollout: 4 of the prompt, one a character of the response."""
-    chosen = [rows[0 if same_row else index % len(rows)] for index in range(NUM_TRIED)] if rows else []
+def _test_samples(rows: Sequence[RewardRow], *, same_row: bool) -> list[Sample]:
+    """Return NUM_SAMPLES finished samples: 4 tokens of the prompt, one token per character of the response."""
+    if not rows:
+        return []
     samples = []
-    for index, row in enumerate(chosen):
+    for index in range(NUM_SAMPLES):
+        row = rows[0 if same_row else index % len(rows)]
         response = ("", row.label, rf"\boxed{{{row.label}}}")[index % 3]
         num_tokens = max(1, len(response))
         samples.append(
@@ -140,7 +147,8 @@ def _made_samples(rows: Sequence[Row], *, same_row: bool) -> list[Sample]:
 
 
 def _check_connection(url: str) -> None:
-    """Connect to a reward server once. It is refused if nothing listens: a wrong address is likelier than one that is about to start."""
+    """Check that a TCP connection to the reward server succeeds. It is tried once, because a wrong address is more
+    likely than a server that is still starting. Raises RewardError."""
     try:
         parts = urlsplit(url)
         address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -149,5 +157,5 @@ def _check_connection(url: str) -> None:
         reason = f"{type(error).__name__}: {error}"
         host = urlsplit(url).hostname if "@" in url else url
         raise RewardError(
-            f"--rm-url {host} does not answer ({reason:.100}): start the reward server first, or correct it"
+            f"--rm-url {host} does not answer ({reason:.100}): start the reward server first, or correct the address"
         ) from None

@@ -1,10 +1,13 @@
-"""The parent's side of a grading process: samples in, futures out; a process that hangs or dies costs one job and is replaced.
+"""Start and supervise a grading process. If the process hangs or dies, the current job fails and the process is
+restarted.
 
-A job is one sample, or the samples of one prompt where they are graded together; it then has as many times the time of one.
+A job is one sample, or the samples of one prompt if they are graded together; the time limit of a job is proportional
+to its number of samples.
 
-A plain subprocess and not `multiprocessing`: that would run the user's main script again in the child. One thread starts the
-process, listens and judges; another one sends, because a grader that hangs inside C code (a regular expression, say) holds the
-child's interpreter lock, so that nothing more is read there and the pipe fills up.
+The process is a plain subprocess, because `multiprocessing` would run the user's main script again in the child. One
+thread starts the process, receives results and enforces the time limit. A second thread sends the jobs: a reward that
+hangs inside C code (for example, a regular expression) holds the GIL of the child, which then reads nothing, so sending
+blocks when the pipe is full.
 """
 
 from __future__ import annotations
@@ -21,83 +24,83 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from stages.rewards.outcome import Outcome, Settings, failed
-from storage.errors import InputError, PluginError
-from storage.sample import Sample
+from penstock.stages.rewards.outcome import Outcome, failed
+from penstock.stages.rewards.settings import RewardSettings
+from penstock.storage.errors import InputError, PluginError
+from penstock.storage.samples.sample import Sample
 
-GRACE = 1.0  # seconds beyond the limit: an asynchronous function is stopped by its own process first
-_TICK = 0.1
+GRACE_PERIOD = 1.0  # seconds beyond the time limit, in which the grading process itself cancels an async call
+_POLL_INTERVAL = 0.1
 
 
 class GradingProcess:
-    """One process that grades. Thread-safe; `submit` never blocks."""
+    """A supervised process that grades samples. Thread-safe; `submit` does not block."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[list[Sample], list[Future[Outcome]]]] = {}  # jobs in the order submitted
+        self._pending: dict[int, tuple[list[Sample], list[Future[Outcome]]]] = {}  # job number -> samples, futures
         self._num_submitted = 0
-        self._unsent: queue.SimpleQueue[object] = queue.SimpleQueue()  # None ends the sender
-        self._quiet_since = 0.0  # when it last said something, or got something to do while idle
+        self._unsent: queue.SimpleQueue[object] = queue.SimpleQueue()  # None stops the sender
+        self._last_activity = 0.0  # time of the last message, or of the first job after idling
         self._ready = False
-        self._broken: Exception | None = None  # why nothing can be graded here any more
-        # The process is a child of this thread, and dies with it (worker.py): so the thread lives exactly as long.
+        self._name = settings.custom_rm_path or settings.rm_type or "the row's reward"  # for messages
+        self._fatal_error: Exception | None = None  # why no further job can be graded
+        # The kernel kills the process when this thread ends (worker.py), so the thread lives as long as the process.
         self._supervisor = threading.Thread(target=self._supervise, name="penstock-grading", daemon=True)
         self._supervisor.start()
 
     @property
     def num_pending(self) -> int:
-        """Jobs handed in and not yet answered."""
+        """Return the number of jobs without a result."""
         return len(self._pending)
 
     def submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
-        """Grade `samples` over there, as one job."""
+        """Submit `samples` as one job and return one future per sample."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
-        samples = [replace(sample, routed_experts=None) for sample in samples]  # megabytes, and nothing to grade
+        samples = [replace(sample, routed_experts=None) for sample in samples]  # large, and no reward reads it
         with self._lock:
-            if self._broken is not None:
+            if self._fatal_error is not None:
                 for future in futures:
-                    future.set_exception(self._broken)
+                    future.set_exception(self._fatal_error)
                 return futures
             if not self._pending:
-                self._quiet_since = time.monotonic()
+                self._last_activity = time.monotonic()
             self._pending[self._num_submitted] = (samples, futures)
             self._unsent.put((self._num_submitted, samples))
             self._num_submitted += 1
         return futures
 
     def close(self) -> None:
-        """End the process; what is pending fails."""
-        self._break(RuntimeError("the grading process was closed"))
+        """Stop the process and fail the pending jobs."""
+        self._fail_all(RuntimeError("the grading process was closed"))
         self._supervisor.join()
 
-    # ---- the supervisor's thread ----------------------------------------------------------------------------------------
+    # ---- the supervisor thread ---------------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
+        """Keep a process running until a fatal error or `close`; restart it whenever it hangs or dies."""
         try:
-            self._keep_process()
-        except Exception as error:  # no process could be started, say: whoever waits for a grade must learn of it
-            self._break(error)
-
-    def _keep_process(self) -> None:
-        while self._broken is None:
-            process, connection = self._start()
-            sender = threading.Thread(target=_send_all, args=(connection, self._unsent), daemon=True)
-            sender.start()
-            reason = self._listen(connection)
-            process.kill()
-            process.wait()
-            self._unsent.put(None)
-            sender.join()
-            connection.close()
-            if self._broken is None:
-                self._give_up_oldest(reason)
+            while self._fatal_error is None:
+                process, connection = self._start()
+                sender = threading.Thread(target=_send_all, args=(connection, self._unsent), daemon=True)
+                sender.start()
+                reason = self._receive(connection)
+                process.kill()
+                process.wait()
+                self._unsent.put(None)
+                sender.join()
+                connection.close()
+                if self._fatal_error is None:
+                    self._fail_oldest(reason)
+        except Exception as error:  # for example, the process could not be started: callers must not wait forever
+            self._fail_all(error)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         connection, child = Pipe()
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "stages.rewards.worker", str(child.fileno())],
+            [sys.executable, "-m", "penstock.stages.rewards.worker", str(child.fileno())],
             pass_fds=[child.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -105,61 +108,57 @@ class GradingProcess:
         child.close()
         with self._lock:
             self._ready = False
-            self._quiet_since = time.monotonic()
+            self._last_activity = time.monotonic()
             self._unsent = queue.SimpleQueue()
             self._unsent.put(self.settings)
             for index, (samples, _) in self._pending.items():
                 self._unsent.put((index, samples))
         return process, connection
 
-    def _listen(self, connection: Connection) -> str:
-        """Take answers until this process is of no more use; returns why."""
-        while self._broken is None:
+    def _receive(self, connection: Connection) -> str:
+        """Receive results until the process hangs, dies or is closed; return the reason, as the error of a sample."""
+        while self._fatal_error is None:
             try:
-                if connection.poll(_TICK):
-                    self._accept(connection.recv())
-                elif self._is_overdue():
-                    limit = self._limit() if self._ready else self.settings.start_timeout
-                    return f"timeout: more than {limit:g} s in {self._name}"
+                if connection.poll(_POLL_INTERVAL):
+                    self._handle_message(connection.recv())
+                    continue
             except (EOFError, OSError):
                 return f"the grading process died: it was {'running' if self._ready else 'loading'} {self._name}"
+            limit, grace = (self._job_limit(), GRACE_PERIOD) if self._ready else (self.settings.start_timeout, 0.0)
+            if self._pending and time.monotonic() - self._last_activity > limit + grace:
+                return f"timeout: more than {limit:g} s in {self._name}"
         return "closed"
 
-    def _accept(self, message: tuple[int | str, list[Outcome] | str | InputError]) -> None:
-        key, answer = message
-        if isinstance(answer, InputError):
-            self._break(answer)
+    def _handle_message(self, message: tuple[int | str, list[Outcome] | str | InputError]) -> None:
+        key, result = message
+        if isinstance(result, InputError):
+            self._fail_all(result)
             return
         with self._lock:
-            self._quiet_since = time.monotonic()
+            self._last_activity = time.monotonic()
             if key == "ready":
                 self._ready = True
                 return
-            assert isinstance(key, int) and isinstance(answer, list)
+            assert isinstance(key, int) and isinstance(result, list)
             _, futures = self._pending.pop(key)
-        for future, outcome in zip(futures, answer, strict=True):
+        for future, outcome in zip(futures, result, strict=True):
             future.set_result(outcome)
 
-    @property
-    def _name(self) -> str:
-        return self.settings.custom_rm_path or self.settings.rm_type or "the row's reward"
-
-    def _limit(self) -> float:
-        """Seconds that a job may take: of the largest one that waits, since those of asynchronous functions run side by side."""
+    def _job_limit(self) -> float:
+        """Return the longest time limit of the pending jobs, in seconds, because async jobs run concurrently."""
         with self._lock:
             return self.settings.timeout * max((len(samples) for samples, _ in self._pending.values()), default=1)
 
-    def _is_overdue(self) -> bool:
-        limit = self._limit() + GRACE if self._ready else self.settings.start_timeout
-        return bool(self._pending) and time.monotonic() - self._quiet_since > limit
+    def _fail_oldest(self, reason: str) -> None:
+        """Fail the oldest pending job, which was being graded; the restarted process gets the other jobs.
 
-    def _give_up_oldest(self, reason: str) -> None:
-        """The oldest pending job is the one that was being graded; the next process gets the others."""
+        If the process did not become ready, it is not restarted, and all jobs fail.
+        """
         if not self._ready:
-            self._break(
+            self._fail_all(
                 PluginError(
-                    f"the grading process of {self._name} is not ready: {reason}; it may take --reward-start-timeout "
-                    f"{self.settings.start_timeout:g} s and must not exit: its output says more"
+                    f"the grading process of {self._name} did not start: {reason}. The reward must load within "
+                    f"--reward-start-timeout {self.settings.start_timeout:g} s and must not exit: see its output above"
                 )
             )
             return
@@ -169,10 +168,11 @@ class GradingProcess:
         for future in futures:
             future.set_result(failed(reason))
 
-    def _break(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        """Fail all pending and all later jobs with `error`."""
         with self._lock:
-            if self._broken is None:
-                self._broken = error
+            if self._fatal_error is None:
+                self._fatal_error = error
             pending, self._pending = self._pending, {}
         for _, futures in pending.values():
             for future in futures:
@@ -184,4 +184,4 @@ def _send_all(connection: Connection, unsent: queue.SimpleQueue[object]) -> None
         try:
             connection.send(message)
         except OSError:
-            return  # the process has died: the supervisor notices and sends what is pending to the next one
+            return  # the process died: the supervisor restarts it and sends the pending jobs again

@@ -1,4 +1,5 @@
-"""The numbers of a rollout that people look at, from its samples alone. Names are slime's; docs/metrics.md says what each one is."""
+"""Compute the metrics of a rollout and a preview of its samples. Metric names are slime's; docs/metrics.md explains
+each."""
 
 from __future__ import annotations
 
@@ -6,15 +7,19 @@ import statistics
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from storage.sample import Sample, Status
+from penstock.stages.rollout.group import GroupRunner
+from penstock.storage.samples.sample import Sample, Status
 
-_LONG_TEXT = 10_000  # characters from which repetition is looked for
-_REPETITION = 10.0  # a text that compresses more than this is repeating itself
+_LONG_TEXT = 10_000  # characters above which a text is checked for repetition
+_REPETITION = 10.0  # compression ratio above which a text is repetitive
+PREVIEW_CHARS = 2000  # maximum characters of a text in a preview
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths, turns, how generation ended, and groups without contrast (GRPO learns nothing from those)."""
+    """Return the metrics of rewards, lengths, turns, sample statuses, and groups whose rewards are all equal (they have
+    zero advantage in GRPO)."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     out = {
         "rollout/raw_reward": statistics.fmean(rewards) if rewards else 0.0,
@@ -36,7 +41,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Tokens of responses and of whole samples. slime's response_len counts what is trained: neither tools' nor removed tokens."""
+    """Return the token counts of responses and of whole samples. As in slime, response_len counts only tokens with loss
+    mask 1: tool output does not count, and a removed sample has length 0."""
     lengths = [sum(sample.loss_mask) for sample in samples]
     return {
         "rollout/response_len/mean": statistics.fmean(lengths),
@@ -48,7 +54,8 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Turns, tokens that tools or environments wrote, and responses with them; nothing if every response is one piece."""
+    """Return the metrics of multi-turn responses: number of turns, untrained tokens (of tools or environments), and
+    response lengths including these; {} for single-turn responses."""
     turns = [float(sample.metadata["num_turns"]) for sample in samples if "num_turns" in sample.metadata]
     raw = [sample.response_length for sample in samples]
     tools = [length - sum(sample.loss_mask) for length, sample in zip(raw, samples)]
@@ -56,22 +63,46 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     out = {f"multi_turn/num_turns/{name}": value for name, value in (_mean_and_max(turns) if turns else {}).items()}
     out["multi_turn/tool_tokens/mean"] = statistics.fmean(tools)
-    return out | {f"multi_turn/raw_response_length/response_length_{name}": value for name, value in _mean_and_max(raw).items()}
+    return out | {
+        f"multi_turn/raw_response_length/response_length_{name}": value for name, value in _mean_and_max(raw).items()
+    }
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
-    """How many policies ago the responses began, seen from `policy_version`, the round's; nothing for demonstrations."""
+    """Return mean and maximum age of the samples: `policy_version` of the round minus the version that generated the
+    sample's first response token; {} for SFT data."""
     ages = [policy_version - sample.policy_versions[0] for sample in samples if sample.policy_versions[0] >= 0]
     return {f"rollout/staleness/{name}": value for name, value in (_mean_and_max(ages) if ages else {}).items()}
 
 
 def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:
-    """Groups that the filter has dropped, by its reason."""
+    """Return the number of dropped groups for every reason."""
     return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
+def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gpus: int) -> dict[str, float]:
+    """Return generation speed and prefix-cache hits of this attempt; groups from the journal do not count.
+
+    Args:
+        runner: the runner of the round, after its last group.
+        seconds: seconds of each phase of the round (prepare, generate, reward, write).
+        num_gpus: GPUs of all engines; on a machine without GPUs, the number of engines.
+    """
+    cached, num_samples = runner.generator.num_cached_tokens, len(runner.generated)
+    longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
+    return {
+        "rollout/num_adopted_groups": float(len(runner.adopted)),
+        "rollout/prefix_cache_hit_rate": cached / max(runner.generator.num_prompt_tokens, 1),
+        "rollout/avg_cached_tokens_per_sample": cached / max(num_samples, 1),
+        "perf/rollout_time": sum(seconds.values()),
+        "perf/tokens_per_gpu_per_sec": runner.num_response_tokens / seconds["generate"] / num_gpus,
+        "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
+    }
+
+
 def is_removed(sample: Sample) -> bool:
-    """Whether it is finished, and yet nothing of it is trained: a filter has removed it, or an earlier policy has generated it all."""
+    """Return whether a finished sample has no trained token, because a hook removed it or because all its tokens come
+    from earlier policies and are masked."""
     return sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask)
 
 
@@ -80,7 +111,8 @@ def _mean_and_max(values: Sequence[float]) -> dict[str, float]:
 
 
 def zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
-    """Return reward (rounded to one digit) -> number of groups in which every sample got it; groups with one graded sample are among them."""
+    """Return reward (rounded to one decimal) -> number of groups whose graded samples all have this reward; groups with
+    a single graded sample count too."""
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
@@ -89,18 +121,19 @@ def zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
 
 
 def rounded(reward: float) -> str:
-    """Return a reward as slime writes it in names of metrics: `1.0`, `0.2`."""
+    """Return a reward rounded to one decimal, as in slime's metric names: `1.0`, `0.2`."""
     return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
 
 
 def error_categories(samples: Sequence[Sample]) -> Counter[str]:
-    """First word of the reason -> number of failed samples."""
+    """Return error category -> number of failed samples. The category is the text of the error before the first ':'."""
     reasons = [str(sample.metadata.get("error", "unknown")) for sample in samples if sample.status is Status.FAILED]
     return Counter(reason.split(":")[0].strip().replace(" ", "_")[:40] for reason in reasons)
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a long text compresses suspiciously well."""
+    """Return whether a text of more than 10,000 characters ends with repetition: its last 10,000 characters compress to
+    less than a tenth."""
     if len(text) <= _LONG_TEXT:
         return False
     tail = text[-_LONG_TEXT:].encode()
@@ -108,6 +141,44 @@ def is_repetitive(text: str) -> bool:
 
 
 def ratio(flags: object) -> float:
-    """Share of true values."""
+    """Return the fraction of true values; 0 if there are none at all."""
     values = [bool(flag) for flag in flags]  # type: ignore[attr-defined]
     return sum(values) / len(values) if values else 0.0
+
+
+# ---- preview ---------------------------------------------------------------------------------------------------------
+
+
+def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]]:
+    """Return up to `count` samples as table rows: graded samples spread evenly from the highest to the lowest reward,
+    then ungraded samples if there are too few. Deterministic."""
+    graded = sorted(
+        (sample for sample in samples if sample.reward is not None),
+        key=lambda sample: (-(sample.reward or 0.0), sample.sample_id),
+    )
+    num = min(count, len(graded))
+    selected = [graded[round(i * (len(graded) - 1) / max(num - 1, 1))] for i in range(num)]
+    selected += [sample for sample in samples if sample.reward is None]
+    return [
+        {
+            "sample": sample.sample_id,
+            "reward": sample.reward,
+            "status": sample.status.value,
+            "prompt": clip_text(sample.prompt),
+            "response": clip_text(sample.response),
+            "label": clip_text(sample.label),
+            "tokens": sum(sample.loss_mask),
+            "turns": sample.metadata.get("num_turns", 1),
+            "error": clip_text(str(sample.metadata.get("error", ""))),
+        }
+        for sample in selected[:count]
+    ]
+
+
+def clip_text(text: str, limit: int = PREVIEW_CHARS) -> str:
+    """Return `text`; if it is longer than `limit` characters, its middle is replaced by `[... N characters ...]`."""
+    if len(text) <= limit:
+        return text
+    mark = f" [... {len(text) - limit:,} characters ...] "
+    half = (limit - len(mark)) // 2
+    return text[:half] + mark + text[-half:]

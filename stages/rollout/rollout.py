@@ -1,47 +1,64 @@
-"""The rollout stage: prompts in, graded samples in committed shards out. Evaluation is the same stage on other prompts.
+"""Run the rollout stage: generate and grade responses to prompts, and commit them as shards. Evaluation is the same
+stage on other prompts.
 
-It is safe to call twice: what is committed is returned, and what is not is done again from where the round before has left the data, so no
-prompt is lost and none is served twice. Files are written under a private prefix and become true with the commit, which comes last:
-`part-*` holds what is trained on, `buffer-*` the groups that were asked for and wait for a later round.
+A sample with the built-in generation and reward passes through these files, all in this folder:
+
+    prompts/source.py       the next row of --prompt-data
+    prompts/data_source.py  a group of pending samples for it, or a buffered group
+    text/tokenizer.py       chat template and token ids; the text of the response
+    group.py                the engine generates, the reward function grades
+    journal.py              finished groups are stored before the round is committed
+    rollout.py              keep, drop or buffer the group; write shards; commit
+
+The stage is idempotent: if the round is committed, the commit is returned. Otherwise the round starts at the data
+position in the commit of the previous round, so no prompt is lost and none is served twice. Files are written under a
+prefix of their own and become valid with the commit, which is written last: `part-*` holds the samples to train on,
+`buffer-*` the groups buffered for a later round.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from engines.sglang.client import EngineClient, Engines
-from stages.rewards.grading import Grader
-from stages.rollout.beginning import Beginning
-from stages.rollout.collect import Collected
-from stages.rollout.config import RolloutConfig
-from stages.rollout.costs import costs
-from stages.rollout.intake import Intake
-from stages.rollout.journal import Journal
-from stages.rollout.make import Made, Progress, make_round
-from stages.rollout.metrics import rollout_metrics
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.responses import mask_earlier_policies
-from stages.rollout.round import Round
-from stages.rollout.shown import shown
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.faults import reach
-from storage.preemption import Preempted, StopRequest
-from storage.refs import BUFFER, Commit, Kind
-from storage.sample import Sample, Status
-from storage.secrets import reveal
-from storage.shards import write_shards
-from storage.store import Store
+from penstock.engines.backends import connect as connect_engines
+from penstock.engines.generation import EngineClient, EngineUrls
+from penstock.stages.rewards.grading import Grader
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.deadline import SampleProgress, run_to_end, run_with_deadline, timed
+from penstock.stages.rollout.group import EngineGenerator, Generator, GroupRunner, make_grader, mask_earlier_policies
+from penstock.stages.rollout.journal import Journal
+from penstock.stages.rollout.metrics import (
+    drop_metrics,
+    rollout_metrics,
+    sample_preview,
+    staleness_metrics,
+    throughput_metrics,
+)
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
+from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
+from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
+from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
+from penstock.stages.rollout.prompts.lengths import LengthFilter
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.failpoints import failpoint
+from penstock.storage.preemption import StopRequest
+from penstock.storage.refs import BUFFER, Commit, Kind
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import write_shards
+from penstock.storage.store import Store
 
-T = TypeVar("T")
-FIRST = Beginning()
-
-# What belongs to training and not to an evaluation, which scores every prompt of a data set once.
-NOT_EVALUATED: dict[str, Any] = {
+FORGOTTEN = "not kept by the data source"  # drop reason of a group that `add_samples` of the data source discarded
+# Evaluations ignore these options of training, because they score every prompt of a data set once.
+EVAL_OVERRIDES: dict[str, Any] = {
     "data_source_path": None,
     "buffer_filter_path": None,
     "dynamic_sampling_filter_path": None,
@@ -53,103 +70,258 @@ NOT_EVALUATED: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class RolloutContext:
+    """Inputs, engines and callbacks that all rollouts of a run share."""
+
+    store: Store
+    config: RolloutConfig
+    prompts: PromptSource
+    tokenizer: PromptTokenizer
+    engines: EngineUrls = ()  # URLs, or a function that returns the URLs of running engines (`EnginePool.serving`)
+    grader: Grader | None = None  # shared by all rounds and closed by the caller; None creates one per round
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # added to every commit: config_hash, code_version
+    stop: StopRequest | None = None  # may request to stop; finished groups are then journaled for the next attempt
+    on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
+    connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
+
+
+@dataclass
+class CollectedGroups:
+    """The groups of a round by outcome; every list is sorted by group id, which is the order of the prompts."""
+
+    kept: list[Group] = field(default_factory=list)  # trained on in this round
+    buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
+    dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
+    num_batches: int = 0  # sampling batches requested
+
+    @property
+    def dropped_groups(self) -> list[Group]:
+        """The dropped groups without the reasons."""
+        return [group for group, _ in self.dropped]
+
+    @property
+    def drop_reasons(self) -> Counter[str]:
+        """Reason -> number of groups dropped for it."""
+        return Counter(reason for _, reason in self.dropped)
+
+
+@dataclass
+class RoundResult:
+    """A generated round before it is committed."""
+
+    groups: CollectedGroups
+    runner: GroupRunner
+    num_gpus: int  # GPUs of all engines; on a machine without GPUs, the number of engines
+    seconds: dict[str, float]  # "generate": until the last token; "reward": grading after the last token
+
+
 def rollout_stage(
-    store: Store,
+    context: RolloutContext,
     prefix: str,
-    round: Round,
-    *,
-    engines: Engines,
-    source: PromptSource,
-    tokenizer: PromptTokenizer,
-    config: RolloutConfig,
-    beginning: Beginning = FIRST,
+    round: RolloutRound,
+    resume_point: ResumePoint | None = None,
     num_prompts: int | None = None,
-    grader: Grader | None = None,
-    summarise: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
-    stamp: dict[str, Any] | None = None,
-    stop: StopRequest | None = None,
-    on_progress: Progress | None = None,
-    connect: Callable[..., EngineClient] = EngineClient,
+    summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
     """Generate, grade and commit one round, unless it is committed already.
 
     Args:
-        store: where the samples go.
-        prefix: of the commit and its files, e.g. `RunKeys.rollout(12)`.
-        round: which one, by which policy.
-        engines: their addresses, or what `EnginePool.serving` gives.
-        source: the prompts.
-        tokenizer: of the policy.
-        config: sampling and rewards.
-        beginning: what the round before has left (`beginning_of`).
-        num_prompts: how many prompts; `rollout_batch_size` if not given (an evaluation takes `len(source)`).
-        grader: kept alive between rounds by its owner; None makes one for this call.
-        summarise: the summary's numbers from the samples.
-        stamp: further fields of the commit (`config_hash`, `code_version`).
-        stop: may ask to give up; what is finished is then journalled for the next attempt.
-        on_progress: called with (samples done, samples in all).
-        connect: makes the client of the engines from `engines` and a `timeout`.
+        context: inputs, engines and store.
+        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout(12)`.
+        round: number and kind of the round, and the policy version that generates it.
+        resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
+        num_prompts: number of groups to keep; by default `rollout_batch_size` (an evaluation passes `len(prompts)`).
+        summarize: computes metrics from the samples, for the commit.
 
     Raises:
-        ValueError: the data changed, or the reward or another function of the user's is wrong.
-        RuntimeError: an engine aborted or serves another policy, too many died, every single sample failed, or the filter drops nearly all;
-            worth trying again.
-        ConnectionError: no engine answers; worth trying again.
+        ValueError: the data changed, or the reward or another user-defined function is invalid.
+        RuntimeError, ConnectionError: the engines failed; or all samples failed, or the filter drops nearly all groups.
         TimeoutError: generation took longer than `config.rollout_timeout`.
-        Preempted: asked to stop, and the time left is too short.
+        Preempted: a stop was requested, and the round would not finish within the grace period.
     """
-    if commit := store.committed(prefix):
+    if commit := context.store.committed(prefix):
         return commit
     if round.kind == "eval":
-        config = config.model_copy(update=NOT_EVALUATED)
+        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES))
+    config = context.config
     seconds: dict[str, float] = {}
-    journal = Journal(store, prefix, round, config)
+    journal = Journal(context.store, prefix, round, config)
     with timed(seconds, "prepare"):
-        intake = Intake(config, source, tokenizer, round, beginning)
+        intake = open_intake(context, round, resume_point or ResumePoint())
         journal.read()
-    client = connect(engines, timeout=config.rollout_timeout)
-    num_gpus = max(1, len(client.urls)) * config.rollout_num_gpus_per_engine
-    with grader_of(config) if grader is None else nullcontext(grader) as grading, kept(journal):
-        work = make_round(
-            client,
-            intake,
-            journal,
-            grading.submit_group,
-            config,
-            tokenizer,
-            num_groups=num_prompts or config.rollout_batch_size,
-            stop=stop,
-            on_progress=on_progress,
-        )
-        made = run_to_end(work)
-        seconds |= made.seconds
-        samples = trained_on(made.found, config)
-        intake.put_back(made.found)
+    with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
+        result = run_to_end(generate_round(context, intake, journal, grader, num_prompts or config.rollout_batch_size))
+        seconds |= result.seconds
+        groups = result.groups
+        samples = samples_to_train(groups.kept, config)
+        intake.source.add_samples(groups.buffered)
+        groups.dropped += [(group, FORGOTTEN) for group in intake.forgotten(groups.kept, groups.dropped_groups)]
     commit = commit_samples(
-        store,
+        context.store,
         prefix,
         samples,
         seconds,
-        lambda: summarise(samples) | costs(made, intake, samples, seconds, num_gpus),
-        buffer=[sample for group in intake.waiting for sample in group],
+        lambda: summarize(samples) | round_metrics(result, intake, samples, seconds),
+        buffer=[sample for group in intake.buffered for sample in group],
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,
-        state={"data_source": intake.state, "shown": shown(samples, config.num_shown_samples)} | fates(made),
-        **({"run": round.run, "inputs": inputs_of(config)} | (stamp or {})),
+        state={
+            "data_source": intake.source.state_dict(),
+            "shown": sample_preview(samples, config.num_shown_samples),
+            **dropped_summary(result),
+        },
+        **{"run": round.run, "inputs": inputs_of(config), **context.provenance},
     )
     journal.remove()
     return commit
 
 
-def trained_on(found: Collected, config: RolloutConfig) -> list[Sample]:
-    """The samples of a round, in the order of their issue. Raises RuntimeError if every single one has failed."""
-    samples = [sample for group in found.kept for sample in group]
+def open_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:
+    """Open the data source at the position of `resume_point`. Rollouts skip prompts that are too long; evaluations do
+    not."""
+    config = context.config
+    length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
+    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
+    buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
+    source = open_data_source(config, dataset, buffer_filter)
+    return PromptIntake(source, resume_point.state, resume_point.buffer)
+
+
+async def generate_round(
+    context: RolloutContext, intake: PromptIntake, journal: Journal, grader: Grader, num_groups: int
+) -> RoundResult:
+    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round."""
+    start = time.perf_counter()
+    config, round = context.config, journal.round
+    hooks, group_filter = Hooks(config), load_group_filter(config)
+    num_samples = config.n_samples_per_prompt
+    progress = SampleProgress(num_samples * num_groups, context.on_progress)
+
+    async def before_grading(sample: Sample) -> None:
+        await asyncio.to_thread(hooks.sample_hook, sample)
+
+    client = context.connect(context.engines, timeout=config.rollout_timeout)
+    num_engines = max(1, len(client.urls))
+    async with client, open_generator(context, client, round) as generator:
+        runner = GroupRunner(
+            round,
+            generator,
+            journal,
+            grader.submit_group,
+            hook=before_grading if config.rollout_sample_hook_path else None,
+            slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
+            partial_rollout=config.partial_rollout,
+        )
+        groups = await run_with_deadline(
+            collect(
+                intake.next_groups,
+                runner,
+                group_filter,
+                num_groups=num_groups,
+                batch_size=max(num_groups, config.over_sampling_batch_size or 0),
+                max_batches=config.max_waves,
+                on_kept=lambda group: progress.add(num_samples),
+            ),
+            [journal.flush_periodically()],
+            progress,
+            time_limit=config.rollout_timeout,
+            stop=context.stop,
+        )
+    await asyncio.to_thread(hooks.sample_filter, groups.kept)
+    await asyncio.to_thread(hooks.all_samples, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
+    seconds = {"generate": runner.last_token - start, "reward": time.perf_counter() - runner.last_token}
+    return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds)
+
+
+async def collect(
+    next_groups: Callable[[int], Sequence[Group]],
+    runner: GroupRunner,
+    group_filter: GroupFilter,
+    *,
+    num_groups: int,
+    batch_size: int,
+    max_batches: int,
+    on_kept: Callable[[Group], None] = lambda group: None,
+) -> CollectedGroups:
+    """Request sampling batches until `num_groups` groups are kept. A finished group is kept, dropped with a reason, or
+    buffered if enough are kept, so every requested group is in exactly one list of the result. (slime's
+    `generate_rollout_async` discards finished groups that are not needed.)
+
+    Args:
+        next_groups: returns the given number of new groups.
+        runner: generates and grades a group.
+        group_filter: decides whether a finished group is kept; not called once enough groups are kept.
+        num_groups: number of groups to keep.
+        batch_size: groups of a sampling batch, at least `num_groups`.
+        max_batches: maximum number of sampling batches (`--max-waves`).
+        on_kept: called with every group that is kept.
+
+    Raises:
+        RuntimeError: the filter kept fewer than `num_groups` groups of `max_batches` sampling batches.
+    """
+    groups = CollectedGroups()
+    running: set[asyncio.Task[Group]] = set()
+    async with asyncio.TaskGroup() as tasks:
+        while len(groups.kept) < num_groups:
+            while len(groups.kept) + len(running) < num_groups:
+                if groups.num_batches == max_batches:
+                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in groups.drop_reasons.most_common(3))
+                    raise RuntimeError(
+                        f"after {max_batches} sampling batches the filter has kept only {len(groups.kept)} of "
+                        f"{num_groups} groups (dropped: {reasons}): use prompts that the policy solves only sometimes, "
+                        "use a less strict filter, or raise --max-waves"
+                    )
+                groups.num_batches += 1
+                running |= {tasks.create_task(runner.run(group)) for group in next_groups(batch_size)}
+            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            num_open = len(finished) + len(running)  # groups that may still be kept
+            for group in _sorted_by_id(task.result() for task in finished):
+                if len(groups.kept) == num_groups:
+                    groups.buffered.append(group)
+                    continue
+                decision = await group_filter(group)
+                if decision.keep or (decision.keep_when_insufficient and len(groups.kept) + num_open <= num_groups):
+                    groups.kept.append(group)
+                    on_kept(group)
+                else:
+                    groups.dropped.append((group, str(decision.reason)))
+                num_open -= 1
+        if running:
+            await runner.stop()
+            await asyncio.wait(running)
+            groups.buffered += [task.result() for task in running]
+    groups.kept, groups.buffered = _sorted_by_id(groups.kept), _sorted_by_id(groups.buffered)
+    groups.dropped.sort(key=lambda entry: entry[0][0].group_id)
+    return groups
+
+
+def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group[0].group_id)
+
+
+@asynccontextmanager
+async def open_generator(
+    context: RolloutContext, client: EngineClient, round: RolloutRound
+) -> AsyncIterator[Generator]:
+    """Yield the user-defined generator (`--custom-generate-function-path`) if there is one, else the built-in one."""
+    if context.config.custom_generate_function_path is None:
+        yield EngineGenerator(client, context.config, context.tokenizer, round)
+    else:
+        async with CustomGeneration(context.config, client, context.tokenizer, round) as generator:
+            yield generator
+
+
+def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
+    """Return the samples of the kept groups; with `mask_offpolicy_in_partial_rollout`, tokens of earlier policies are
+    masked. Raises RuntimeError if all samples have failed."""
+    samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
-        reason = failures[0].metadata["error"]
         raise RuntimeError(
-            f"all {len(failures)} samples failed, the first with {reason!r}: repair the reward function or the data"
+            f"all {len(failures)} samples failed, the first with {failures[0].metadata['error']!r}: "
+            "fix the cause (mostly the reward or generate function, or the data) and resume the run"
         )
     if config.mask_offpolicy_in_partial_rollout:
         for sample in samples:
@@ -157,14 +329,33 @@ def trained_on(found: Collected, config: RolloutConfig) -> list[Sample]:
     return samples
 
 
-def fates(made: Made) -> dict[str, Any]:
-    """For the commit: which groups an earlier attempt had generated, and what was dropped and why."""
+def dropped_summary(result: RoundResult) -> dict[str, Any]:
+    """Return entries for the state of the commit: ids of the groups taken from the journal, and id, drop reason and
+    source row of every dropped group."""
+    adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
-        for group, reason in made.found.dropped
+        for group, reason in result.groups.dropped
     ]
-    adopted = sorted(made.production.adopted)
     return ({"adopted_groups": adopted} if adopted else {}) | ({"dropped": dropped} if dropped else {})
+
+
+def round_metrics(
+    result: RoundResult, intake: PromptIntake, samples: Sequence[Sample], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of throughput, dynamic sampling, skipped prompts and staleness."""
+    groups, dataset = result.groups, intake.source.dataset
+    metrics = throughput_metrics(result.runner, seconds, result.num_gpus)
+    if groups.num_batches > 1 or groups.dropped or groups.buffered:
+        metrics["rollout/num_waves"] = float(groups.num_batches)
+        metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))
+        metrics["rollout/num_buffered_groups"] = float(len(intake.buffered))
+    metrics |= drop_metrics(groups.drop_reasons)
+    if isinstance(dataset.admits, LengthFilter) and dataset.admits.limit is not None:
+        metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
+    if dataset.round.kind == "rollout":
+        metrics |= staleness_metrics(samples, dataset.round.policy_version)
+    return metrics
 
 
 def commit_samples(
@@ -178,63 +369,30 @@ def commit_samples(
     kind: Kind,
     **fields: Any,
 ) -> Commit:
-    """Write samples as shards under a private prefix, and what waits for a later round beside them; then commit both with `fields`.
+    """Write samples and buffered samples as shards under a new prefix, then commit both with `fields`.
 
-    `summary` is asked last: writing is part of the time.
+    `summary` computes the metrics of the commit. It is called after writing, so that they include the time of writing.
     """
 
-    def at(point: str) -> None:
+    def boundary(name: str) -> None:
         if kind == "rollout":
-            reach(point)
+            failpoint(name)
 
     with timed(seconds, "write"):
         attempt = store.new_attempt(prefix)
-        at("rollout-before-upload")
+        boundary("rollout-before-upload")
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
-        at("rollout-after-upload")
+        boundary("rollout-after-upload")
     commit = store.commit(
         prefix, Commit(kind=kind, attempt=attempt, files=out.files, seconds=seconds, summary=summary(), **fields)
     )
-    at("rollout-after-commit")
+    boundary("rollout-after-commit")
     return commit
 
 
-def grader_of(config: RolloutConfig) -> Grader:
-    """Return the grader that a config describes. Raises RewardError for an unknown reward."""
-    config = config.model_copy(update={"rm_url": reveal(config.rm_url)})
-    return Grader.from_options(config, config.reward_workers, config.model_dump())
-
-
 def inputs_of(config: RolloutConfig) -> dict[str, str]:
-    """What a round consumes, for the record."""
+    """Return the input files of a round for its commit: name -> entry of --prompt-data."""
     return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}
-
-
-def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where the caller's thread runs a loop already: in a notebook, or under `prefect flow-run retry`."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - start
-
-
-@contextmanager
-def kept(journal: Journal) -> Iterator[None]:
-    """If the block fails, what it has finished is made durable first."""
-    try:
-        yield
-    except (Exception, Preempted):
-        journal.flush()
-        raise

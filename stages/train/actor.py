@@ -1,9 +1,9 @@
-"""One rank of the trainer: a model on a GPU (or CPU threads), and what policy it holds. It does as told and decides nothing.
+"""One rank of the trainer: its models on a GPU (or CPU threads), and the policy version that they hold.
 
-`clean` is False from before the first change to the weights until after the last, so that a step cut short is never taken for a
-whole one. The group calls every method on every rank, through `call`: a rank obeys one driver, the last that took it over, so that a
-driver which was given up but lives on can change nothing. The driver imports this file to name the class, hence the late imports:
-torch and Megatron are loaded by the ranks alone, all at the same time.
+`PolicyState.clean` is False while the weights are being changed, so an interrupted step is detected. The driver calls
+every method through `call`, which accepts only the driver that took over the rank last, so a replaced driver that still
+runs cannot change the weights. The driver imports this module to create the actors; torch and Megatron are imported
+inside the methods, so that only the ranks load them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stages.train.spec import Beside, Build, Fenced, PolicyState, RankInfo, Saved, Trained
-from storage.refs import Commit
-from storage.store import Store
+from penstock.stages.train.spec import (
+    AuxiliaryModel,
+    Build,
+    FencedError,
+    PolicyState,
+    RankInfo,
+    SaveResult,
+    TrainResult,
+)
+from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.weights.publisher import Transport
-    from stages.train.step import Models
+    from penstock.engines.generation import WeightTransport
+    from penstock.stages.train.step import Models
 
 
 class TrainActor:
-    """A plain class; `group.py` makes a Ray actor of it.
+    """One rank of the trainer, as a plain class; `group.py` turns it into a Ray actor.
 
     Args:
-        build: what to build.
-        rank: of this process among all trainer ranks.
-        incarnation: name of this life of the group.
-        owner: token of the driver's group that leads this rank.
+        build: models, options and number of ranks.
+        rank: rank of this process among all trainer ranks.
+        incarnation: random id of this group of processes, new at every start.
+        owner: token of the driver whose calls this rank accepts.
     """
 
     def __init__(self, build: Build, rank: int, incarnation: str, owner: str) -> None:
@@ -45,51 +53,51 @@ class TrainActor:
         self.store = Store(self.spec.store, self.spec.store_options, probe=False)
         self._owner = owner
         self._joined = False
-        self._listener: socket.socket | None = None  # where the other ranks meet this one
+        self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
 
-    # ---- who leads ------------------------------------------------------------------------------------------------------
+    # ---- ownership ---------------------------------------------------------------------------------------------------
 
     def call(self, owner: str, method: str, *args: Any) -> Any:
-        """Do as the leading driver says.
+        """Call a method of this rank for the driver with the token `owner`.
 
         Raises:
-            Fenced: `owner` does not lead any more.
+            FencedError: another driver has taken over this rank.
         """
         if owner != self._owner:
-            raise Fenced(
-                f"another driver has taken over the trainer of run {self.spec.run!r}, and only one may lead: this one stops, and "
-                "what it has committed stands. Look for the other one if it is not yours"
+            raise FencedError(
+                f"another driver has taken over the trainer of run {self.spec.run!r}; this driver stops, its commits "
+                "are kept. If you did not start the other driver, find and stop it"
             )
         return getattr(self, method)(*args)
 
     def adopt(self, owner: str) -> RankInfo:
-        """From now on `owner` leads."""
+        """Accept only calls of the driver with the token `owner` from now on, and return the identity of this rank."""
         self._owner = owner
         return self.info()
 
     def join(self, init_method: str) -> None:
-        """Meet the other ranks and build the model, with random weights."""
-        from engines.megatron.parallel import init_parallel
-        from stages.train.build import build_models, layout_of
+        """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
+        from penstock.engines.megatron.parallel import init_parallel
+        from penstock.stages.train.build import build_models, layout_of
 
         config = self.spec.config
-        patience = timedelta(seconds=config.train_timeout)  # one rank may fetch gigabytes while the others wait for it
+        timeout = timedelta(seconds=config.train_timeout)  # one rank may download gigabytes while others wait
         ranks = (self.rank, self.build.num_ranks)
         listener, self._listener = self._listener, None
         layout = layout_of(config)
-        init_parallel(*ranks, init_method, layout, config.seed, self.build.threads, timeout=patience, listener=listener)
-        self.models: Models = build_models(self.spec)
+        init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
+        self.models: Models = build_models(self.spec.shape, config)
         self._joined = True
 
-    # ---- questions ------------------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def state(self) -> PolicyState:
-        """What this rank holds."""
+        """Return the policy version that this rank holds, and whether its weights are complete."""
         return self._state
 
     def info(self) -> RankInfo:
-        """Who this rank is."""
+        """Return the identity of this rank."""
         import ray
 
         return RankInfo(
@@ -99,75 +107,86 @@ class TrainActor:
             joined=self._joined,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            log=os.path.realpath("/proc/self/fd/2"),  # Ray has redirected it to a file
+            log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
         )
 
     def address(self) -> str:
-        """Where the other ranks can meet this one: it listens there from now on, on that address alone."""
+        """Open the rendezvous socket, on this machine's Ray address only, and return its URL (tcp://host:port)."""
         import ray
 
-        from engines.megatron.parallel import listen_at
+        from penstock.engines.megatron.parallel import listen_at
 
         self._listener = listen_at(ray.util.get_node_ip_address())
         host, port = self._listener.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def digest(self) -> dict[str, str]:
-        """Hashes of this rank's parameter shards, the critic's included."""
+        """Return the hashes of this rank's parameter shards, of policy and critic: shard -> hash."""
         return self.models.digest()
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Hashes of everything else that a checkpoint holds: optimizer states, schedules, random states, a refreshed reference."""
+        """Return the hashes of everything in a checkpoint besides the trained weights: optimizer, learning-rate
+        scheduler and RNG states, and a refreshed reference."""
         return self.models.state_digest()
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the bits of a step depend on, besides weights and data: the engine's numerics, and how samples are packed."""
+        """Return everything besides weights and data that the bits of a training step depend on: the engine's
+        fingerprint and the packing options. `bit_exact` tells whether a replay gives the same bits."""
         config = self.spec.config
         packing = {
             name: getattr(config, name)
             for name in ("max_tokens_per_gpu", "micro_batch_size", "balance_data", "log_probs_chunk_size")
         }
         bit_exact = config.deterministic_mode or self.models.policy.device.type == "cpu"
-        return {**self.models.policy.fingerprint(), **packing, "by_tokens": config.fills_by_tokens, "bit_exact": bit_exact}
+        return {
+            **self.models.policy.fingerprint(),
+            **packing,
+            "by_tokens": config.fills_by_tokens,
+            "bit_exact": bit_exact,
+        }
 
-    # ---- commands -------------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def load(self, version: int, base: Commit | None, checkpoint: Commit | None, beside: dict[Beside, Commit]) -> None:
-        """Hold policy `version`: the base model's weights and fresh optimizers, or everything that a checkpoint saved.
+    def load(
+        self, version: int, base: Commit | None, checkpoint: Commit | None, auxiliary: dict[AuxiliaryModel, Commit]
+    ) -> None:
+        """Load policy `version`: the starting weights with new optimizers, or a checkpoint with all its states.
 
         Args:
-            version: what comes of it.
-            base: where policy and critic begin; None if there is a checkpoint.
-            checkpoint: None = begin at the base.
-            beside: models that are not trained ("reference", "teacher"); a checkpoint brings a refreshed reference itself.
+            version: policy version that is loaded.
+            base: commit with the starting weights of policy and critic; None if `checkpoint` is given.
+            checkpoint: commit of the checkpoint; None = load `base`.
+            auxiliary: commits of reference and teacher, without a refreshed reference, which is in the checkpoint.
         """
         import ray
 
-        from stages.train.build import begin, go_on, hold
-        from stages.train.files import opened
+        from penstock.stages.train.build import load_auxiliary, load_initial, resume
+        from penstock.stages.train.files import open_files
 
         machine = ray.get_runtime_context().get_node_id()
-        with self._becoming(version):
-            for name, model in beside.items():
-                with opened(self.store, model, machine) as directory:
-                    hold(self.models, name, directory)
+        with self._changing_to(version):
+            for name, model in auxiliary.items():
+                with open_files(self.store, model, machine) as directory:
+                    load_auxiliary(self.models, name, directory)
             if checkpoint is not None:
-                with opened(self.store, checkpoint, machine) as directory:
-                    saved = go_on(self.models, directory)
-                assert saved["version"] == version, f"{checkpoint.attempt} holds {saved}, not policy {version}"
+                with open_files(self.store, checkpoint, machine) as directory:
+                    saved = resume(self.models, directory)
+                assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, expected policy {version}"
             else:
-                assert base is not None, "neither a checkpoint nor a model to begin with"
-                with opened(self.store, base, machine) as directory:
-                    begin(self.models, directory)
+                assert base is not None, "neither `checkpoint` nor `base` is given"
+                with open_files(self.store, base, machine) as directory:
+                    load_initial(self.models, directory)
 
-    def train(self, rollout: Commit, version: int) -> Trained:
-        """Train the samples of one rollout, from policy `version` to the next."""
-        from stages.train.batching import Batch
-        from stages.train.routing import EngineChoices
-        from stages.train.step import train_rollout
-        from storage.shards import read_table
+    def train(self, rollout: Commit, version: int) -> TrainResult:
+        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`."""
+        from penstock.stages.train.batching import Batch
+        from penstock.stages.train.routing import EngineChoices
+        from penstock.stages.train.step import train_rollout
+        from penstock.storage.samples.shards import read_table
 
-        assert self._state.clean and self._state.version == version, f"asked to train policy {version}, but holding {self._state}"
+        assert self._state.clean and self._state.version == version, (
+            f"asked to train policy {version}, but the state is {self._state}"
+        )
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
@@ -176,54 +195,56 @@ class TrainActor:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
-        with self._becoming(version + 1):
-            trained = train_rollout(self.models, batch, config, temperature=self.spec.temperature, critic_only=critic_only)
+        with self._changing_to(version + 1):
+            trained = train_rollout(
+                self.models, batch, config, temperature=self.spec.temperature, critic_only=critic_only
+            )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
-        return Trained(
+        return TrainResult(
             metrics=trained.metrics, steps=trained.steps, seconds=seconds, digest=digest, fingerprint=self.fingerprint()
         )
 
-    def save(self, attempt: str) -> Saved:
-        """Write everything that the next round depends on under the key `attempt`; this rank's files are durable then."""
-        from engines.megatron.checkpoint import written_by
-        from stages.train.build import save
+    def save(self, attempt: str) -> SaveResult:
+        """Write this rank's part of a checkpoint (weights, optimizer, scheduler and RNG states) under the key
+        `attempt`; the files are durable on return."""
+        from penstock.engines.megatron.checkpoints.torch_dist import written_by
+        from penstock.stages.train.build import save
 
-        assert self._state.clean, f"asked to save, but holding {self._state}"
-        with self.store.writing(attempt, mine=partial(written_by, self.rank)) as out:
+        assert self._state.clean, f"asked to save, but the state is {self._state}"
+        with self.store.writing(attempt, owns=partial(written_by, self.rank)) as out:
             save(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
-        return Saved(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
+        return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
-    def publish(
-        self, urls: list[str], version: str, transport: Transport, model_path: str, directory: str, keys: dict[str, str]
-    ) -> None:
-        """Send the weights under their Hugging Face names; all ranks gather, rank 0 sends. `keys` are those of the engines."""
-        from engines.sglang.control import use_keys
-        from engines.weights.publisher import make_publisher
+    def publish(self, urls: list[str], version: str, transport: WeightTransport, keys: dict[str, str]) -> None:
+        """Send the policy's weights, under their Hugging Face names, to the engines at `urls`: all ranks take part in
+        gathering them, rank 0 sends them. `keys` holds the API keys of the engines."""
+        from penstock.engines.backends import connect
+        from penstock.engines.serving.keys import use_keys
 
-        held = f"{self.spec.run}/{self._state.version}"
-        assert self._state.clean and version == held, f"asked to publish {version}, but holding {self._state}"
+        own_version = f"{self.spec.run}/{self._state.version}"
+        assert self._state.clean and version == own_version, (
+            f"asked to publish {version}, but the state is {self._state}"
+        )
         if self.rank == 0:
             use_keys(keys)
-            publisher = make_publisher(urls, transport, model_path=model_path, directory=directory)
-            publisher.publish(self._named_weights(), version)
+            connect(urls).update_weights(self._named_weights(), version, transport)
         else:
             deque(self._named_weights(), maxlen=0)
 
-    # ---- inside ---------------------------------------------------------------------------------------------------------
-
     @contextmanager
-    def _becoming(self, version: int) -> Iterator[None]:
-        """Unclean while the block runs and after it fails; clean and at `version` when it is done."""
+    def _changing_to(self, version: int) -> Iterator[None]:
+        """Set `clean` to False while the block runs; when it succeeds, set `version` and `clean` (if it raises, `clean`
+        stays False)."""
         self._state = self._state.model_copy(update={"clean": False})
         yield
         self._state = self._state.model_copy(update={"version": version, "clean": True})
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from storage.layouts import layout_for
+        from penstock.engines.families import layout_for
 
         layout = layout_for(self.spec.shape)
         for name, tensor in self.models.policy.named_weights():

@@ -1,88 +1,95 @@
-"""What is optimised: estimator, losses, corrections, models beside the policy. Formulas and papers are in docs/algorithms.md."""
+"""Options of the algorithm: estimator, losses, corrections, auxiliary models; formulas are in docs/algorithms.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from storage.config import StageConfig, option
-from storage.errors import OptionError
+from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
+from penstock.storage.config import StageConfig, option
+from penstock.storage.errors import OptionError
 
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # estimators that are defined with whitened advantages
+if TYPE_CHECKING:
+    EstimatorName: TypeAlias = str
+    PolicyLossName: TypeAlias = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
-
+# option -> default name of the user-defined function in a bare file.py, names of its arguments
 PLUGINS = {
     "custom_advantage_function_path": ("advantages", ("experience", "options")),
-    "custom_loss_function_path": ("loss", ("logprobs", "entropy", "streams", "samples", "options")),
-    "custom_tis_function_path": ("correction", ("old", "rollout", "samples", "options")),
+    "custom_loss_function_path": ("loss", ("logprobs", "entropy", "fields", "samples", "options")),
+    "custom_tis_function_path": ("correction", ("old_logprobs", "rollout_logprobs", "samples", "options")),
     "custom_pg_loss_reducer_function_path": ("weights", ("trajectory_index", "sample_index", "num_trajectories")),
 }
 
 
 class AlgorithmConfig(StageConfig):
-    """Everything that decides which number is minimised."""
+    """Options of the algorithm: everything that defines the loss."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = option("policy_loss")
-    """What is minimised: the policy loss of RL, the negative log-likelihood of demonstrations, or a function of yours."""
+    """Loss: RL's policy loss, the negative log-likelihood of demonstrations, or a user-defined loss."""
 
     custom_loss_function_path: str | None = option(None)
-    """The function of --loss-type custom_loss, as file.py:name or pkg.module:name."""
+    """User-defined loss of --loss-type custom_loss, as file.py:name or pkg.module:name."""
 
-    # ---- from rewards to advantages -------------------------------------------------------------------------------------
+    # ---- from rewards to advantages ----------------------------------------------------------------------------------
 
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = option("grpo")
-    """How rewards become advantages; gspo and cispo are grpo with another policy loss, ppo trains a critic."""
+    advantage_estimator: EstimatorName = option("grpo")
+    """Advantage estimator; gspo and cispo are grpo with --policy-loss gspo or cispo, ppo also trains a critic."""
+
+    policy_loss: PolicyLossName | None = option(None)
+    """Policy-gradient loss; if not given, gspo and cispo for the estimators of these names, ppo_clip for all others."""
 
     custom_advantage_function_path: str | None = option(None)
-    """A function of yours in place of the estimator, as file.py:name or pkg.module:name."""
+    """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
 
     disable_rewards_normalization: bool = option(False)
-    """Take rewards as they are, not compared with their group."""
+    """Use raw rewards in group-relative estimators, without normalizing them within their group."""
 
     disable_grpo_std_normalization: bool = option(False)
     """Do not divide advantages by the standard deviation of their group (Dr. GRPO)."""
 
     normalize_advantages: bool = option(False)
-    """Whiten advantages over all trained tokens of the rollout."""
+    """Whiten advantages (mean 0, variance 1) over all trained tokens of the rollout."""
 
     gamma: float = option(1.0, ge=0, le=1)
-    """Discount of later rewards (ppo, reinforce_plus_plus), per trained token."""
+    """Discount factor of rewards (ppo, reinforce_plus_plus), per trained token."""
 
     lambd: float = option(1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation (ppo)."""
 
     kl_coef: float = option(0.0, ge=0)
-    """Subtract so much of the KL to the reference from the reward of every token; excludes --kl-loss-coef."""
+    """Coefficient of the KL to the reference as a penalty on each token's reward; not together with --kl-loss-coef."""
 
     use_opd: bool = option(False)
     """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
 
     opd_kl_coef: float = option(1.0, ge=0)
-    """Weight of that log-ratio."""
+    """Coefficient of the log-ratio of --use-opd."""
 
     opd_teacher_load: str | None = option(None)
-    """The teacher: a Hugging Face checkpoint of the policy's architecture and sizes."""
+    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes."""
 
-    # ---- the policy loss ------------------------------------------------------------------------------------------------
+    # ---- the policy loss ---------------------------------------------------------------------------------------------
 
     eps_clip: float = option(0.2, ge=0)
-    """How far below 1 the probability ratio may matter."""
+    """Lower clip range: the probability ratio is clipped at 1 minus this value."""
 
     eps_clip_high: float | None = option(None, ge=0)
-    """How far above 1 the probability ratio may matter; the same as --eps-clip if not given."""
+    """Upper clip range: the probability ratio is clipped at 1 plus this value; default: --eps-clip."""
 
     eps_clip_c: float | None = option(None, gt=1)
-    """Dual clip: the loss of a token with negative advantage is at most so many times the advantage's size."""
+    """Dual-clip constant c: the loss of a token with a negative advantage A is at most c x |A|."""
 
     use_kl_loss: bool = option(False)
-    """Keep a frozen reference and measure the KL to it; it enters the loss times --kl-loss-coef."""
+    """Load a frozen reference, report the KL to the reference, and add --kl-loss-coef x KL to the loss."""
 
     kl_loss_coef: float = option(0.0, ge=0)
-    """Weight of the KL to the reference in the loss; 0 only observes it."""
+    """Coefficient of the KL to the reference in the loss; with 0, the KL is only reported."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1")
     """Estimator of the KL, in the loss and in the rewards."""
@@ -91,85 +98,98 @@ class AlgorithmConfig(StageConfig):
     """Multiply the KL in the loss by the probability ratio, which makes its gradient unbiased off policy."""
 
     entropy_coef: float = option(0.0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
 
     use_opsm: bool = option(False)
-    """Off-policy sequence masking: no gradient of samples with negative advantage from which the policy has moved away."""
+    """Off-policy sequence masking: mask samples with negative advantage whose probability fell (--opsm-delta)."""
 
     opsm_delta: float = option(1e-4)
-    """How far, as the mean of old minus current log-probs."""
+    """--use-opsm masks samples whose mean of old minus current log-probs is above this value."""
 
     calculate_per_token_loss: bool = option(False)
-    """Average over all tokens of a step, instead of over samples of the average over their tokens."""
+    """Average the loss over all tokens of a step; default: average over each sample's tokens, then over samples."""
 
     custom_pg_loss_reducer_function_path: str | None = option(None)
-    """A function of yours that weighs the tokens of the policy-gradient part, as file.py:name or pkg.module:name."""
+    """User-defined weights of the tokens in the policy-gradient loss, as file.py:name or pkg.module:name."""
 
-    # ---- the gap between engine and trainer -----------------------------------------------------------------------------
+    # ---- mismatch between engine and trainer -------------------------------------------------------------------------
 
     use_rollout_logprobs: bool = option(False)
-    """The engine's log-probs are the old ones; the trainer does not compute its own."""
+    """Use the engine's log-probs as old log-probs, instead of computing them with the trainer."""
 
     use_tis: bool = option(False)
-    """Weigh the loss by the ratio of the trainer's to the engine's probabilities (truncated importance sampling)."""
+    """Weight the loss by the ratio of the trainer's to the engine's probabilities (truncated importance sampling)."""
 
     tis_clip: float = option(2.0, gt=0)
-    """Highest such ratio."""
+    """Upper bound of the ratio of --use-tis."""
 
     tis_clip_low: float = option(0.0, ge=0)
-    """Lowest such ratio."""
+    """Lower bound of the ratio of --use-tis."""
 
     tis_mode: Literal["truncate", "mask"] = option("truncate")
-    """What happens to a ratio outside: it is set to the bound (TIS), or the tokens do not count (IcePop)."""
+    """Ratios out of bounds are clamped to the bound (truncate: TIS) or set to 0 (mask: IcePop)."""
 
     tis_level: Literal["token", "sequence", "geometric"] = option("token")
-    """Whose ratio it is: the token's, the product over its sample, or the geometric mean over its sample."""
+    """Ratio that is bounded: of each token, the product over a sample's tokens, or the geometric mean over them."""
 
     tis_veto: float | None = option(None, gt=0, lt=1)
-    """Samples with a token whose ratio is below this do not count at all."""
+    """Mask samples in which the trainer/engine probability ratio of any token is below this value."""
 
     custom_tis_function_path: str | None = option(None)
-    """A function of yours in place of that correction, as file.py:name or pkg.module:name."""
+    """User-defined correction, in place of that of --use-tis, as file.py:name or pkg.module:name."""
 
     get_mismatch_metrics: bool = option(False)
-    """Measure the correction without applying it."""
+    """Report the metrics of the --use-tis correction without applying it."""
 
-    # ---- models beside the policy ---------------------------------------------------------------------------------------
+    # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """The reference: a Hugging Face or torch_dist checkpoint of the policy's sizes; the starting weights if not given."""
+    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights."""
 
     ref_update_interval: int | None = option(None, ge=1)
-    """Take the policy as the new reference every so many rounds."""
+    """Replace the reference by the current policy every N rounds; default: never."""
 
     value_clip: float = option(0.2, ge=0)
-    """How far the critic's values may move from those before the update (ppo)."""
+    """Clip range of the critic's values around its values before the update (ppo)."""
 
     num_critic_only_steps: int = option(0, ge=0)
-    """Rounds at the beginning that train the critic alone (ppo)."""
+    """Number of initial rounds that train only the critic (ppo)."""
 
     critic_lr: float | None = option(None, gt=0)
-    """Learning rate of the critic; as --lr if not given."""
+    """Learning rate of the critic; default: --lr."""
 
     critic_lr_warmup_iters: int | None = option(None, ge=0)
-    """Optimizer steps over which the critic's learning rate rises; as --lr-warmup-iters if not given."""
+    """Warm-up of the critic's learning rate in optimizer steps; default: --lr-warmup-iters."""
 
-    # ---- experts --------------------------------------------------------------------------------------------------------
+    # ---- experts -----------------------------------------------------------------------------------------------------
 
     use_routing_replay: bool = option(False)
-    """Train with the choice of experts that the old log-probs were computed with (R2)."""
+    """Routing replay (R2): train with the experts that the trainer's routers chose for the old log-probs."""
 
     use_rollout_routing_replay: bool = option(False)
-    """Train with the choice of experts that the engine made (R3)."""
+    """Rollout routing replay (R3): train with the experts that the inference engine's routers chose."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset_policy_loss(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit `policy_loss` if it is None, so that records and hashes equal those of releases without this option."""
+        dumped: dict[str, Any] = handler(self)
+        if dumped.get("policy_loss", ...) is None:
+            del dumped["policy_loss"]
+        return dumped
+
+    @property
+    def policy_loss_name(self) -> str:
+        """Name of the policy loss in `registry.POLICY_LOSSES`: --policy-loss, or the default of the estimator."""
+        return self.policy_loss or ESTIMATORS[self.advantage_estimator].policy_loss
 
     @property
     def uses_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
-        return self.loss_type == "policy_loss" and self.advantage_estimator == "ppo"
+        """Whether a value model is trained with the policy."""
+        return self.loss_type == "policy_loss" and ESTIMATORS[self.advantage_estimator].critic
 
     @property
-    def models_beside(self) -> dict[str, str]:
-        """Models that are not trained and not the starting one: name -> path."""
+    def auxiliary_models(self) -> dict[str, str]:
+        """Paths of --ref-load and --opd-teacher-load, where given: "reference" or "teacher" -> path."""
         paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load}
         return {name: path for name, path in paths.items() if path}
 
@@ -179,7 +199,7 @@ class AlgorithmConfig(StageConfig):
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef > 0)
 
     def refreshes_reference_at(self, version: int) -> bool:
-        """Whether policy `version` is to be the new reference."""
+        """Return whether policy `version` replaces the reference (--ref-update-interval)."""
         return (
             self.uses_reference
             and version > 0
@@ -189,80 +209,98 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Functions of the user's: path, what a bare file.py is expected to define, what it is called with."""
-        for name, (usual_name, words) in PLUGINS.items():
+        """Configured user-defined functions: path, default name in a bare file.py, names of the arguments."""
+        for name, (usual_name, arguments) in PLUGINS.items():
             if path := getattr(self, name):
-                yield path, usual_name, words
+                yield path, usual_name, arguments
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> AlgorithmConfig:
-        for wrong, sentence in self._contradictions():
+        for wrong, message in (*self._loss_contradictions(), *self._model_contradictions()):
             if wrong:
-                raise OptionError(sentence)
+                raise OptionError(message)
         return self
 
-    def _contradictions(self) -> Iterator[tuple[object, str]]:
-        """What is wrong -> the sentence that says so."""
-        estimator = self.advantage_estimator
+    def _loss_contradictions(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about estimator, loss and correction."""
+        name = self.advantage_estimator
+        estimator = ESTIMATORS[name]
         yield (
             self.kl_loss_coef and not self.use_kl_loss,
-            f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add it, or leave the coefficient out",
-        )
-        yield (
-            self.kl_coef and estimator in ("grpo", "gspo", "cispo", "rloo") and not self.custom_advantage_function_path,
-            f"--kl-coef {self.kl_coef} has no place in {estimator}, whose advantage is one number per sample: use --use-kl-loss with "
+            f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add --use-kl-loss, or omit "
             "--kl-loss-coef",
         )
         yield (
-            self.eps_clip_c and estimator == "cispo",
-            "--eps-clip-c has no effect in cispo, which does not clip the loss: leave it out",
+            self.kl_coef and not estimator.per_token and not self.custom_advantage_function_path,
+            f"--kl-coef {self.kl_coef} does not apply to {name}, whose advantage is one number per sample: "
+            "use --use-kl-loss with --kl-loss-coef",
+        )
+        yield (
+            self.policy_loss and estimator.policy_loss not in ("ppo_clip", self.policy_loss),
+            f"--policy-loss {self.policy_loss} contradicts --advantage-estimator {name}, which means grpo with "
+            f"--policy-loss {estimator.policy_loss}: give --advantage-estimator grpo --policy-loss {self.policy_loss}",
+        )
+        yield (
+            self.policy_loss and self.loss_type != "policy_loss",
+            f"--policy-loss {self.policy_loss} has no effect with --loss-type {self.loss_type}: omit --policy-loss",
+        )
+        yield (
+            self.eps_clip_c and self.policy_loss_name == "cispo",
+            f"--eps-clip-c {self.eps_clip_c} has no effect in cispo, which does not clip the loss: omit --eps-clip-c",
         )
         yield (
             self.kl_coef and self.kl_loss_coef,
-            f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} both pull towards the reference: keep one of them",
+            f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} both penalize the KL to the reference: "
+            "keep one of these options",
         )
         yield (
             self.use_unbiased_kl and not self.use_kl_loss,
-            "--use-unbiased-kl has no effect without --use-kl-loss: add it, or leave the switch out",
+            "--use-unbiased-kl has no effect without --use-kl-loss: add --use-kl-loss, or omit --use-unbiased-kl",
         )
         yield (
-            self.loss_type == "policy_loss" and estimator in WHITENED and not self.normalize_advantages,
-            f"--advantage-estimator {estimator} is defined with whitened advantages: add --normalize-advantages",
+            self.loss_type == "policy_loss" and estimator.whitened and not self.normalize_advantages,
+            f"--advantage-estimator {name} requires whitened advantages: add --normalize-advantages",
         )
         yield (
             (self.loss_type == "custom_loss") != (self.custom_loss_function_path is not None),
-            "--loss-type custom_loss and --custom-loss-function-path belong together: give both or neither",
-        )
-        yield (
-            self.use_opd != (self.opd_teacher_load is not None),
-            "--use-opd and --opd-teacher-load belong together: give both or neither",
+            "--loss-type custom_loss and --custom-loss-function-path need each other: give both or neither",
         )
         yield (
             self.use_tis and self.use_rollout_logprobs,
-            "--use-tis corrects what --use-rollout-logprobs leaves out: with the engine's log-probs as the old ones there is nothing "
-            "to correct, so keep one of them",
+            "--use-tis has no effect with --use-rollout-logprobs, which uses the engine's log-probs as old log-probs: "
+            "keep one of these options",
         )
         yield (
             self.custom_tis_function_path and not (self.use_tis or self.get_mismatch_metrics),
-            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics: add one, or leave it out",
+            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics: add one of the two",
         )
         yield (
             self.tis_clip_low > self.tis_clip,
-            f"--tis-clip-low {self.tis_clip_low} is above --tis-clip {self.tis_clip}: make it smaller",
+            f"--tis-clip-low {self.tis_clip_low} is above --tis-clip {self.tis_clip}: lower --tis-clip-low",
+        )
+
+    def _model_contradictions(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
+        yield (
+            self.use_opd != (self.opd_teacher_load is not None),
+            "--use-opd and --opd-teacher-load need each other: give both or neither",
         )
         yield (
             (self.ref_load or self.ref_update_interval) and not self.uses_reference,
-            "--ref-load and --ref-update-interval have no effect without --use-kl-loss or --kl-coef: add one, or leave them out",
+            "--ref-load and --ref-update-interval have no effect without --use-kl-loss or --kl-coef: add one of these "
+            "two",
         )
         yield (
             self.num_critic_only_steps and not self.uses_critic,
-            f"--num-critic-only-steps {self.num_critic_only_steps} needs a critic: use --advantage-estimator ppo, or leave it out",
+            f"--num-critic-only-steps {self.num_critic_only_steps} needs a critic: use --advantage-estimator ppo",
         )
         yield (
             self.use_rollout_routing_replay and self.loss_type == "sft_loss",
-            "--use-rollout-routing-replay needs samples of an engine, and demonstrations have none: leave it out",
+            "--use-rollout-routing-replay needs samples that an engine generated, but --loss-type sft_loss trains on "
+            "demonstrations: omit --use-rollout-routing-replay",
         )
         yield (
             self.use_routing_replay and self.use_rollout_routing_replay,
-            "--use-routing-replay (the trainer's choice) and --use-rollout-routing-replay (the engine's) exclude each other: keep one",
+            "--use-routing-replay (the trainer's experts) and --use-rollout-routing-replay (the engine's) exclude each "
+            "other: keep one of them",
         )

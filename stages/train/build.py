@@ -1,7 +1,7 @@
-"""The models of one rank: built, begun, saved, continued. Which files, and when, is the actor's business; what they learn is the step's.
+"""Build, load, save and resume the models of one rank. `actor.py` chooses the files, `step.py` trains the models.
 
-A checkpoint is the policy's own directory; a critic and a refreshed reference lie in folders of it. All models have one layout and
-live in one process: a rollout goes through them one after the other, on the same micro-batches.
+A checkpoint directory contains the policy; a critic and a refreshed reference are in its subdirectories `critic` and
+`reference`. All models have the same parallel layout, share one process, and process the same micro-batches in turn.
 """
 
 from __future__ import annotations
@@ -12,45 +12,47 @@ from typing import Any, Literal
 
 import torch
 
-from engines.megatron.engine import MegatronEngine
-from engines.megatron.parallel import ParallelLayout
-from engines.megatron.weights import Snapshot
-from stages.train.config import TrainConfig
-from stages.train.spec import Beside, TrainerSpec
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
+from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.engines.megatron.weights import Snapshot
+from penstock.stages.train.config import TrainConfig
 
 
 @dataclass
 class Models:
-    """What a rank trains and compares with. Reference and teacher are weights for the policy's model, kept in host memory."""
+    """The models of one rank. Reference and teacher are weights in host memory; for a forward pass they are swapped
+    into the policy's model."""
 
     policy: MegatronEngine
     critic: MegatronEngine | None = None
     reference: Snapshot | None = None
     teacher: Snapshot | None = None
-    refreshed: bool = False  # the reference is a later policy than the one that was given
+    refreshed: bool = False  # the reference was replaced by a later policy (--ref-update-interval)
 
     def digest(self) -> dict[str, str]:
-        """Hashes of this rank's parameter shards, by name. Not collective."""
+        """Return the hashes of this rank's parameter shards: shard -> hash. Not collective."""
         critic = {} if self.critic is None else self.critic.digest()
         return self.policy.digest() | {f"critic.{name}": value for name, value in critic.items()}
 
     def state_digest(self) -> dict[str, str]:
-        """Hashes of what a checkpoint holds besides. Not collective."""
-        found = self.policy.state_digest()
+        """Return the hashes of everything in a checkpoint besides the trained weights: optimizer, learning-rate
+        scheduler and RNG states, and a refreshed reference. Not collective."""
+        digest = self.policy.state_digest()
         if self.critic is not None:
-            found |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
+            digest |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
         if self.refreshed and self.reference is not None:
             with self.policy.using(self.reference):
-                found |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
-        return found
+                digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
+        return digest
 
     def refresh_reference(self) -> None:
-        """The policy as it is becomes the reference."""
+        """Make the current policy the reference."""
         self.reference, self.refreshed = self.policy.snapshot(), True
 
 
 def layout_of(config: TrainConfig) -> ParallelLayout:
-    """How the models lie over the ranks."""
+    """Return the parallel layout of all models."""
     return ParallelLayout(
         tensor=config.tensor_model_parallel_size,
         pipeline=config.pipeline_model_parallel_size,
@@ -62,19 +64,19 @@ def layout_of(config: TrainConfig) -> ParallelLayout:
     )
 
 
-def build_models(spec: TrainerSpec) -> Models:
-    """With random weights. `init_parallel` comes first."""
-    config = spec.config
+def build_models(shape: ModelShape, config: TrainConfig) -> Models:
+    """Build the policy and, if the algorithm uses one, the critic, with random weights. Call `init_parallel` before."""
+    if config.deterministic_mode:
+        use_deterministic_kernels()
 
     def engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
         return MegatronEngine(
-            spec.shape,
+            shape,
             layout_of(config),
             dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
             optimizer=optimizer,
             overrides=config.megatron,
             seed=config.seed,
-            deterministic=config.deterministic_mode,
             role=role,
         )
 
@@ -82,24 +84,26 @@ def build_models(spec: TrainerSpec) -> Models:
     return Models(engine("policy", config.optimizer_options), critic)
 
 
-def hold(models: Models, name: Beside, directory: Path) -> None:
-    """Keep a model beside the policy, whose own weights are lost: `begin` or `go_on` comes next. Collective."""
+def load_auxiliary(models: Models, name: str, directory: Path) -> None:
+    """Load the weights of the model `name` ("reference" or "teacher") into host memory. This overwrites the weights of
+    the policy: call `load_initial` or `resume` afterwards. Collective."""
     models.policy.load_weights(directory)
     setattr(models, name, models.policy.snapshot())
     if name == "reference":
         models.refreshed = False
 
 
-def begin(models: Models, directory: Path) -> None:
-    """Policy and critic start from a model, with fresh optimizers. Collective."""
+def load_initial(models: Models, directory: Path) -> None:
+    """Load the starting weights into policy and critic, with fresh optimizers. Collective."""
     for engine in (models.policy, models.critic):
         if engine is not None:
             engine.load_weights(directory)
 
 
 def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
-    """Write all that `go_on` needs. Collective."""
-    models.policy.save(directory, step_state)  # first: Megatron warns of a directory that is not empty
+    """Write all states of the trained models, and a refreshed reference, for `resume`; `step_state` is stored with
+    them. Collective."""
+    models.policy.save(directory, step_state)  # first, because Megatron warns if the directory is not empty
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
     if models.refreshed and models.reference is not None:
@@ -107,13 +111,14 @@ def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
             models.policy.save_weights(directory / "reference")
 
 
-def go_on(models: Models, directory: Path) -> dict[str, Any]:
-    """Continue from `save`, under any layout; gives the `step_state` back. Collective.
+def resume(models: Models, directory: Path) -> dict[str, Any]:
+    """Load a checkpoint that `save` has written, and return its `step_state`. The parallel layout may differ.
+    Collective.
 
-    In a fork that begins to have a critic, the critic begins at the policy as it is.
+    If the checkpoint has no critic, because a fork added the critic, it starts from the policy's weights.
     """
     if (directory / "reference").is_dir():
-        hold(models, "reference", directory / "reference")
+        load_auxiliary(models, "reference", directory / "reference")
         models.refreshed = True
     if models.critic is not None:
         critic = directory / "critic"

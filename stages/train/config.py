@@ -1,6 +1,6 @@
-"""What can be said about training, beside the algorithm: batches, optimizer, numerics, parallelism, placement.
+"""Options of the trainer besides the algorithm: batches, optimizer, numerics, parallelism, placement.
 
-Names are slime's and Megatron's; the loop's length and data belong to other stages.
+The option names are those of slime and Megatron. The number of rounds and the data are options of other stages.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from stages.train.algorithm_config import AlgorithmConfig
-from storage.config import option
-from storage.errors import OptionError
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.storage.config import option
+from penstock.storage.errors import OptionError
 
 OPTIMIZER_FIELDS = {
     *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
@@ -20,146 +20,146 @@ OPTIMIZER_FIELDS = {
 
 
 class TrainConfig(AlgorithmConfig):
-    """Algorithm (inherited), batches, optimizer, parallelism and placement of the trainer."""
+    """All options of the trainer; the options of the algorithm are inherited from `AlgorithmConfig`."""
 
-    # ---- batches --------------------------------------------------------------------------------------------------------
+    # ---- batches -----------------------------------------------------------------------------------------------------
 
     global_batch_size: int | None = option(None, ge=1)
-    """Samples per optimizer step; rollout batch x samples per prompt / steps if not given."""
+    """Samples per optimizer step; default: rollout batch x samples per prompt / --num-steps-per-rollout."""
 
     num_steps_per_rollout: int | None = option(None, ge=1)
-    """Optimizer steps per rollout; follows from --global-batch-size if not given, 1 if neither is."""
+    """Optimizer steps per rollout; default: derived from --global-batch-size if that is given, else 1."""
 
-    use_dynamic_batch_size: bool | None = option(None, change="placement")
-    """Fill micro-batches up to --max-tokens-per-gpu, whatever --micro-batch-size says; so it is unless that is given."""
+    use_dynamic_batch_size: bool | None = option(None, mutability="placement")
+    """Fill micro-batches up to --max-tokens-per-gpu; default: on, unless --micro-batch-size is given."""
 
-    max_tokens_per_gpu: int = option(8192, change="placement", ge=1)
-    """Tokens packed into one micro-batch, per GPU of a context-parallel group; a longer sample stands alone."""
+    max_tokens_per_gpu: int = option(8192, mutability="placement", ge=1)
+    """Maximum tokens of a micro-batch, x --context-parallel-size; a longer sample gets its own micro-batch."""
 
-    micro_batch_size: int | None = option(None, change="placement", ge=1)
-    """Samples packed into one micro-batch, in place of a number of tokens."""
+    micro_batch_size: int | None = option(None, mutability="placement", ge=1)
+    """Samples per micro-batch, instead of filling micro-batches up to --max-tokens-per-gpu."""
 
-    balance_data: bool = option(False, change="placement")
-    """Deal the micro-batches of a step out so that data-parallel ranks have equal work, by an estimate of their operations."""
+    balance_data: bool = option(False, mutability="placement")
+    """Distribute the micro-batches of a step so that data-parallel ranks have equal work, estimated in FLOPs."""
 
-    log_probs_chunk_size: int = option(4096, change="placement", ge=1)
-    """Tokens whose logits are held at a time."""
+    log_probs_chunk_size: int = option(4096, mutability="placement", ge=1)
+    """Number of tokens whose logits are computed at a time; smaller values save memory."""
 
-    # ---- optimizer ------------------------------------------------------------------------------------------------------
+    # ---- optimizer ---------------------------------------------------------------------------------------------------
 
     lr: float = option(1e-6, gt=0)
-    """Learning rate (the highest, if it changes)."""
+    """Learning rate; with a warm-up or decay, its maximum."""
 
     min_lr: float = option(0.0, ge=0)
-    """Where a decaying learning rate ends."""
+    """Learning rate at the end of the decay."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant")
-    """How the learning rate goes on after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
 
     lr_warmup_iters: int = option(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
 
     lr_decay_iters: int | None = option(None, ge=1)
-    """Optimizer steps until --min-lr is reached, warm-up included; needed unless the style is constant."""
+    """Optimizer steps until --min-lr is reached, warm-up included; required unless the style is constant."""
 
     weight_decay: float = option(0.01, ge=0)
-    """Decoupled weight decay of the matrices (norms and biases have none)."""
+    """Decoupled weight decay of matrices (not of norms and biases)."""
 
     adam_beta1: float = option(0.9, ge=0, lt=1)
-    """Decay of Adam's first moment."""
+    """Decay rate of Adam's first moment."""
 
     adam_beta2: float = option(0.999, ge=0, lt=1)
-    """Decay of Adam's second moment; 0.98 is usual in RL."""
+    """Decay rate of Adam's second moment; 0.98 is usual in RL."""
 
     adam_eps: float = option(1e-8, gt=0)
     """Adam's epsilon."""
 
     clip_grad: float = option(1.0, ge=0)
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Maximum global norm of the gradient; 0 disables clipping."""
 
-    # ---- numerics -------------------------------------------------------------------------------------------------------
+    # ---- numerics ----------------------------------------------------------------------------------------------------
 
     seed: int = option(1234)
-    """Seed of everything random in the trainer."""
+    """Seed of all random number generators of the trainer."""
 
     params_dtype: Literal["fp32", "bf16"] | None = option(None)
-    """Number format of weights and activations (the optimizer's are fp32); bf16 on a GPU and fp32 on a CPU if not given."""
+    """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given."""
 
-    deterministic_mode: bool = option(False, change="placement")
-    """Only kernels that give the same bits every time; on a CPU they always do."""
+    deterministic_mode: bool = option(False, mutability="placement")
+    """Use only deterministic GPU kernels; CPU kernels are always deterministic."""
 
-    # ---- parallelism and placement --------------------------------------------------------------------------------------
+    # ---- parallelism and placement -----------------------------------------------------------------------------------
 
-    actor_num_nodes: int = option(1, change="placement", ge=1)
-    """Machines that train."""
+    actor_num_nodes: int = option(1, mutability="placement", ge=1)
+    """Number of training machines."""
 
-    actor_num_gpus_per_node: int = option(1, change="placement", ge=1)
-    """Trainer ranks on each of them: GPUs, or processes where there is no GPU."""
+    actor_num_gpus_per_node: int = option(1, mutability="placement", ge=1)
+    """Trainer ranks per machine: GPUs, or processes where there is no GPU."""
 
-    tensor_model_parallel_size: int = option(1, change="placement", ge=1)
-    """Ranks that share every matrix."""
+    tensor_model_parallel_size: int = option(1, mutability="placement", ge=1)
+    """Number of ranks that split each weight matrix."""
 
-    pipeline_model_parallel_size: int = option(1, change="placement", ge=1)
-    """Ranks that share the layers, one after the other."""
+    pipeline_model_parallel_size: int = option(1, mutability="placement", ge=1)
+    """Number of pipeline stages; each rank of a pipeline holds consecutive layers."""
 
-    context_parallel_size: int = option(1, change="placement", ge=1)
-    """Ranks that share every sequence."""
+    context_parallel_size: int = option(1, mutability="placement", ge=1)
+    """Number of ranks that split each sequence."""
 
-    expert_model_parallel_size: int = option(1, change="placement", ge=1)
-    """Ranks that share the experts."""
+    expert_model_parallel_size: int = option(1, mutability="placement", ge=1)
+    """Number of ranks over which the experts are distributed."""
 
-    expert_tensor_parallel_size: int | None = option(None, change="placement", ge=1)
-    """Ranks that share every expert's matrices; as --tensor-model-parallel-size if not given."""
+    expert_tensor_parallel_size: int | None = option(None, mutability="placement", ge=1)
+    """Number of ranks that split each expert's weight matrices; default: --tensor-model-parallel-size."""
 
-    virtual_pipeline_model_parallel_size: int | None = option(None, change="placement", ge=1)
-    """Pipeline pieces per rank (interleaved schedule)."""
+    virtual_pipeline_model_parallel_size: int | None = option(None, mutability="placement", ge=1)
+    """Model chunks per pipeline rank (interleaved schedule)."""
 
-    sequence_parallel: bool = option(False, change="placement")
-    """Share norms and residuals between tensor-parallel ranks by position."""
+    sequence_parallel: bool = option(False, mutability="placement")
+    """Split the activations of norms and residuals by position over the tensor-parallel ranks."""
 
     megatron: dict[str, Any] = option(default_factory=dict)
-    """Any further field of Megatron-core's configurations, by its own name."""
+    """Further fields of Megatron-core's configuration classes, by Megatron's names."""
 
-    trainer_threads: int | None = option(None, change="placement", ge=1)
-    """CPU threads per trainer rank; the machine's cores shared out if not given. Another number gives other fp32 sums."""
+    trainer_threads: int | None = option(None, mutability="placement", ge=1)
+    """CPU threads per trainer rank (they change the rounding of fp32 sums); default: an equal share of the cores."""
 
-    train_timeout: float = option(3600.0, change="placement", gt=0)
-    """Seconds after which a training call that has not come back is given up and the trainer started anew."""
+    train_timeout: float = option(3600.0, mutability="placement", gt=0)
+    """Timeout in seconds of a call to the trainer (load, train, save, publish); on timeout all ranks are restarted."""
 
     @property
     def num_ranks(self) -> int:
-        """Trainer ranks on all nodes."""
+        """Number of trainer ranks on all machines."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
     def data_parallel_size(self) -> int:
-        """Model replicas."""
+        """Number of data-parallel replicas of the model."""
         return self.num_ranks // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """The fields of the optimizer section."""
+        """Optimizer options of the policy: field -> value."""
         return self.model_dump(include=OPTIMIZER_FIELDS)
 
     @property
     def critic_optimizer_options(self) -> dict[str, Any]:
-        """The same for the critic."""
+        """Optimizer options of the critic: those of the policy, with --critic-lr and --critic-lr-warmup-iters."""
         own = {"lr": self.critic_lr, "lr_warmup_iters": self.critic_lr_warmup_iters}
         return self.optimizer_options | {name: value for name, value in own.items() if value is not None}
 
     @property
     def fills_by_tokens(self) -> bool:
-        """Whether a micro-batch holds as many samples as fit, or a fixed number of them."""
+        """True if micro-batches are filled up to a number of tokens, False if they hold a fixed number of samples."""
         return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Check that every data-parallel replica gets a sample per optimizer step. Raises OptionError."""
+        """Check that each data-parallel replica gets a sample per optimizer step. Raises OptionError."""
         if global_batch_size < self.data_parallel_size:
             raise OptionError(
-                f"--global-batch-size {global_batch_size} is smaller than the {self.data_parallel_size} data-parallel replicas, each of "
-                "which needs a sample per step: make the batch larger, or use fewer ranks"
+                f"--global-batch-size {global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "
+                "replicas, each of which needs a sample per step: raise --global-batch-size, or use fewer trainer ranks"
             )
 
     @model_validator(mode="after")
@@ -167,22 +167,24 @@ class TrainConfig(AlgorithmConfig):
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.num_ranks % model:
             raise OptionError(
-                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by tensor x pipeline x "
-                f"context = {model}: change one of them"
+                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
+                "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size = "
+                f"{model}: change one of these options"
             )
         expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         experts = expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if self.num_ranks % experts:
             raise OptionError(
-                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by expert tensor x "
-                f"--expert-model-parallel-size x pipeline = {experts}: change one of them"
+                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
+                "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size = "
+                f"{experts}: change one of these options"
             )
         if self.global_batch_size is not None:
             self.check_batch(self.global_batch_size)
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             raise OptionError(
-                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs --pipeline-model-parallel-size "
-                "above 1: add it, or leave this out"
+                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs "
+                "--pipeline-model-parallel-size above 1: raise it, or omit --virtual-pipeline-model-parallel-size"
             )
         return self
 
@@ -190,16 +192,18 @@ class TrainConfig(AlgorithmConfig):
     def _check_schedule(self) -> TrainConfig:
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
             raise OptionError(
-                f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until --min-lr"
+                f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until "
+                "the learning rate reaches --min-lr: add --lr-decay-iters"
             )
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}
         for name, rate in rates.items():
             if rate is not None and self.min_lr > rate:
-                raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: make it smaller")
+                raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")
         warmups = {"--lr-warmup-iters": self.lr_warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
         for name, warmup in warmups.items():
             if self.lr_decay_style != "constant" and (warmup or 0) >= (self.lr_decay_iters or 0):
                 raise OptionError(
-                    f"--lr-decay-iters {self.lr_decay_iters} is not above {name} {warmup}, which it includes: make it larger"
+                    f"--lr-decay-iters {self.lr_decay_iters} includes the warm-up and must be above {name} {warmup}: "
+                    "raise --lr-decay-iters"
                 )
         return self

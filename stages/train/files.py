@@ -1,4 +1,4 @@
-"""A commit's files on many ranks: one rank of each machine fetches and checks them for the others there."""
+"""Read the files of a commit on many ranks: one rank per machine downloads and verifies them for all ranks there."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from storage.refs import Commit
-from storage.store import Store
+from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 
 
 @contextmanager
-def opened(store: Store, commit: Commit, machine: str) -> Iterator[Path]:
-    """A local directory with a commit's files, checked. Collective: the first rank of every machine opens it for the others there.
+def open_files(store: Store, commit: Commit, machine: str) -> Iterator[Path]:
+    """Yield a local directory with the verified files of `commit`. Collective over all ranks: the first rank of each
+    machine (`machine` is an id of this rank's machine) downloads the files.
 
-    If that fails, the other ranks wait for a word that does not come, until the group is killed (as in any collective).
+    If the download fails, the other ranks wait in the collective until the driver kills the group.
     """
     machines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(machines, machine)
-    opener = machines.index(machine)
+    fetcher = machines.index(machine)
     with ExitStack() as reading:
-        mine = str(reading.enter_context(store.reading(commit))) if dist.get_rank() == opener else ""
+        own_path = str(reading.enter_context(store.reading(commit))) if dist.get_rank() == fetcher else ""
         paths: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(paths, mine)
-        yield Path(paths[opener])
-        dist.barrier()  # nobody reads any more: a downloaded copy goes now
+        dist.all_gather_object(paths, own_path)
+        yield Path(paths[fetcher])
+        dist.barrier()  # wait until all ranks have read the files: the end of the block removes a downloaded copy

@@ -1,10 +1,11 @@
-"""The trainer as one thing: a group of actors, one per rank, called together under one deadline.
+"""The trainer's group of Ray actors, one per rank, called together under one deadline.
 
-A call either comes back from every rank, or the whole group is killed: ranks that wait in a collective for one that is gone
-cannot be saved, and a step that was cut short leaves weights that nobody should trust. What to do then is decided in `policy.py`.
+If a call fails or times out on one rank, the whole group is killed: ranks that wait in a collective for a dead rank
+cannot continue, and an interrupted step leaves unusable weights. `restore.py` restores the policy in a new group.
 
-On a standing Ray the ranks outlive a killed driver, under names of the run. The next driver takes them over if it would build the
-same, and otherwise ends them. Whoever takes over leads alone: calls of the driver before are refused (`TrainActor.call`).
+On an external (long-running) Ray cluster the ranks survive a killed driver as named actors. The run's next driver takes
+them over if their build (`spec.Build`) is the same, and otherwise kills them. A rank accepts only calls of the driver
+that took it over last (`TrainActor.call`).
 """
 
 from __future__ import annotations
@@ -16,83 +17,95 @@ import uuid
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from engines.cluster import Cluster, ClusterLost, cpu_threads
-from stages.train.spec import Beside, Build, Fenced, PolicyState, RankDied, RankInfo, Saved, Trained, TrainerSpec
-from storage.refs import Commit
+from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
+from penstock.engines.generation import OVER_MEMORY, WeightTransport
+from penstock.engines.serving.keys import keys_of
+from penstock.stages.train.spec import (
+    AuxiliaryModel,
+    Build,
+    FencedError,
+    PolicyState,
+    RankDied,
+    RankInfo,
+    SaveResult,
+    TrainerSpec,
+    TrainResult,
+)
+from penstock.storage.refs import Commit
 
-if TYPE_CHECKING:
-    from engines.weights.publisher import Transport
-
-SHORT_CALL = 60.0  # seconds for a question that touches no weights
-LEADER_CALL = 2.0  # seconds for the question who leads, before ranks are killed that others may have taken over
-LOG_LINES = 20  # of a dead rank, in the error
+SHORT_CALL = 60.0  # timeout in seconds of a query that does not touch the weights
+LEADER_CALL = 2.0  # timeout in seconds of the queries after a failure: which driver owns the ranks, which rank died
+LOG_LINES = 20  # number of lines of a dead rank's log in the error
 
 
 class TrainerGroup:
-    """Its actors start at first use, and may be killed and started again at any time.
+    """The Ray actors of the trainer. `ensure_started` starts them; they may be killed and restarted at any time.
 
-    Two threads may use it (a checkpoint is saved beside the next rollout): each call, and whatever is done holding `alone`, is done
-    alone. Only `kill` waits for nobody.
+    Two threads may use the group (one saves a checkpoint during the next rollout): `lock` serializes the calls, and the
+    caller may hold it for several calls. `kill` does not wait for the lock.
 
     Args:
-        cluster: where they run.
-        spec: what they are.
+        cluster: Ray cluster on which the actors run.
+        spec: models and options of the ranks.
     """
 
     def __init__(self, cluster: Cluster, spec: TrainerSpec) -> None:
         self.cluster = cluster
         self.spec = spec
-        self.alone = threading.RLock()
+        self.lock = threading.RLock()
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
         self._ranks: list[RankInfo] = []
-        self._fenced: Fenced | None = None  # for good: taking the ranks back would only have two drivers fight
-        self._meeting_file: Path | None = None
+        self._fenced: FencedError | None = None  # set when another driver has taken over; never reset
+        self._rendezvous_file: Path | None = None
 
-    # ---- life -----------------------------------------------------------------------------------------------------------
+    # ---- start and end -----------------------------------------------------------------------------------------------
 
     def ensure_started(self) -> None:
-        """Have ranks: those that are running, those an earlier driver has left, or new ones with random weights."""
-        with self.alone:
-            if self._actors or self._taken_over():
+        """Keep the running ranks; else take over those of an earlier driver; else start ranks with random weights."""
+        with self.lock:
+            if self._actors or self._take_over():
                 return
             import ray
 
-            from stages.train.actor import TrainActor
+            from penstock.stages.train.actor import TrainActor
 
-            build, incarnation = self._build(), uuid.uuid4().hex[:12]
+            build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
             for rank, slot in enumerate(self.cluster.place(build.num_ranks)):
-                # Ray gives an actor one OpenMP thread unless told otherwise, and the number of threads changes fp32 sums. Inductor's
-                # pool of compile processes outlives a killed rank (seen with torch 2.11): one thread compiles in the rank itself.
+                # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
+                # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
+                # processes survives a killed rank (seen with torch 2.11).
                 environment = slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1")
-                options = actor.options(**environment, max_restarts=0, **self.cluster.lasting(_name(rank)))
+                options = actor.options(**environment, max_restarts=0, **self.cluster.detached_options(_name(rank)))
                 actors.append(self.cluster.call(options.remote, build, rank, incarnation, self._owner))
             self._actors = actors
             self._ranks = self._call("info")
-            self._call("join", self._meeting_place())
+            self._call("join", self._rendezvous())
 
     def kill(self) -> None:
-        """End every rank at once, without waiting for a call that another thread is making; that call fails."""
-        self._drop(self._actors)
+        """Kill every rank immediately. A call for which another thread is waiting fails."""
+        self._kill_and_forget(self._actors)
 
-    def _drop(self, actors: list[Any]) -> None:
-        """End these ranks, and forget them if they are still the group's (a new life may have begun meanwhile)."""
+    def _kill_and_forget(self, actors: list[Any]) -> None:
+        """Kill the ranks `actors`, unless another driver owns them. Remove them from this group, unless the group has
+        been restarted meanwhile."""
         if self._actors is actors:
             self._actors = []
-        if self._meeting_file is not None:
-            self._meeting_file.unlink(missing_ok=True)
-        if actors and not self._led_by_another(actors[0]):
-            with suppress(ClusterLost):  # they have ended with it
-                self._end(actors)
+        if self._rendezvous_file is not None:
+            self._rendezvous_file.unlink(missing_ok=True)
+        if actors and not self._is_owned_by_other_driver(actors[0]):
+            with suppress(ClusterLost):  # the ranks ended with the cluster
+                self._kill_actors(actors)
 
-    def _led_by_another(self, actor: Any) -> bool:
-        """On a standing Ray another driver may lead these ranks by now: they are not ours to kill."""
+    def _is_owned_by_other_driver(self, actor: Any) -> bool:
+        """Return whether another driver has taken over these ranks, which is possible on an external Ray cluster only.
+        This driver must not kill them then."""
         import ray
 
         if self.cluster.owned:
@@ -100,71 +113,77 @@ class TrainerGroup:
         try:
             ray.get(actor.call.remote(self._owner, "state"), timeout=LEADER_CALL)
         except ray.exceptions.RayTaskError as error:
-            return isinstance(error.cause, Fenced)
+            return isinstance(error.cause, FencedError)
         except (ray.exceptions.RayError, TimeoutError):
             return False  # dead or busy
         return False
 
-    def _taken_over(self) -> bool:
-        """Take over the ranks that an earlier driver has left, if they are all there, equal to what we would build, and answer."""
+    def _take_over(self) -> bool:
+        """Take over the ranks of an earlier driver if all answer and have the same build; otherwise kill them. Return
+        whether they were taken over. Raises FencedError if another driver has taken over this driver's ranks."""
         import ray
 
         if self._fenced is not None:
             raise self._fenced
-        found = self._left_behind()
-        alive = [actor for actor in found if actor is not None]
+        existing = self._existing_actors()
+        alive = [actor for actor in existing if actor is not None]
         if not alive:
             return False
-        build = self._build()
+        build = self._current_build()
         try:
             ranks: list[RankInfo] = ray.get([actor.adopt.remote(self._owner) for actor in alive], timeout=SHORT_CALL)
         except (ray.exceptions.RayError, TimeoutError):
             ranks = []
-        alike = {(rank.build, rank.joined, rank.incarnation) for rank in ranks}
-        if len(ranks) == len(found) == build.num_ranks and len(alike) == 1 and alike.pop()[:2] == (build.hash, True):
+        states = {(rank.build, rank.joined, rank.incarnation) for rank in ranks}
+        complete = len(ranks) == len(existing) == build.num_ranks
+        if complete and len(states) == 1 and states.pop()[:2] == (build.hash, True):
             self._actors, self._ranks = alive, ranks
             return True
-        self._end(alive)
+        self._kill_actors(alive)
         deadline = time.monotonic() + SHORT_CALL
-        while any(self._left_behind()):  # a name is free again when Ray has noticed the death
+        while any(self._existing_actors()):  # Ray frees a name only after it has noticed the death
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"trainer ranks of an earlier driver of run {self.spec.run!r} do not end: look at `ray list actors`"
+                    f"trainer ranks of an earlier driver of run {self.spec.run!r} were killed but did not exit within "
+                    f"{SHORT_CALL:g} s: find them with `ray list actors`, end their processes, and resume"
                 )
             time.sleep(0.05)
         return False
 
-    def _left_behind(self) -> list[Any]:
-        """By rank, what has the rank's name; None where nothing has. More ranks than ours if the group before was larger."""
-        found: list[Any] = []
-        while (actor := self.cluster.find(_name(len(found)))) is not None or len(found) < self.spec.config.num_ranks:
-            found.append(actor)
-        return found
+    def _existing_actors(self) -> list[Any]:
+        """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
+        `num_ranks`, because an earlier driver may have started more ranks."""
+        actors: list[Any] = []
+        while (actor := self.cluster.find(_name(len(actors)))) is not None or len(actors) < self.spec.config.num_ranks:
+            actors.append(actor)
+        return actors
 
-    def _build(self) -> Build:
+    def _current_build(self) -> Build:
         config = self.spec.config
         threads = cpu_threads(config.trainer_threads, sharers=config.actor_num_gpus_per_node)
-        return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_code())
+        return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
 
-    def _meeting_place(self) -> str:
-        """A file on one machine, so that no port is opened; an address of rank 0 on several."""
+    def _rendezvous(self) -> str:
+        """Return the rendezvous URL of the ranks: a file if all are on one machine (no port is opened), otherwise a TCP
+        address of rank 0."""
         if self.spec.config.actor_num_nodes == 1:
-            self._meeting_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
-            return f"file://{self._meeting_file}"
+            self._rendezvous_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
+            return f"file://{self._rendezvous_file}"
         return self._call("address", ranks=1)[0]
 
-    # ---- questions ------------------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def state(self) -> PolicyState | None:
-        """What all ranks agree to hold. None, and no ranks any more, if one does not answer or they disagree.
+        """Return the policy version that all ranks hold, or None if no ranks are running. If a rank does not answer, or
+        the ranks hold different states, kill the group and return None.
 
         Raises:
-            Fenced: another driver leads them.
+            FencedError: another driver has taken over the ranks.
         """
         import ray
 
-        with self.alone:
-            if not self._actors and not self._taken_over():
+        with self.lock:
+            if not self._actors and not self._take_over():
                 return None
             try:
                 first, *others = self._call("state", timeout=SHORT_CALL)
@@ -176,55 +195,56 @@ class TrainerGroup:
             return first
 
     def digest(self) -> dict[str, str]:
-        """Hashes of all ranks' parameter shards."""
-        return _joined(self._call("digest"))
+        """Return the hashes of the parameter shards of all ranks: shard -> hash."""
+        return _merge_digests(self._call("digest"))
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Hashes of everything else that a checkpoint holds, rank by rank."""
-        return _joined(self._call("optimizer_digest"))
+        """Return the hashes of everything in a checkpoint besides the trained weights, of all ranks."""
+        return _merge_digests(self._call("optimizer_digest"))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the bits of a step depend on, besides weights and data."""
+        """Return everything besides weights and data that the bits of a training step depend on, from rank 0."""
         return self._call("fingerprint")[0]
 
-    # ---- commands -------------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def load(self, version: int, base: Commit | None, checkpoint: Commit | None, beside: dict[Beside, Commit]) -> None:
-        """Hold policy `version`, read from these commits' files; see `TrainActor.load`."""
-        self._call("load", version, base, checkpoint, beside)
+    def load(
+        self, version: int, base: Commit | None, checkpoint: Commit | None, auxiliary: dict[AuxiliaryModel, Commit]
+    ) -> None:
+        """Load policy `version` on all ranks from the files of the given commits; see `TrainActor.load`."""
+        self._call("load", version, base, checkpoint, auxiliary)
 
-    def train(self, rollout: Commit, version: int) -> Trained:
-        """Train one committed rollout, from policy `version` to the next."""
+    def train(self, rollout: Commit, version: int) -> TrainResult:
+        """Train policy `version` on one committed rollout, which gives policy `version + 1`."""
         results = self._call("train", rollout, version)
-        return results[0].model_copy(update={"digest": _joined([result.digest for result in results])})
+        return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 
-    def save(self, attempt: str) -> Saved:
-        """Write weights, optimizer, schedule and random states of all ranks; every file is durable then, none is committed."""
-        results: list[Saved] = self._call("save", attempt)
-        return Saved(
+    def save(self, attempt: str) -> SaveResult:
+        """Write weights, optimizer, learning-rate scheduler and RNG states of all ranks under the key `attempt`. The
+        files are durable, but not committed yet."""
+        results: list[SaveResult] = self._call("save", attempt)
+        return SaveResult(
             files=sorted((file for result in results for file in result.files), key=lambda file: file.path),
-            digest=_joined([result.digest for result in results]),
-            optimizer_digest=_joined([result.optimizer_digest for result in results]),
+            digest=_merge_digests([result.digest for result in results]),
+            optimizer_digest=_merge_digests([result.optimizer_digest for result in results]),
         )
 
-    def publish(
-        self, urls: list[str], version: str, *, transport: Transport = "tensor", model_path: str = "", directory: str = ""
-    ) -> None:
-        """Send the weights to engines, which then report `version` (`<run>/<number>`). For the rest see `make_publisher`."""
-        from engines.sglang.control import keys_of
+    def publish(self, urls: list[str], version: str, transport: WeightTransport = OVER_MEMORY) -> None:
+        """Send the policy's weights to the engines at `urls`, which then report `version` (`<run>/<policy
+        version>`)."""
+        self._call("publish", urls, version, transport, keys_of(urls))
 
-        self._call("publish", urls, version, transport, model_path, directory, keys_of(urls))
-
-    # ---- inside ---------------------------------------------------------------------------------------------------------
+    # ---- internals ---------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, *args: Any, timeout: float | None = None, ranks: int | None = None) -> list[Any]:
-        """Call all ranks, or the first `ranks`; their answers by rank. The first failure, or the deadline, kills the group and is raised."""
+        """Call a method on all ranks, or on the first `ranks` ranks, and return the results by rank. If a rank fails or
+        the timeout expires, kill the group and raise the error."""
         import ray
 
-        with self.alone:
+        with self.lock:
             actors = self._actors
-            if not actors:  # another thread has killed them since the caller saw to it that they run
-                raise RankDied(f"the trainer's ranks have died before {method!r}")
+            if not actors:  # another thread has killed the ranks since the caller started them
+                raise RankDied(f"the trainer's ranks were killed before the call of {method!r}")
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
             calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
             waiting = calls
@@ -233,32 +253,33 @@ class TrainerGroup:
                     done, waiting = self.cluster.wait(waiting, deadline - time.monotonic())
                     if not done:
                         raise TimeoutError(
-                            f"{len(waiting)} of {len(calls)} trainer ranks gave no answer to {method!r} in time and are killed: "
-                            "raise --train-timeout if the work is only slow"
+                            f"{len(waiting)} of {len(calls)} trainer ranks did not finish {method!r} in time; all "
+                            "ranks were killed: raise --train-timeout if the ranks are slow, not stuck"
                         )
-                    self.cluster.get(done[0])  # raises at once what this rank raised; the others may be stuck in a collective
+                    self.cluster.get(done[0])  # raises this rank's error; other ranks may be waiting in a collective
                 return [self.cluster.get(call) for call in calls]
             except ray.exceptions.RayError as error:
-                if isinstance(cause := getattr(error, "cause", None), Fenced):
+                if isinstance(cause := getattr(error, "cause", None), FencedError):
                     self._fenced, self._actors = cause, []
                     raise cause from error
-                dead = self._dead(calls)
-                self._drop(actors)
+                dead = self._find_dead_rank(calls)
+                self._kill_and_forget(actors)
                 if dead is not None:
-                    raise RankDied(self._obituary(dead, method, error)) from error
+                    raise RankDied(self._death_message(dead, method, error)) from error
                 raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from error
             except BaseException:
-                self._drop(actors)
+                self._kill_and_forget(actors)
                 raise
 
-    def _end(self, actors: list[Any]) -> None:
+    def _kill_actors(self, actors: list[Any]) -> None:
         import ray
 
         for actor in actors:
             self.cluster.call(ray.kill, actor)
 
-    def _dead(self, calls: list[Any]) -> int | None:
-        """The rank whose process has gone, if one has. A death often shows first as a broken connection in another rank."""
+    def _find_dead_rank(self, calls: list[Any]) -> int | None:
+        """Return the first rank whose process has died, or None. Another rank often reports the death first, as a
+        broken connection."""
         import ray
 
         deadline, waiting = time.monotonic() + LEADER_CALL, calls
@@ -271,30 +292,31 @@ class TrainerGroup:
                 return rank
             except ClusterLost:
                 raise
-            except Exception:  # what it raised, or no answer yet: alive in either case
+            except Exception:  # it raised, or is still running: alive in either case
                 continue
         return None
 
-    def _obituary(self, rank: int, method: str, error: Exception) -> str:
-        """Who died, and what its log said last."""
-        if rank >= len(self._ranks):  # it died before it could say who it is
-            return f"trainer rank {rank} died at its start: {error}"
+    def _death_message(self, rank: int, method: str, error: Exception) -> str:
+        """Return the error message for the dead rank `rank`, with the tail of its log."""
+        if rank >= len(self._ranks):  # it died before it sent its RankInfo
+            return f"trainer rank {rank} died while starting: {error}"
         info = self._ranks[rank]
-        said = f"trainer rank {rank} (process {info.pid}) died in {method!r}"
+        message = f"trainer rank {rank} (process {info.pid}) died in {method!r}"
         log = Path(info.log)
         if not log.is_file():
-            return f"{said}; its log is {info.log} on Ray's node {info.node}"
+            return f"{message}; its log is {info.log} on Ray's node {info.node}"
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"{said}; the end of its log {info.log}:", *(lines or ["(empty)"])])
+        return "\n".join([f"{message}; the tail of its log {info.log}:", *(lines or ["(empty)"])])
 
 
 def _name(rank: int) -> str:
+    """Return the name of the Ray actor of a rank."""
     return f"trainer-{rank}"
 
 
 @cache
-def _code() -> str:
-    """Hash of the sources that a rank runs: ranks of other code are not taken over."""
+def _source_hash() -> str:
+    """Return a hash of the source files that a rank runs, so that ranks with other code are not taken over."""
     root = Path(__file__).parents[2]
     digest = xxhash.xxh3_64()
     for package in ("engines", "stages/train", "storage"):
@@ -303,12 +325,14 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _joined(digests: list[dict[str, str]]) -> dict[str, str]:
-    joined: dict[str, str] = {}
+def _merge_digests(digests: list[dict[str, str]]) -> dict[str, str]:
+    """Merge the digests (name -> hash) of all ranks. Raises RuntimeError if replicas of a shard differ."""
+    merged: dict[str, str] = {}
     for digest in digests:
         for name, value in digest.items():
-            if joined.setdefault(name, value) != value:
+            if merged.setdefault(name, value) != value:
                 raise RuntimeError(
-                    f"replicas of {name} hold different weights on different ranks: the training step is not the same everywhere"
+                    f"replicas of {name} differ between ranks, so the ranks did not compute the same training step: "
+                    "check for faulty hardware or nondeterministic kernels"
                 )
-    return joined
+    return merged

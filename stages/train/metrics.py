@@ -1,4 +1,5 @@
-"""Numbers of a round of training: token means put together over ranks, seconds, speed. Names are slime's (docs/algorithms.md)."""
+"""Metrics of a training round: sums over ranks, seconds per phase, throughput. docs/algorithms.md explains the names,
+which are those of slime."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines.megatron.engine import MegatronEngine
-from stages.train.batching import Batch
+from penstock.engines.megatron.engine import MegatronEngine
+from penstock.stages.train.batching import Batch
 
 Metrics = dict[str, float]
-PHASES = {  # phase -> metric of its seconds
+PHASES = {  # phase -> name of the metric with its wall-clock seconds
     "old_logprobs": "perf/log_probs_time",
     "ref_logprobs": "perf/ref_log_probs_time",
     "teacher_logprobs": "perf/teacher_log_probs_time",
@@ -24,25 +25,28 @@ PHASES = {  # phase -> metric of its seconds
 }
 
 
-def over_ranks(engine: MegatronEngine, steps: list[dict[str, Any]]) -> list[Metrics]:
-    """Add up the shares of all ranks, in one exchange for the whole round; tensor-parallel ranks hold the same share.
+def sum_over_ranks(engine: MegatronEngine, steps: list[dict[str, Any]]) -> list[Metrics]:
+    """Sum the metrics of every optimizer step over all ranks, with one all-gather for the whole round. The ranks of a
+    tensor-parallel group hold the same values; only its first rank is counted.
 
     Args:
-        engine: whose ranks.
-        steps: of each optimizer step {"sums": name -> this rank's share of a sum, "alike": name -> number that all ranks have}.
+        engine: its parallel layout tells which ranks are counted.
+        steps: one dictionary per optimizer step: {"sums": metric -> this rank's part of the sum, "alike": metric ->
+            value that is equal on all ranks}.
     """
-    first = engine.tensor_group is None or engine.tensor_group.rank() == 0
-    mine = [{name: float(value) for name, value in step["sums"].items()} if first else {} for step in steps]
+    counted = engine.tensor_group is None or engine.tensor_group.rank() == 0
+    own = [{name: float(value) for name, value in step["sums"].items()} if counted else {} for step in steps]
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, mine)
+    dist.all_gather_object(shares, own)
     shares = [share for share in shares if share[0]]
     return [
-        {name: sum(share[i][name] for share in shares) for name in shares[0][i]} | step["alike"] for i, step in enumerate(steps)
+        {name: sum(share[i][name] for share in shares) for name in shares[0][i]} | step["alike"]
+        for i, step in enumerate(steps)
     ]
 
 
-def speed(engine: MegatronEngine, batch: Batch, seconds: dict[str, float]) -> Metrics:
-    """Seconds per phase, and what they mean per GPU of the policy's update."""
+def speed_metrics(engine: MegatronEngine, batch: Batch, seconds: dict[str, float]) -> Metrics:
+    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU."""
     metrics = {metric: seconds[name] for name, metric in PHASES.items() if name in seconds}
     if "update" not in seconds:
         return metrics
@@ -55,7 +59,7 @@ def speed(engine: MegatronEngine, batch: Batch, seconds: dict[str, float]) -> Me
 
 
 class Clock:
-    """Seconds per phase. Every phase ends in numbers on the host, so that a GPU's queue is empty when it is read."""
+    """Timer of phases: `with clock("update"):` stores the phase's wall-clock seconds after synchronizing the GPU."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,65 +1,157 @@
-"""Who trains which sample, in which step, in which micro-batch. Functions of lengths alone, so every rank comes to the same plan."""
+"""The plan of a round: samples of each optimizer step, micro-batches of each rank, weight of each token in the loss.
+
+The plan depends only on lengths and trajectories, so every rank computes the same plan without communication.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from storage.errors import OptionError
+from penstock.engines.megatron.engine import MegatronEngine
+from penstock.stages.train.algorithms.losses import custom_weights, per_sample_weights, per_token_weights
+from penstock.stages.train.batching import Batch, PackedMicrobatch, pack
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.errors import OptionError
+
+Steps = list[list[PackedMicrobatch]]  # this rank's micro-batches of each optimizer step
+
+
+def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Steps:
+    """Return this rank's packed micro-batches of each optimizer step, with the loss inputs on the engine's device."""
+    rank, size = engine.data_parallel
+    multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
+    steps: Steps = []
+    for rows in _rows_of_steps(batch, config):
+        rows = rows[batch.num_trained[rows] > 0]  # samples without trained tokens do not contribute
+        lengths = batch.lengths[rows].tolist()
+        if config.fills_by_tokens:
+            bins = filled_microbatches(lengths, config.max_tokens_per_gpu * config.context_parallel_size, multiple)
+        else:
+            bins = fixed_microbatches(len(rows), config.micro_batch_size or 1, multiple)
+        if config.balance_data:
+            flops = [
+                engine.shape.train_flops(sum(lengths[i] for i in b), sum(lengths[i] ** 2 for i in b)) for b in bins
+            ]
+            own_bins = balanced_shares(flops, size)[rank]
+        else:
+            own_bins = list(range(rank, len(bins), size))
+        microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
+        steps.append(
+            [packed.on(engine.device, engine.rows_of(packed), engine.context_group) for packed in microbatches]
+        )
+    return steps
+
+
+@dataclass
+class LossWeights:
+    """Weights that reduce token losses to one loss per optimizer step: the sum of weight x token loss."""
+
+    weights: Tensor  # [N] float64, sums to 1 in every step with trained tokens
+    pg_scale: Tensor | None  # [N] float64, custom weight / default weight, multiplies only the policy-gradient loss
+    num_steps: int  # optimizer steps of the round
+
+    def mean(self, values: Tensor) -> float:
+        """Return the mean over the optimizer steps of the weighted sum of `values` [N] in each step."""
+        return float((self.weights * values).sum()) / self.num_steps
+
+
+def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
+    """Return the weight of every trained token in the loss of its optimizer step."""
+    weights_of_step = per_token_weights if config.calculate_per_token_loss else per_sample_weights
+    custom_path = config.custom_pg_loss_reducer_function_path
+    samples = torch.from_numpy(batch.sample_index)
+    trajectories = torch.from_numpy(batch.trajectory_index)[samples]
+    weights = torch.zeros(len(samples), dtype=torch.float64)
+    scale = torch.ones_like(weights) if custom_path else None
+    steps = _rows_of_steps(batch, config)
+    for rows in steps:
+        tokens = torch.from_numpy(np.flatnonzero(np.isin(batch.sample_index, rows)))
+        weights[tokens] = weights_of_step(trajectories[tokens], len(batch.lengths))
+        if custom_path and scale is not None:
+            num_trajectories = len(np.unique(batch.trajectory_index[rows]))
+            custom = custom_weights(custom_path, trajectories[tokens], samples[tokens], num_trajectories)
+            scale[tokens] = custom / weights[tokens]
+    return LossWeights(weights, scale, len(steps))
+
+
+# ---- samples of each optimizer step ----------------------------------------------------------------------------------
+
+
+def _rows_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
+    """Return the sample indices of each optimizer step, from --global-batch-size or else --num-steps-per-rollout."""
+    if config.global_batch_size is not None:
+        return optimizer_steps(batch.trajectory_index, config.global_batch_size)
+    num_trajectories, num_steps = int(batch.trajectory_index.max(initial=-1)) + 1, config.num_steps_per_rollout or 1
+    if num_trajectories % num_steps:
+        raise OptionError(
+            f"--num-steps-per-rollout {num_steps} does not divide the {num_trajectories} trajectories of the rollout: "
+            "choose a divisor of rollout batch x samples per prompt"
+        )
+    return optimizer_steps(batch.trajectory_index, num_trajectories // num_steps)
 
 
 def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """Sample rows of each optimizer step: consecutive blocks of `global_batch_size` trajectories, siblings together.
+    """Return the sample indices of each optimizer step: blocks of `global_batch_size` consecutive trajectories. All
+    samples of a trajectory are in the same step.
 
     Raises:
-        OptionError: a remainder would be left over; nothing is dropped silently.
+        OptionError: the number of trajectories is 0 or not a multiple of `global_batch_size`.
     """
     num_trajectories = int(trajectory_index.max(initial=-1)) + 1
     if num_trajectories == 0 or num_trajectories % global_batch_size:
         raise OptionError(
-            f"the rollout holds {num_trajectories} trajectories, which --global-batch-size {global_batch_size} does not "
-            "divide: choose it so that rollout batch x samples per prompt is a multiple of it"
+            f"--global-batch-size {global_batch_size} does not divide the {num_trajectories} trajectories of the "
+            "rollout: choose a divisor of rollout batch x samples per prompt"
         )
     step_of_row = trajectory_index // global_batch_size
     return [np.flatnonzero(step_of_row == step) for step in range(num_trajectories // global_batch_size)]
 
 
+# ---- samples of each micro-batch -------------------------------------------------------------------------------------
+
+
 def fixed_microbatches(num_samples: int, size: int, multiple_of: int) -> list[list[int]]:
-    """Indices of the samples of each micro-batch: `size` at a time, and empty ones up to a multiple of `multiple_of`."""
+    """Return the sample indices of each micro-batch: `size` samples each, then empty micro-batches until their number
+    is a multiple of `multiple_of`."""
     bins = [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
     return bins + [[] for _ in range(-len(bins) % multiple_of if bins else multiple_of)]
 
 
 def filled_microbatches(lengths: Sequence[int], capacity: int, multiple_of: int) -> list[list[int]]:
-    """Indices of the samples of each micro-batch.
+    """Return the sample indices of each micro-batch, filled up to `capacity` tokens.
 
-    One first-fit pass in order of arrival; a sample longer than `capacity` sits alone. The number of micro-batches is then raised
-    to a multiple of `multiple_of` (data-parallel ranks x pipeline group) by splitting the heaviest one that has several samples,
-    and by empty ones when there is nothing left to split.
+    Samples are assigned first-fit in their order; a sample longer than `capacity` gets its own micro-batch. The number
+    of micro-batches is then raised to a multiple of `multiple_of` (data-parallel ranks, x pipeline stages with virtual
+    pipeline stages): split the micro-batch with the most tokens that has several samples, or add empty micro-batches if
+    all have at most one sample.
     """
     bins: list[list[int]] = []
     room: list[int] = []
     for index, length in enumerate(lengths):
-        place = next((b for b, free in enumerate(room) if free >= length), None)
-        if place is None:
-            place = len(bins)
+        fitting = next((b for b, free in enumerate(room) if free >= length), None)
+        if fitting is None:
+            fitting = len(bins)
             bins.append([])
             room.append(capacity)
-        bins[place].append(index)
-        room[place] -= length
+        bins[fitting].append(index)
+        room[fitting] -= length
     while not bins or len(bins) % multiple_of:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b), default=None)
         if heaviest is None:
             bins.append([])
         else:
-            bins[bins.index(heaviest) : bins.index(heaviest) + 1] = _halves(heaviest, lengths)
+            bins[bins.index(heaviest) : bins.index(heaviest) + 1] = _split_in_half(heaviest, lengths)
     return bins
 
 
-def _halves(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
+def _split_in_half(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
     halves: list[list[int]] = [[], []]
     weights = [0, 0]
     for index in sorted(samples, key=lambda i: -lengths[i]):  # longest first, into the lighter half
@@ -70,25 +162,26 @@ def _halves(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Deal items out in shares of equal count and nearly equal cost.
+    """Partition items into shares of equal count and nearly equal cost, and return the item indices of each share.
 
-    Differencing (Karmarkar & Karp 1982) with equal counts: `num_shares` items at a time begin as one of each share, and the two most
-    uneven partial deals are merged, the heaviest share of one with the lightest of the other, until one deal is left.
+    Uses the largest differencing method (Karmarkar & Karp 1982) with equal counts: every `num_shares` items start as a
+    partition with one item per share. The two most uneven partitions are merged, the heaviest share of one with the
+    lightest share of the other, until one partition remains.
 
     Args:
-        costs: of the items; a multiple of `num_shares` of them.
-        num_shares: how many shares.
+        costs: cost of each item; the number of items is a multiple of `num_shares`.
+        num_shares: number of shares.
     """
     assert len(costs) % num_shares == 0, f"{len(costs)} items in {num_shares} shares"
-    order, turn = sorted(range(len(costs)), key=lambda item: -costs[item]), count()
-    deals = []
+    order, tie_breaker = sorted(range(len(costs)), key=lambda item: -costs[item]), count()
+    heap = []
     for start in range(0, len(order), num_shares):
-        deal = [(costs[item], [item]) for item in order[start : start + num_shares]]  # heaviest share first
-        deals.append((deal[-1][0] - deal[0][0], next(turn), deal))
-    heapq.heapify(deals)
-    while len(deals) > 1:
-        first, second = heapq.heappop(deals)[2], heapq.heappop(deals)[2]
-        merged = [(a + b, mine + theirs) for (a, mine), (b, theirs) in zip(first, reversed(second))]
+        shares = [(costs[item], [item]) for item in order[start : start + num_shares]]  # heaviest share first
+        heap.append((shares[-1][0] - shares[0][0], next(tie_breaker), shares))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [(a + b, items + others) for (a, items), (b, others) in zip(first, reversed(second))]
         merged.sort(key=lambda share: -share[0])
-        heapq.heappush(deals, (merged[-1][0] - merged[0][0], next(turn), merged))
-    return sorted(sorted(items) for _, items in deals[0][2])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], next(tie_breaker), merged))
+    return sorted(sorted(items) for _, items in heap[0][2])

@@ -1,6 +1,7 @@
-"""From the engine's choice of experts, as the shards hold it, to records that the trainer's routers follow (R3, arXiv 2510.11370).
+"""Routing replay of the inference engine's experts (R3, arXiv 2510.11370): read the expert ids from the sample shards.
 
-Following is the engine's (`engines/megatron/replay.py`), the bytes are `storage/routed_experts.py`'s.
+`engines/megatron/model/router_replay.py` replays them in the trainer; the byte format is defined in
+`storage/samples/routed_experts.py`.
 """
 
 from __future__ import annotations
@@ -13,40 +14,45 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from engines.megatron.experts import experts_format
-from engines.megatron.replay import RoutingRecord
-from engines.megatron.shape import ModelShape
-from storage.errors import OptionError
-from storage.routed_experts import ExpertsFormat
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.experts import experts_format
+from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.storage.errors import OptionError
+from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """The experts of all samples of a rollout, still as bytes: a pack's are decoded when it is made."""
+    """Expert ids that the engine's routers chose for every token of a rollout, encoded as bytes per sample. `record`
+    decodes the samples of one micro-batch when the micro-batch is packed."""
 
     format: ExpertsFormat
-    column: pa.ChunkedArray  # [B] bytes or null
-    lengths: np.ndarray  # [B] tokens of each sample
+    column: pa.ChunkedArray  # [B] bytes of each sample; null = not recorded
+    lengths: np.ndarray  # [B] number of tokens of each sample
 
     @classmethod
     def from_table(cls, table: pa.Table, shape: ModelShape) -> EngineChoices:
-        """Of a committed rollout.
+        """Read the column `routed_experts` of a committed rollout.
 
         Raises:
-            OptionError: the model has no experts, or the engines did not return theirs when this rollout was generated.
+            OptionError: the model has no experts, or no sample of the rollout has recorded expert ids.
         """
         option = "--use-rollout-routing-replay"
-        known = experts_format(shape, option)
+        experts = experts_format(shape, option)
         column = table["routed_experts"]
         if len(table) and column.null_count == len(table):
-            raise OptionError(f"{option}, but the samples of this rollout have no routed experts: generate it with that option")
-        return cls(known, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
+            raise OptionError(
+                f"{option}: the samples of this rollout have no routed experts: generate the rollout with {option}, or "
+                "train without it"
+            )
+        return cls(experts, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
 
     def record(self, rows: Sequence[int]) -> RoutingRecord:
-        """What is known of the pack of these samples, laid behind each other. No rows: a pack of one pad token, of which nothing is.
+        """Return the expert ids of the micro-batch that packs the samples `rows`: MoE layer -> [tokens, top_k]. Without
+        rows, the micro-batch is one pad token, and no experts are recorded.
 
         Raises:
-            OptionError: the bytes do not fit the model.
+            OptionError: the recorded bytes do not match the model's MoE layers, experts or top_k.
         """
         parts = [self.format.decode(self.column[int(row)].as_py(), int(self.lengths[row])) for row in rows]
         if not parts:

@@ -1,6 +1,6 @@
-"""What passes between the driver and the trainer's ranks: what to build, who leads, what a rank holds, and what training or saving gave.
+"""Messages between the driver and the trainer's ranks: build, state of a rank, results of training and saving.
 
-Plain data without torch, so that the driver stays light.
+The driver imports this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from engines.megatron.shape import ModelShape
-from stages.train.config import TrainConfig
-from storage.refs import FileRecord, Frozen
+from penstock.engines.families.shape import ModelShape
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.refs import FileRecord, Frozen
 
-Beside = Literal["reference", "teacher"]  # models that are not trained
+AuxiliaryModel = Literal["reference", "teacher"]  # not trained
 
 
 class TrainerSpec(BaseModel):
-    """Everything a rank needs to be built."""
+    """Everything that a rank needs to build its models."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
     shape: ModelShape
     config: TrainConfig
-    temperature: float = 1.0  # that the samples are drawn at; the trainer's log-probs must be of the same distribution
+    temperature: float = 1.0  # sampling temperature of the rollout; the trainer divides its logits by it, too
     store: str  # URI
     store_options: dict[str, Any] = {}
 
 
 class Build(BaseModel):
-    """One way to build a group of ranks. Ranks of an equal build compute the same, so a new driver may take them over."""
+    """Everything that determines the results of a group of ranks. A new driver may take over running ranks that have
+    the same build."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,52 +43,54 @@ class Build(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Equal for equal builds."""
+        """Return the hash that identifies this build."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class RankInfo(Frozen):
-    """Who a rank is, so that it can be taken over, or found when it has died."""
+    """Identity of a rank: used to take over running ranks, and to find the log of a dead one."""
 
     rank: int
     build: str  # `Build.hash`
-    incarnation: str  # of the group of processes
-    joined: bool  # has met the other ranks and built its model
-    node: str  # Ray's name of its machine
+    incarnation: str  # random id of the group of processes, new at every start
+    joined: bool  # process group initialized and models built
+    node: str  # Ray's node id of the machine
     pid: int
-    log: str  # file with what the process prints, on that machine
+    log: str  # path of the process's log on that machine
 
 
 class PolicyState(Frozen):
-    """What a rank says it holds. `clean` is False from before the first mutation of the weights until after the last."""
+    """The policy version that a rank holds. `clean` is False while the weights are being changed, and stays False if
+    the change is interrupted."""
 
     run: str
-    incarnation: str  # of the group of processes
+    incarnation: str  # random id of the group of processes, new at every start
     version: int
     clean: bool
 
 
-class Trained(BaseModel):
-    """What one round of training gave."""
+class TrainResult(BaseModel):
+    """Result of one round of training."""
 
-    metrics: dict[str, float]  # of the round
-    steps: list[dict[str, float]]  # of each optimizer step
-    seconds: dict[str, float]
+    metrics: dict[str, float]  # means over the round
+    steps: list[dict[str, float]]  # metrics of each optimizer step
+    seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
-    fingerprint: dict[str, Any]  # what the bits depend on besides the data
+    fingerprint: dict[str, Any]  # everything besides weights and data that the bits of a step depend on
 
 
-class Saved(BaseModel):
-    """What a save made durable: of one rank, or of all of them together."""
+class SaveResult(BaseModel):
+    """Durable files that a save has written, and their hashes: of one rank, or merged over all ranks."""
 
     files: list[FileRecord]
-    digest: dict[str, str]  # as in Trained
-    optimizer_digest: dict[str, str]  # moments, step counts, fp32 copies, schedule, random state -> hash of their bits
+    digest: dict[str, str]  # parameter shard -> hash of its bits
+    optimizer_digest: dict[str, str]  # moments, step count, fp32 weights, LR scheduler, RNG state -> hash of the bits
 
 
-class Fenced(ValueError):
-    """Another driver leads the trainer now. Not worth a retry: two drivers would take it from each other for ever."""
+class FencedError(ValueError):
+    """Another driver has taken over the trainer's ranks. The call is not retried, because two drivers would take the
+    ranks from each other forever."""
 
 
 class RankDied(RuntimeError):
-    """A trainer process has gone; the message has the last lines of its log."""
+    """A trainer process died; the error message contains the tail of its log."""

@@ -1,8 +1,9 @@
-"""One round of training on one rank, top to bottom: plan, log-probs and values before the update, advantages, optimizer steps, metrics.
+"""One round of training on one rank: plan, log-probs and values before the update, advantages, optimizer steps.
 
-The only place where the maths meets the engine. The engine's gradients are plain sums over micro-batches and ranks, and the
-tokens' weights hold all denominators, so no factor of Megatron's appears. Every sum of weight x value is a mean over the step.
-What is known of a rollout's N trained tokens is the same on every rank, so every rank estimates the same advantages.
+This is the only module that uses both the algorithms and the Megatron engine. The engine adds up gradients over
+micro-batches and ranks without averaging, and Megatron's loss scaling is not used: the token weights contain all
+denominators, so the sum of weight x value over all tokens is the mean over the optimizer step. Every rank holds the
+data of all N trained tokens of the rollout, so every rank computes the same advantages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -17,81 +19,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.megatron.engine import MegatronEngine
-from engines.megatron.weights import Snapshot
-from stages.train.algorithms.advantages import estimate
-from stages.train.algorithms.experience import Estimate, Experience
-from stages.train.algorithms.logprobs import Head, token_logprobs
-from stages.train.algorithms.objectives import OBJECTIVES
-from stages.train.algorithms.streams import TokenStreams
-from stages.train.algorithms.value_loss import value_objective
-from stages.train.batching import Batch, Packed
-from stages.train.build import Models
-from stages.train.config import TrainConfig
-from stages.train.metrics import Clock, Metrics, over_ranks, speed
-from stages.train.prepare import Steps, Weights, plan, weigh
-from storage.faults import reach
+from penstock.engines.megatron.engine import MegatronEngine
+from penstock.engines.megatron.weights import Snapshot
+from penstock.stages.train.algorithms.advantages import estimate_advantages
+from penstock.stages.train.algorithms.experience import Estimate, Experience, TokenFields
+from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
+from penstock.stages.train.algorithms.losses import LOSSES, value_loss
+from penstock.stages.train.batching import Batch, PackedMicrobatch
+from penstock.stages.train.build import Models
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.metrics import Clock, Metrics, speed_metrics, sum_over_ranks
+from penstock.stages.train.plan import LossWeights, Steps, compute_loss_weights, plan_steps
+from penstock.storage.failpoints import failpoint
 
-Known = Callable[[Tensor, Head, Packed], Tensor]  # hidden [r, H] -> one number per trained token [n]
-LossFunction = Callable[[Tensor, Head, Packed, TokenStreams], tuple[Tensor, dict[str, Tensor]]]  # -> loss [n], metrics [n] each
+Forward = Callable[[Tensor, LMHead, PackedMicrobatch], Tensor]  # hidden [r, H] -> one number per trained token [n]
+MicrobatchLoss = Callable[[Tensor, LMHead, PackedMicrobatch, TokenFields], tuple[Tensor, dict[str, Tensor]]]
 Routing = Literal["record", "replay"]
 
 
 @dataclass
-class Round:
-    """What came of a round."""
+class TrainedRound:
+    """Metrics of a training round."""
 
     metrics: Metrics  # means over the optimizer steps
-    steps: list[Metrics]  # of each optimizer step
-    seconds: dict[str, float]  # of each phase
+    steps: list[Metrics]  # metrics of each optimizer step, in order
+    seconds: dict[str, float]  # phase -> wall-clock seconds
 
 
 def train_rollout(
     models: Models, batch: Batch, config: TrainConfig, *, temperature: float = 1.0, critic_only: bool = False
-) -> Round:
-    """Train on all samples of a rollout.
+) -> TrainedRound:
+    """Train on all samples of a rollout and return the metrics.
 
     Args:
-        models: as `config` needs them.
-        batch: the rollout, the same on every rank.
-        config: algorithm and batches.
-        temperature: that the samples were drawn at.
-        critic_only: leave the policy as it is.
+        models: policy, and the critic, reference and teacher that `config` requires.
+        batch: the whole rollout, the same on every rank.
+        config: options of the algorithm and the batches.
+        temperature: sampling temperature of the rollout; the policy's logits are divided by it.
+        critic_only: train only the critic; the policy is not updated.
     """
     clock = Clock()
     with clock("plan"):
-        steps, weights = plan(models.policy, batch, config), weigh(batch, config)
+        steps, weights = plan_steps(models.policy, batch, config), compute_loss_weights(batch, config)
     experience = gather_experience(models, steps, batch, config, temperature, clock)
     with clock("advantages"):
-        estimated = estimate(experience, config)
-        hand_out(steps, experience, estimated, weights, models.policy.device)
+        estimate = estimate_advantages(experience, config)
+        attach_token_fields(steps, experience, estimate, weights, models.policy.device)
     per_step: list[Metrics] = [{} for _ in steps]
     if models.critic is not None:
         with clock("critic"):
-            trained = update(models.critic, steps, value_loss(config))
-        per_step = [{name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in trained]
+            critic_steps = update(models.critic, steps, partial(critic_microbatch_loss, config=config))
+        per_step = [
+            {name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in critic_steps
+        ]
     if not critic_only:
+        loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
         with clock("update"):
-            trained = update(
-                models.policy, steps, policy_loss(models.policy, config, temperature), routing=replay_of(config, len(steps))
-            )
-        per_step = [critic | policy for critic, policy in zip(per_step, trained)]
+            policy_steps = update(models.policy, steps, loss, routing=update_routing(config, len(steps)))
+        per_step = [critic | policy for critic, policy in zip(per_step, policy_steps)]
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
-    watched = {"rollout/advantages": estimated.advantages, **estimated.metrics}
-    means = {name: weights.mean(values) for name, values in watched.items()}
-    return Round(metrics | means | speed(models.policy, batch, clock.seconds), per_step, clock.seconds)
+    rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
+    metrics |= {name: weights.mean(values) for name, values in rollout_metrics.items()}
+    return TrainedRound(metrics | speed_metrics(models.policy, batch, clock.seconds), per_step, clock.seconds)
 
 
-# ---- before the update ------------------------------------------------------------------------------------------------------
+# ---- before the update -----------------------------------------------------------------------------------------------
 
 
 def gather_experience(
     models: Models, steps: Steps, batch: Batch, config: TrainConfig, temperature: float, clock: Clock
 ) -> Experience:
-    """What is known of the rollout before anything is changed."""
-    policy, num_tokens = models.policy, len(batch.trained)
-    logprobs_of = _logprobs_of(policy, config, temperature)
+    """Run the forward passes that the algorithm needs before any update: log-probs of reference, teacher and policy,
+    and values of the critic."""
     experience = Experience(
         sample_index=torch.from_numpy(batch.sample_index),
         rewards=torch.from_numpy(batch.rewards),
@@ -99,142 +99,155 @@ def gather_experience(
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained]).double(),
     )
 
-    def measured(
-        name: str, engine: MegatronEngine, known: Known, held: Snapshot | None = None, routing: Routing | None = None
-    ) -> None:
-        with clock(name), engine.using(held) if held is not None else nullcontext():
-            setattr(experience, name, _on_every_rank(engine, steps, num_tokens, known, routing))
+    def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
+        return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
 
-    def logprobs(hidden: Tensor, head: Head, packed: Packed) -> Tensor:
-        return logprobs_of(hidden, head, packed)[0]
+    def compute(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
+        with nullcontext() if snapshot is None else models.policy.using(snapshot):
+            return compute_on_every_rank(models.policy, steps, len(batch.trained), logprobs, routing)
 
     if models.reference is not None:
-        measured("ref_logprobs", policy, logprobs, held=models.reference)
+        with clock("ref_logprobs"):
+            experience.ref_logprobs = compute(models.reference)
     if models.teacher is not None:
-        measured("teacher_logprobs", policy, logprobs, held=models.teacher)
+        with clock("teacher_logprobs"):
+            experience.teacher_logprobs = compute(models.teacher)
     if models.critic is not None:
-        measured("values", models.critic, _values)
+        with clock("values"):
+            experience.values = compute_on_every_rank(models.critic, steps, len(batch.trained), critic_values)
     if config.use_rollout_logprobs:
         experience.old_logprobs = experience.rollout_logprobs
     elif needs_old_logprobs(config, len(steps)):
-        measured(
-            "old_logprobs", policy, logprobs, routing="record" if config.use_routing_replay else replay_of(config, len(steps))
-        )
+        with clock("old_logprobs"):
+            routing = "record" if config.use_routing_replay else update_routing(config, len(steps))
+            experience.old_logprobs = compute(routing=routing)
     return experience
 
 
 def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
-    """With one optimizer step the old log-probs are the current ones, and a forward pass is saved, unless advantages need them."""
-    shaped = config.kl_coef > 0 or config.use_opd or config.custom_advantage_function_path is not None
-    return config.loss_type != "sft_loss" and (num_steps > 1 or shaped)
+    """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step
+    they equal the log-probs of the training pass, so the separate pass is needed only if the advantages depend on
+    them."""
+    needed_by_advantages = config.kl_coef > 0 or config.use_opd or config.custom_advantage_function_path is not None
+    return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
 
 
-def replay_of(config: TrainConfig, num_steps: int) -> Routing | None:
-    """Whether the update chooses experts by itself. The trainer's own choice of before is another one from the second step on."""
+def update_routing(config: TrainConfig, num_steps: int) -> Routing | None:
+    """Return the expert routing of the update: "replay" for recorded expert ids, None if the routers choose again."""
     recorded = config.use_routing_replay and not config.use_rollout_logprobs and needs_old_logprobs(config, num_steps)
     return "replay" if recorded or config.use_rollout_routing_replay else None
 
 
-def _on_every_rank(
-    engine: MegatronEngine, steps: Steps, num_tokens: int, known: Known, routing: Routing | None
+def compute_on_every_rank(
+    engine: MegatronEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
 ) -> Tensor:  # [N] float64
-    """One number per trained token of the rollout. Every token is computed once, and adding zeros is exact: the same bits everywhere."""
-    found = torch.zeros(num_tokens, device=engine.device)
+    """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every rank.
 
-    def keep(hidden: Tensor, head: Head, packed: Packed) -> tuple[None, dict[str, Tensor]]:
-        found[packed.ordinal] = known(hidden, head, packed)
+    Each token is computed on one rank and all-reduced with the zeros of the other ranks, which is exact, so every rank
+    gets the same bits.
+    """
+    result = torch.zeros(num_tokens, device=engine.device)
+
+    def store(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
+        result[packed.ordinal] = forward(hidden, head, packed)
         return None, {}
 
     for microbatches in steps:
-        engine.forward_backward(microbatches, keep, forward_only=True, routing=routing)
+        engine.forward_backward(microbatches, store, forward_only=True, routing=routing)
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
-        found.zero_()  # the first rank has the same
-    dist.all_reduce(found)
-    return found.cpu().double()
+        result.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
+    dist.all_reduce(result)
+    return result.cpu().double()
 
 
-def _logprobs_of(
-    engine: MegatronEngine, config: TrainConfig, temperature: float
-) -> Callable[[Tensor, Head, Packed], tuple[Tensor, Tensor]]:
-    def logprobs_of(hidden: Tensor, head: Head, packed: Packed) -> tuple[Tensor, Tensor]:  # [n], [n]
-        return token_logprobs(
-            hidden[packed.trained],  # the head runs on trained positions alone, never on the prompt
-            head,
-            packed.targets,
-            temperature=temperature,
-            chunk_size=config.log_probs_chunk_size,
-            group=engine.tensor_group,
-            entropy_gradient=config.entropy_coef != 0,
-        )
+def policy_logprobs(
+    hidden: Tensor,
+    head: LMHead,
+    packed: PackedMicrobatch,
+    engine: MegatronEngine,
+    config: TrainConfig,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:  # [n], [n]
+    """Return the log-prob of each trained token, and the entropy of the distribution at its position, in nats."""
+    return token_logprobs(
+        hidden[packed.trained],  # the LM head runs only on trained positions, never on the prompt
+        head,
+        packed.targets,
+        temperature=temperature,
+        chunk_size=config.log_probs_chunk_size,
+        group=engine.tensor_group,
+        entropy_gradient=config.entropy_coef != 0,
+    )
 
-    return logprobs_of
 
-
-def _values(hidden: Tensor, head: Head, packed: Packed) -> Tensor:  # [n] float32
-    """What the critic expects of the state in which each trained token was chosen. No temperature here."""
+def critic_values(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:  # [n] float32
+    """Return the critic's value at the position before each trained token; the temperature is not applied."""
     return head(hidden[packed.trained])[:, 0].float()
 
 
-# ---- the update -------------------------------------------------------------------------------------------------------------
+# ---- the update ------------------------------------------------------------------------------------------------------
 
 
-def hand_out(steps: Steps, experience: Experience, estimated: Estimate, weights: Weights, device: torch.device) -> None:
-    """Give every micro-batch what is known of its tokens."""
-    known = {
+def attach_token_fields(
+    steps: Steps, experience: Experience, estimate: Estimate, weights: LossWeights, device: torch.device
+) -> None:
+    """Set the loss inputs (`fields`) and the loss weights (`weights`) of every micro-batch, as float32 on `device`."""
+    optional_fields = {
         **{name: getattr(experience, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")},
-        "advantages": estimated.advantages,
-        "returns": estimated.returns,
+        "advantages": estimate.advantages,
+        "returns": estimate.returns,
         "pg_scale": weights.pg_scale,
     }
-    here = {name: values.to(device, torch.float32) for name, values in known.items() if values is not None}
-    weights_here = weights.weights.to(device, torch.float32)
+    fields = {name: values.to(device, torch.float32) for name, values in optional_fields.items() if values is not None}
+    loss_weights = weights.weights.to(device, torch.float32)
     for packed in (packed for microbatches in steps for packed in microbatches):
-        packed.streams = TokenStreams(**{name: values[packed.ordinal] for name, values in here.items()})
-        packed.weights = weights_here[packed.ordinal]
+        packed.fields = TokenFields(**{name: values[packed.ordinal] for name, values in fields.items()})
+        packed.weights = loss_weights[packed.ordinal]
 
 
-def policy_loss(engine: MegatronEngine, config: TrainConfig, temperature: float) -> LossFunction:
-    """The loss of a micro-batch's tokens, from the policy's hidden states."""
-    objective = OBJECTIVES[config.loss_type](config)
-    logprobs_of = _logprobs_of(engine, config, temperature)
-
-    def loss(hidden: Tensor, head: Head, packed: Packed, streams: TokenStreams) -> tuple[Tensor, dict[str, Tensor]]:
-        return objective(*logprobs_of(hidden, head, packed), streams, packed.samples)
-
-    return loss
-
-
-def value_loss(config: TrainConfig) -> LossFunction:
-    """The same for the critic."""
-    objective = value_objective(config)
-
-    def loss(hidden: Tensor, head: Head, packed: Packed, streams: TokenStreams) -> tuple[Tensor, dict[str, Tensor]]:
-        return objective(_values(hidden, head, packed), streams)
-
-    return loss
+def policy_microbatch_loss(
+    hidden: Tensor,
+    head: LMHead,
+    packed: PackedMicrobatch,
+    fields: TokenFields,
+    *,
+    engine: MegatronEngine,
+    config: TrainConfig,
+    temperature: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the policy loss [n] and metrics ([n] each) of a micro-batch from the policy's hidden states."""
+    logprobs, entropy = policy_logprobs(hidden, head, packed, engine, config, temperature)
+    return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
 
 
-def update(engine: MegatronEngine, steps: Steps, loss: LossFunction, routing: Routing | None = None) -> list[Metrics]:
-    """All optimizer steps of the round. Returns the metrics of each."""
+def critic_microbatch_loss(
+    hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields, *, config: TrainConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the value loss [n] and metrics ([n] each) of a micro-batch from the critic's hidden states."""
+    return value_loss(critic_values(hidden, head, packed), fields, config)
 
-    def weighed(hidden: Tensor, head: Head, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-        assert packed.streams is not None and packed.weights is not None, "not handed out"
-        losses, watched = loss(hidden, head, packed, packed.streams)  # [n]
-        sums = {name: (packed.weights * values.detach()).sum() for name, values in {"train/loss": losses, **watched}.items()}
+
+def update(engine: MegatronEngine, steps: Steps, loss: MicrobatchLoss, routing: Routing | None = None) -> list[Metrics]:
+    """Run all optimizer steps of the round and return the metrics of each step, summed over all ranks."""
+
+    def weighted_loss(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert packed.fields is not None and packed.weights is not None, "attach_token_fields was not called"
+        losses, metrics = loss(hidden, head, packed, packed.fields)  # [n]
+        sums = {
+            name: (packed.weights * values.detach()).sum() for name, values in {"train/loss": losses, **metrics}.items()
+        }
         return (packed.weights * losses).sum(), sums
 
-    return over_ranks(engine, [_optimizer_step(engine, microbatches, weighed, routing) for microbatches in steps])
-
-
-def _optimizer_step(
-    engine: MegatronEngine, microbatches: list[Packed], loss_fn: Callable[..., Any], routing: Routing | None
-) -> dict[str, Any]:
-    """One update. Returns this rank's share of the metrics: sums on the last stage, grad norm and learning rate everywhere."""
-    engine.zero_grad()
-    outputs = engine.forward_backward(microbatches, loss_fn, forward_only=False, routing=routing)
-    learning_rate = engine.lr
-    updated, grad_norm = engine.step()
-    reach("train-mid-step")  # weights changed, gradients there, the rank unclean; more optimizer steps of this round may follow
-    assert updated, "the optimizer skipped a step"
-    sums = {name: torch.stack([output[name] for output in outputs]).double().sum() for name in (outputs[0] if outputs else ())}
-    return {"sums": sums, "alike": {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}}
+    results = []
+    for microbatches in steps:
+        engine.zero_grad()
+        outputs = engine.forward_backward(microbatches, weighted_loss, forward_only=False, routing=routing)
+        learning_rate = engine.lr
+        updated, grad_norm = engine.step()
+        failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
+        assert updated, "Megatron's optimizer skipped the step"
+        names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs
+        sums: dict[str, Any] = {name: torch.stack([out[name] for out in outputs]).double().sum() for name in names}
+        alike = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
+        results.append({"sums": sums, "alike": alike})
+    return sum_over_ranks(engine, results)

@@ -1,11 +1,12 @@
-"""A durable queue in one file: lines are appended by a run and delivered later, by whoever holds the delivery lock.
+"""A durable queue of JSON lines: a run appends lines; the process that holds the delivery lock delivers them.
 
-    outbox.jsonl     every line ever offered, each under a key; a key is taken once
-    delivered.json   the byte up to which lines have arrived
-    refused.jsonl    lines the other side will never take, with its reason
+    outbox.jsonl     all lines, delivered or not, each with a unique key
+    delivered.json   the byte offset in outbox.jsonl up to which lines were delivered
+    refused.jsonl    lines that the tracker refused for good, with the reason
+    delivery.lock    the delivery lock (flock)
 
-The rule for the reader: deliver, then `mark_delivered`. A kill in between delivers a line twice, so delivery must be idempotent
-(see storage/tracking/lineage.py). Nothing here knows what a line means.
+A line is marked as delivered after its delivery. A kill between the two causes a second delivery, so delivery must be
+idempotent. The queue interprets no field of a line except `key`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 
 class Outbox:
-    """The queue in `directory` (local: a queue on the far side of a network would wait for that network)."""
+    """The queue in `directory`, which must be on a local disk, since appending must not wait for a network."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -31,23 +32,26 @@ class Outbox:
         self._lock_path = directory / "delivery.lock"
         self._lock: int | None = None
         self._append_lock = threading.Lock()
-        self._torn = False  # whether the last line is a part of one
+        self._torn = False  # whether outbox.jsonl ends with a partial line
         self._lines.touch(mode=0o600)
-        self._lines.chmod(0o600)  # earlier releases let everybody read it, and wrote the options of the store into it
-        self._end_torn_line()
+        self._lines.chmod(0o600)  # in earlier releases it was world-readable and contained the store's options
+        with self._lines.open("rb+") as file:  # terminate a partial line that a killed process has left
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                file.write(b"\n")
         self._keys = {line["key"] for line, _ in self.lines(0)}
 
     def append(self, key: str, line: dict[str, Any]) -> bool:
-        """Add a line unless its key is taken. True if it was added."""
+        """Append a line with the given key. If the key exists, append nothing and return False."""
         data = json.dumps({"key": key, **line}, ensure_ascii=False).encode() + b"\n"
         with self._append_lock:
             if key in self._keys:
                 return False
-            with self._lines.open("ab", buffering=0) as file:  # one write: a line of another process never lands inside it
+            # A single unbuffered write, so that lines of two processes are not interleaved.
+            with self._lines.open("ab", buffering=0) as file:
                 whole = b"\n" + data if self._torn else data
                 written = file.write(whole)
                 self._torn = written < len(whole) and (written > 0 or self._torn)
-                if written < len(whole):  # a disk that fills takes a part, and says so only at the next write
+                if written < len(whole):  # a disk that fills up writes a part; only the next write would fail
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._lines))
             self._keys.add(key)
         return True
@@ -56,12 +60,12 @@ class Outbox:
         return key in self._keys
 
     def lines(self, start: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Lines from byte `start` on, each with the byte after it. A line that a kill has cut short is passed over."""
+        """Yield the lines from byte offset `start` on, each with the offset of its end. Partial lines are skipped."""
         with self._lines.open("rb") as file:
             file.seek(start)
             for raw in file:
                 if not raw.endswith(b"\n"):
-                    return  # still being written
+                    return  # an incomplete last line, which may still be being written
                 start += len(raw)
                 try:
                     yield json.loads(raw), start
@@ -70,7 +74,7 @@ class Outbox:
 
     @property
     def delivered(self) -> int:
-        """The byte up to which lines have arrived."""
+        """Return the byte offset up to which lines were delivered."""
         try:
             offset = int(json.loads(self._delivered.read_bytes())["offset"])
         except (FileNotFoundError, ValueError):
@@ -78,22 +82,24 @@ class Outbox:
         return min(offset, self._lines.stat().st_size)
 
     def mark_delivered(self, offset: int) -> None:
-        """Remember that everything before byte `offset` has arrived."""
+        """Record that all lines before byte `offset` were delivered."""
         temporary = self._delivered.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"offset": offset}))
         temporary.replace(self._delivered)
 
     def refuse(self, line: dict[str, Any], reason: str) -> None:
-        """Put a line aside that will never be taken, so that it does not hold up those behind it."""
+        """Append a line that the tracker refused, and the reason, to refused.jsonl. The queue continues after the
+        line."""
         with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
     def num_waiting(self) -> int:
-        """Lines that have not arrived."""
+        """Return the number of lines that are not delivered yet."""
         return sum(1 for _ in self.lines(self.delivered))
 
     def lock(self) -> bool:
-        """Become the one who delivers, if nobody else is; the lock ends with the process."""
+        """Acquire the delivery lock, which is released when the process ends. Return False if another process holds
+        it."""
         if self._lock is None:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -105,13 +111,7 @@ class Outbox:
         return True
 
     def unlock(self) -> None:
-        """Let another process deliver."""
+        """Release the delivery lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _end_torn_line(self) -> None:
-        """A kill may leave half a line; the next one must not be glued to it."""
-        with self._lines.open("rb+") as file:
-            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-                file.write(b"\n")

@@ -1,4 +1,5 @@
-"""`pytest tests/contracts --plugin my_pkg.my:fn --kind reward` asks one function of yours; without --plugin our own ones are asked."""
+"""`pytest tests/contracts --plugin my_pkg.my:fn --kind reward` asks one function of yours; without --plugin our own
+ones are asked."""
 
 from __future__ import annotations
 
@@ -14,10 +15,16 @@ from tests.contracts.plugins import BAD, GOOD
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("penstock")
-    group.addoption("--plugin", help="the function, or class, to ask: file.py, file.py:name, pkg.module:name or pkg.module.name")
+    group.addoption(
+        "--plugin", help="the function, or class, to ask: file.py, file.py:name, pkg.module:name or pkg.module.name"
+    )
     group.addoption("--kind", choices=sorted(CONTRACTS), help="what it is")
-    group.addoption("--reward-key", default="score", help="which entry of a reward is the reward, if it is a dictionary (score)")
-    group.addoption("--rows", help="JSONL with prompt, response, label and metadata, if it needs certain ones (a reward may)")
+    group.addoption(
+        "--reward-key", default="score", help="which entry of a reward is the reward, if it is a dictionary (score)"
+    )
+    group.addoption(
+        "--rows", help="JSONL with prompt, response, label and metadata, if it needs certain ones (a reward may)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--plugin", None):
-        items[:] = [item for item in items if item.originalname == "test_it_keeps_its_contract"]  # type: ignore[attr-defined]
+        items[:] = [item for item in items if item.originalname == "test_function_keeps_its_contract"]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

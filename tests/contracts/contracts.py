@@ -1,7 +1,7 @@
-"""What Penstock demands of a user's function, a check for every kind.
+"""The contracts of user-defined functions: one check for every kind.
 
-A check loads the function as a run does, calls it as a run does, and looks at what comes back as a run does; what it finds wrong is a
-ValueError or an AssertionError that says so. The engine is a small one that writes random digits.
+A check loads the function as a run does, calls it as a run does, and looks at what comes back as a run does; what it
+finds wrong is a ValueError or an AssertionError that says so. The engine is a small one that writes random digits.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import Any
 
 import torch
 
-from engines.sglang.client import EngineClient, Generation
-from flows.demo_model import make_tokenizer
-from stages.rewards.grading import Grader, check_reward
-from stages.rewards.outcome import Outcome
-from stages.rollout.config import RolloutConfig
-from stages.rollout.custom_generation import CustomGeneration
-from stages.rollout.custom_source import Dataset, RolloutDataSource, load_buffer_filter, next_groups, open_data_source
-from stages.rollout.filters import load_filter
-from stages.rollout.hooks import Hooks
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.round import Group, Round, copied
-from stages.rollout.tokenizer import PromptTokenizer
-from stages.train.algorithms.advantages import estimate
-from stages.train.algorithms.objectives import OBJECTIVES
-from stages.train.algorithms.reductions import custom_reducer
-from storage.sample import Sample, Status
+from penstock.engines.generation import Generation
+from penstock.flows.commands.demo_model import make_tokenizer
+from penstock.stages.rewards.grading import Grader, check_reward
+from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
+from penstock.stages.rollout.plugins.custom_source import RolloutDataSource, load_buffer_filter, open_data_source
+from penstock.stages.rollout.plugins.filters import load_filter
+from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.stages.rollout.prompts.data_source import Dataset, Group, RolloutRound, copy_sample, next_groups
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.stages.train.algorithms.advantages import estimate_advantages
+from penstock.stages.train.algorithms.losses import LOSSES, custom_weights
+from penstock.storage.samples.sample import Sample, Status
+from tests.rollout.scripted_engine import ScriptedClient
 from tests.train.ragged import experience, options, ragged, sums
 from tests.train.test_policy_losses import LENGTHS, made_up, tensors
 
@@ -68,14 +69,15 @@ class Bench:
         return RolloutConfig(**(base | limits | changed))
 
     def groups(self) -> list[Group]:
-        """The rows as finished samples: one group a prompt, of different rewards; of equal ones; one with a failed sample."""
+        """The rows as finished samples: one group a prompt, of different rewards; of equal ones; one with a failed
+        sample."""
         groups: dict[str, Group] = {}
         for i, row in enumerate(self.rows):
             group = groups.setdefault(row["prompt"], [])
             group.append(self._sample(i, row, reward=float(i % 2)))
         samples = [sample for group in groups.values() for sample in group]
-        equal = [replace(copied(sample), group_id="equal", reward=1.0) for sample in samples[:2]]
-        failed = [replace(copied(sample), group_id="failed") for sample in samples[:2]]
+        equal = [replace(copy_sample(sample), group_id="equal", reward=1.0) for sample in samples[:2]]
+        failed = [replace(copy_sample(sample), group_id="failed") for sample in samples[:2]]
         failed[0].status, failed[0].reward, failed[0].metadata["error"] = Status.FAILED, None, "made to fail"
         return [*groups.values(), equal, failed]
 
@@ -101,15 +103,14 @@ class Bench:
     def source(self, path: str | None, buffer_filter: str | None = None) -> RolloutDataSource:
         """A data source at its beginning, as every attempt at a round makes one."""
         config = self.config(data_source_path=path)
-        dataset = Dataset(config, PromptSource.open(config), self.tokenizer)
-        dataset.round = Round("contract", 0, 0)
+        dataset = Dataset(config, PromptSource.open(config), self.tokenizer, RolloutRound("contract", 0, 0))
         source = open_data_source(config, dataset, load_buffer_filter(buffer_filter) if buffer_filter else None)
         source.load_state_dict({})
         source.restore_buffer([])
         return source
 
 
-# ---- rewards ----------------------------------------------------------------------------------------------------------------
+# ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
 def reward(path: str, bench: Bench) -> None:
@@ -124,19 +125,19 @@ def group_reward(path: str, bench: Bench) -> None:
 
 def _graded(path: str, bench: Bench, group_rm: bool) -> None:
     config = bench.config(custom_rm_path=path, group_rm=group_rm)
-    check_reward(None, path, group_rm=group_rm)
+    check_reward(config)
     options: dict[str, Any] = {"reward_key": bench.reward_key, "group_rm": group_rm, "arguments": config.model_dump()}
-    with Grader(None, path, timeout=SECONDS, num_workers=1, **options) as grader:
+    with Grader(RewardSettings(custom_rm_path=path, timeout=SECONDS, **options), num_workers=1) as grader:
         futures = [future for group in bench.groups()[:-1] for future in grader.submit_group(group)]
         outcomes: list[Outcome] = [future.result() for future in futures]
     for outcome in outcomes:
-        assert outcome.wrong is None and outcome.error is None, outcome.wrong or outcome.error
+        assert outcome.request_error is None and outcome.error is None, outcome.request_error or outcome.error
 
 
-# ---- generation -------------------------------------------------------------------------------------------------------------
+# ---- generation ------------------------------------------------------------------------------------------------------
 
 
-class DigitClient(EngineClient):
+class DigitClient(ScriptedClient):
     """An engine that writes a few random digits and an end token."""
 
     def __init__(self) -> None:
@@ -150,11 +151,6 @@ class DigitClient(EngineClient):
     ) -> list[Generation]:
         await asyncio.sleep(0)
         return [self._answer(sampling) for sampling in samplings]
-
-    async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
-    ) -> list[Generation]:
-        return await self.generate_each([input_ids] * n, [sampling] * n, session=session)
 
     async def abort(self) -> None:
         self.over = True
@@ -170,10 +166,11 @@ class DigitClient(EngineClient):
 
 
 def generate(path: str, bench: Bench) -> None:
-    """Samples are answered, trained tokens are the engine's with its log-probs, evaluations work, and an end of the round is taken well."""
+    """Samples are answered, trained tokens are the engine's with its log-probs, evaluations work, and an end of the
+    round is taken well."""
     config = bench.config(custom_generate_function_path=path)
     for kind in ("rollout", "eval"):
-        round = Round("contract", 0, 0, kind=kind)  # type: ignore[arg-type]
+        round = RolloutRound("contract", 0, 0, kind=kind)  # type: ignore[arg-type]
         client = DigitClient()
         made = asyncio.run(_generated(config, client, bench, round, over=False))
         _no_failure(made)
@@ -182,7 +179,8 @@ def generate(path: str, bench: Bench) -> None:
             trained = [pair for pair, on in zip(zip(sample.token_ids, sample.rollout_logprobs), sample.loss_mask) if on]
             assert trained, f"{path} trains on no token of sample {sample.sample_id}: let the model write something"
             assert set(trained) <= client.written, (
-                f"{path} trains on tokens or log-probs that the engine has not written: append what engine.generate gives"
+                f"{path} trains on tokens or log-probs that the engine has not returned: "
+                "append what engine.generate returns"
             )
     for sample in asyncio.run(_generated(config, DigitClient(), bench, round, over=True)):
         assert sample.status is Status.ABORTED, (
@@ -190,7 +188,9 @@ def generate(path: str, bench: Bench) -> None:
         )
 
 
-async def _generated(config: RolloutConfig, client: DigitClient, bench: Bench, round: Round, over: bool) -> Group:
+async def _generated(
+    config: RolloutConfig, client: DigitClient, bench: Bench, round: RolloutRound, over: bool
+) -> Group:
     source = bench.source(None)
     source.dataset.round = round
     async with client, CustomGeneration(config, client, bench.tokenizer, round) as generation:
@@ -199,7 +199,7 @@ async def _generated(config: RolloutConfig, client: DigitClient, bench: Bench, r
         return [sample for group in next_groups(source, 3) for sample in await generation(group)]
 
 
-# ---- what happens to groups and samples -------------------------------------------------------------------------------------
+# ---- what happens to groups and samples ------------------------------------------------------------------------------
 
 
 def filter_(path: str, bench: Bench) -> None:
@@ -235,18 +235,22 @@ def all_samples(path: str, bench: Bench) -> None:
 
 
 def data_source(path: str, bench: Bench) -> None:
-    """It gives whole groups, takes some back, and an attempt that begins anew from what was written down gets the same ones."""
+    """It gives whole groups, takes some back, and an attempt that begins anew from what was written down gets the
+    same ones."""
     first = bench.source(path)
     given = next_groups(first, 3)
     first.add_samples([_stopped(group) for group in given[:2]])
-    state, buffer = json.loads(json.dumps(first.state_dict())), [copied(sample) for sample in first.buffered_samples()]
+    state, buffer = (
+        json.loads(json.dumps(first.state_dict())),
+        [copy_sample(sample) for sample in first.buffered_samples()],
+    )
     expected = _ids(next_groups(first, 3))
     second = bench.source(path)
     second.load_state_dict(state)
     second.restore_buffer(buffer)
     found = _ids(next_groups(second, 3))
     assert found == expected, (
-        f"{path} goes on with {found} where it would have gone on with {expected}: put all that it depends on into state_dict"
+        f"{path} continues with {found} instead of {expected}: put everything that it depends on into state_dict"
     )
     new = [group_id for group_id in expected if group_id not in {sample.group_id for sample in buffer}]
     assert not set(new) & set(_ids(given)), f"{path} gives {set(new) & set(_ids(given))} twice"
@@ -266,7 +270,7 @@ def buffer_filter(path: str, bench: Bench) -> None:
 
 
 def _stopped(group: Group) -> Group:
-    return [replace(copied(sample), status=Status.ABORTED) for sample in group]
+    return [replace(copy_sample(sample), status=Status.ABORTED) for sample in group]
 
 
 def _ids(groups: list[Group]) -> list[str]:
@@ -278,13 +282,13 @@ def _no_failure(samples: Group) -> None:
         assert sample.status is not Status.FAILED, sample.metadata["error"]
 
 
-# ---- algorithms -------------------------------------------------------------------------------------------------------------
+# ---- algorithms ------------------------------------------------------------------------------------------------------
 
 
 def advantages(path: str, bench: Bench) -> None:
     """A finite advantage for every trained token of ragged groups, singletons and empty samples among them."""
     for seed in range(3):
-        found = estimate(experience(ragged(seed)), options(custom_advantage_function_path=path))
+        found = estimate_advantages(experience(ragged(seed)), options(custom_advantage_function_path=path))
         assert found.advantages.isfinite().all()
 
 
@@ -301,7 +305,7 @@ def correction(path: str, bench: Bench) -> None:
 def _differentiable(kind: str, opts: Any, path: str) -> None:
     new, known, entropy = made_up(0, spread=0.1)
     logprobs = torch.tensor(new, requires_grad=True)
-    losses, metrics = OBJECTIVES[kind](opts)(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS))
+    losses, metrics = LOSSES[kind](logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     losses.sum().backward()
     for name, found in {"a loss": losses, "a gradient": logprobs.grad, **metrics}.items():
         assert found is not None and found.isfinite().all(), f"{path} gives {name} that is not finite"
@@ -310,7 +314,7 @@ def _differentiable(kind: str, opts: Any, path: str) -> None:
 def weights(path: str, bench: Bench) -> None:
     """A finite weight for every trained token of a step."""
     index = torch.tensor([0, 0, 0, 1, 1, 4])
-    custom_reducer(path)(index, index, 5)
+    custom_weights(path, index, index, 5)
 
 
 CONTRACTS: dict[str, Callable[[str, Bench], None]] = {

@@ -1,4 +1,5 @@
-"""Functions of every kind: those that Penstock brings along, good ones as people write them, and bad ones with what must be said of them."""
+"""Functions of every kind: those that Penstock brings along, good ones as people write them, and bad ones with what
+must be said of them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ HERE = "tests.contracts.plugins"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# ---- good -------------------------------------------------------------------------------------------------------------------
+# ---- good ------------------------------------------------------------------------------------------------------------
 
 
 async def reward(args, sample, **kwargs):
@@ -73,8 +74,8 @@ def advantages(experience, options):
     return experience.rewards.nan_to_num()[experience.sample_index]
 
 
-def loss(logprobs, entropy, streams, samples, options):
-    return -streams.advantages * logprobs, {"mine": samples.mean(logprobs.detach())}
+def loss(logprobs, entropy, fields, samples, options):
+    return -fields.advantages * logprobs, {"mine": samples.mean(logprobs.detach())}
 
 
 def correction(old_logprobs, rollout_logprobs, samples, options):
@@ -86,24 +87,27 @@ def weights(trajectory_index, sample_index, num_trajectories):
 
 
 GOOD = [
-    *((kind, f"{HERE}:{kind}") for kind in ("reward", "group_reward", "generate", "advantages", "loss", "correction", "weights")),
+    *(
+        (kind, f"{HERE}:{kind}")
+        for kind in ("reward", "group_reward", "generate", "advantages", "loss", "correction", "weights")
+    ),
     ("reward", f"{HERE}:Model"),
     ("generate", f"{HERE}:generate_list"),
     *(("generate", str(EXAMPLES / name / "generate.py")) for name in ("multi_turn_tool", "search", "openai_agent")),
     ("reward", str(EXAMPLES / "custom_reward" / "reward.py")),
-    ("filter", "stages.rollout.filters:check_reward_nonzero_std"),
+    ("filter", "penstock.stages.rollout.plugins.filters:check_reward_nonzero_std"),
     ("filter", f"{HERE}:short_enough"),
     ("sample_hook", f"{HERE}:note_length"),
     ("sample_filter", f"{HERE}:remove_truncated"),
     ("all_samples", f"{HERE}:count"),
     ("buffer_filter", f"{HERE}:last_in_first_out"),
     ("data_source", f"{HERE}:Source"),
-    ("data_source", "stages.rollout.custom_source:RolloutDataSource"),
-    ("data_source", "stages.rollout.custom_source:RolloutDataSourceWithBuffer"),
+    ("data_source", "penstock.stages.rollout.plugins.custom_source:RolloutDataSource"),
+    ("data_source", "penstock.stages.rollout.plugins.custom_source:RolloutDataSourceWithBuffer"),
 ]
 
 
-# ---- bad --------------------------------------------------------------------------------------------------------------------
+# ---- bad -------------------------------------------------------------------------------------------------------------
 
 
 def wrong_signature(only):
@@ -185,7 +189,7 @@ BAD = [
     ("generate", "wrong_signature", "signature"),
     ("generate", "raising_generate", "KeyError"),
     ("generate", "too_short_mask", "loss_mask has 1 entries"),
-    ("generate", "made_up_logprobs", "has not written"),
+    ("generate", "made_up_logprobs", "has not returned"),
     ("generate", "writes_nothing", "no response tokens"),
     ("filter", "wrong_signature", "signature"),
     ("filter", "raising", "KeyError"),
@@ -196,10 +200,10 @@ BAD = [
     ("sample_filter", "drops_from_the_list", "remove_sample"),
     ("all_samples", "raising", "KeyError"),
     ("buffer_filter", "wrong_signature", "buffer"),
-    ("buffer_filter", "strangers", "entries of the buffer"),
+    ("buffer_filter", "strangers", "elements of the buffer"),
     ("data_source", "Forgetful", "state_dict"),
     ("data_source", "wrong_signature", "class"),
-    ("advantages", "not_finite_advantages", "finite advantages"),
-    ("weights", "not_finite_weights", "finite one for each"),
+    ("advantages", "not_finite_advantages", "finite advantage"),
+    ("weights", "not_finite_weights", "finite number for each"),
     ("loss", "missing", "no function 'missing'"),
 ]

@@ -1,7 +1,10 @@
-"""Models of plain Megatron-core 0.16.1, built by its own layer specifications: local ones, and TransformerEngine's with stand-in modules.
+"""Models of plain Megatron-core 0.16.1, built by its own layer specifications: local ones, and TransformerEngine's with
+stand-in modules.
 
-TransformerEngine is not installed where these tests run. Its specification is Megatron's source all the same, and asks a provider for
-modules: the stand-ins here have the parameters and states that TransformerEngine's have, so the keys are those of Megatron's code.
+TransformerEngine is not installed where these tests run. Its specification is Megatron's source all the same, and asks
+a provider for
+modules: the stand-ins here have the parameters and states that TransformerEngine's have, so the keys are those of
+Megatron's code.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.megatron.door import open_door
-from engines.megatron.norm import RMSNorm
-from engines.megatron.shape import ModelShape
-from engines.megatron.transformer_config import transformer_config
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model.norm import RMSNorm
+from penstock.engines.megatron.model.transformer_config import transformer_config
 
-open_door()
+import_megatron()
 
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
@@ -36,9 +39,12 @@ FUSED_LATENT = {
 
 
 class Attention(DotProductAttention):
-    """Megatron's local attention refuses the widths that its latent attention passes, so its own local latent models cannot be built."""
+    """Megatron's local attention refuses the widths that its latent attention passes, so its own local latent models
+    cannot be built."""
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
 
 
@@ -83,7 +89,9 @@ def plain_model(shape: ModelShape, names: str, monkeypatch: pytest.MonkeyPatch) 
     if names == "te":
         monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", StandInProvider, raising=False)
         monkeypatch.setattr(gpt_layer_specs, "TENorm", StandInNorm, raising=False)
-    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=names == "te", normalization="RMSNorm")
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=names == "te", normalization="RMSNorm"
+    )
     if shape.latent:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = Attention

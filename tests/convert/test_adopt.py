@@ -1,14 +1,14 @@
-"""A converted model in a directory is as good as its Hugging Face original."""
+"""Models written by `penstock convert --save` are copied into a store."""
 
 from pathlib import Path
 
 import pytest
 
-from engines.megatron.shape import ModelShape
-from stages.convert.adopt import adopt, config_directory, is_converted
-from stages.convert.to_torch_dist import convert_hf
-from storage.errors import StoreError
-from storage.store import Store
+from penstock.engines.families import read_shape
+from penstock.stages.convert.targets import adopt, config_directory, is_converted
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.errors import ModelError, StoreError
+from penstock.storage.store import Store
 
 
 @pytest.fixture
@@ -16,12 +16,12 @@ def store(tmp_path: Path) -> Store:
     return Store(str(tmp_path / "store"))
 
 
-def test_what_convert_saved_becomes_the_stores_own_and_is_found_again(tiny_model: Path, store: Store, tmp_path: Path) -> None:
+def test_converted_directory_is_copied_once(tiny_model: Path, store: Store, tmp_path: Path) -> None:
     directory = str(tmp_path / "converted")
-    convert_hf(store, tiny_model, save=directory)
+    convert_hf(store, tiny_model, options=ConversionOptions(save=directory))
     assert is_converted(directory) and not is_converted(str(tiny_model))
     config = config_directory(directory)
-    assert config is not None and ModelShape.from_hf(config) == ModelShape.from_hf(tiny_model)
+    assert config is not None and read_shape(config) == read_shape(tiny_model)
 
     ref = adopt(store, directory)
     commit = store.committed(ref.key.removesuffix(".commit.json"))
@@ -35,9 +35,9 @@ def test_what_convert_saved_becomes_the_stores_own_and_is_found_again(tiny_model
     )
 
 
-def test_a_damaged_and_a_foreign_directory_are_refused(tiny_model: Path, store: Store, tmp_path: Path) -> None:
+def test_damaged_and_foreign_directories_are_refused(tiny_model: Path, store: Store, tmp_path: Path) -> None:
     directory = tmp_path / "converted"
-    convert_hf(store, tiny_model, save=str(directory))
+    convert_hf(store, tiny_model, options=ConversionOptions(save=str(directory)))
     weights = next((directory / "release").glob("*.distcp"))
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
@@ -46,5 +46,5 @@ def test_a_damaged_and_a_foreign_directory_are_refused(tiny_model: Path, store: 
         adopt(store, str(directory))
     assert not store.list("models") or not [name for name in store.list("models") if name.endswith(".commit.json")]
     (tmp_path / "foreign" / "release").mkdir(parents=True)
-    with pytest.raises(ValueError, match="was not made by `penstock convert --save`"):
+    with pytest.raises(ModelError, match="foreign"):
         adopt(store, str(tmp_path / "foreign"))

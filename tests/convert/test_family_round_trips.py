@@ -1,4 +1,5 @@
-"""Every family: Hugging Face -> torch_dist -> Hugging Face gives the same names, types, shapes and bits, and the same config.json."""
+"""Every family: Hugging Face -> torch_dist -> Hugging Face gives the same names, dtypes, shapes and bits, and the same
+config.json."""
 
 import json
 from pathlib import Path
@@ -7,12 +8,12 @@ import pytest
 import torch
 from families import FAMILIES, make_family
 
-from stages.convert.export import Origin
-from stages.convert.hf_assets import CARRIED
-from stages.convert.hf_files import HFWeights
-from stages.convert.to_hf import export_hf, export_to
-from stages.convert.to_torch_dist import convert_hf
-from storage.store import Store
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.assets import CARRIED
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.to_hf import export_hf, export_to
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.store import Store
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -22,12 +23,16 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(family: str, tmp_path: Path) -> None:
-    dtype = "float32" if family in ("glm4", "moonlight") else "bfloat16"  # a router's correction is float32 in either case
+def test_round_trip_is_exact(family: str, tmp_path: Path) -> None:
+    dtype = (
+        "float32" if family in ("glm4", "moonlight") else "bfloat16"
+    )  # a router's correction is float32 in either case
     source = make_family(tmp_path / "hf", family, seed=7, dtype=dtype)
     store = Store(str(tmp_path / "store"))
     model = convert_hf(store, source)
-    back = export_to(store, model.uri, Origin(Path(model.uri) / "hf_assets"), str(tmp_path / "back"), shard_bytes=40_000)
+    back = export_to(
+        store, model.uri, Origin(Path(model.uri) / "hf_assets"), str(tmp_path / "back"), shard_bytes=40_000
+    )
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert same_tensors(source, Path(back.uri))
     assert (Path(back.uri) / "config.json").read_text() == (source / "config.json").read_text()
@@ -37,11 +42,11 @@ MTP_FAMILIES = ["glm4.5", "glm4.7-flash", "deepseek-v3"]
 
 
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-def test_prediction_layers_are_left_out_or_carried_by_choice(family: str, tmp_path: Path) -> None:
+def test_prediction_layers_are_skipped_or_kept_as_requested(family: str, tmp_path: Path) -> None:
     source = make_family(tmp_path / "hf", family, dtype="bfloat16", num_hidden_layers=2, num_nextn_predict_layers=1)
     extra = {name for name in HFWeights(source).info if name.startswith("model.layers.2.")}
     store = Store(str(tmp_path / "store"))
-    skipped, kept = convert_hf(store, source), convert_hf(store, source, mtp="keep")
+    skipped, kept = convert_hf(store, source), convert_hf(store, source, options=ConversionOptions(mtp="keep"))
     assert skipped.key != kept.key and kept.key.endswith("-mtp.commit.json")
     commits = [store.committed(ref.key.removesuffix(".commit.json")) for ref in (skipped, kept)]
     assert [commit.state["skipped"]["count"] for commit in commits if commit] == [len(extra), 0]
@@ -51,11 +56,11 @@ def test_prediction_layers_are_left_out_or_carried_by_choice(family: str, tmp_pa
     whole = export_to(store, kept.uri, Origin(Path(kept.uri) / "hf_assets"), str(tmp_path / "whole"))
     assert same_tensors(source, Path(whole.uri)) and not (Path(whole.uri) / CARRIED).exists()
     # a run's export has the original directory as its assets: there the layers are found too, if they are wanted
-    export = export_hf(store, skipped.uri, source, "exports/1", mtp="keep")
+    export = export_hf(store, skipped.uri, Origin(source, mtp="keep"), "exports/1")
     assert same_tensors(source, Path(store.path(export.attempt or "")))
 
 
-def test_a_routers_correction_stays_float32(tmp_path: Path) -> None:
+def test_router_correction_stays_float32(tmp_path: Path) -> None:
     source = make_family(tmp_path / "hf", "kimi-k2", dtype="float32", num_hidden_layers=2)
     store = Store(str(tmp_path / "store"))
     back = export_to(store, convert_hf(store, source).uri, Origin(source, "bfloat16"), str(tmp_path / "back"))

@@ -1,4 +1,5 @@
-"""fp8 in blocks of 128 x 128: scales as DeepSeek's files have them, in and out, and which weights are quantised at all."""
+"""fp8 in blocks of 128 x 128: scales as DeepSeek's files have them, in and out, and which weights are quantized at
+all."""
 
 import json
 from pathlib import Path
@@ -9,15 +10,15 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.megatron.shape import ModelShape
-from stages.convert.export import Origin
-from stages.convert.fp8 import dequantise, is_quantised, quantise
-from stages.convert.hf_files import HFWeights
-from stages.convert.probe import TOLERANCE, compare_logits
-from stages.convert.to_hf import export_to
-from stages.convert.to_torch_dist import convert_hf
-from storage.layouts import layout_for
-from storage.store import Store
+from penstock.engines.families import layout_for, read_shape
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.fp8 import dequantize, is_quantized, quantize
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.logits import TOLERANCE, compare_logits
+from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.errors import ModelError
+from penstock.storage.store import Store
 
 
 def naive(weight: Tensor, scales: Tensor) -> Tensor:
@@ -31,22 +32,22 @@ def naive(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (300, 200), (1, 129), (257, 1)])
-def test_blocks_are_scaled_as_in_a_naive_loop(shape: tuple[int, int]) -> None:
+def test_quantization_equals_a_naive_loop(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(torch.bfloat16)
-    quantised, scales = quantise(weight)
-    assert quantised.dtype == torch.float8_e4m3fn and quantised.is_contiguous()
-    assert torch.equal(dequantise(quantised, scales), naive(quantised, scales))
+    quantized, scales = quantize(weight)
+    assert quantized.dtype == torch.float8_e4m3fn and quantized.is_contiguous()
+    assert torch.equal(dequantize(quantized, scales), naive(quantized, scales))
     rows = slice(shape[0] // 3, shape[0])
-    assert torch.equal(dequantise(quantised[rows], scales, rows.start), naive(quantised, scales)[rows])
+    assert torch.equal(dequantize(quantized[rows], scales, rows.start), naive(quantized, scales)[rows])
     # e4m3 has a 3-bit mantissa: half a step is 1/16 of a number, and what is below the smallest step is off by it
     step = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]] * 2.0**-9
-    assert ((naive(quantised, scales).float() - weight.float()).abs() <= weight.float().abs() / 15 + step).all()
+    assert ((naive(quantized, scales).float() - weight.float()).abs() <= weight.float().abs() / 15 + step).all()
 
 
-def test_a_block_of_zeros_stays_zero() -> None:
-    quantised, scales = quantise(torch.zeros(130, 130, dtype=torch.bfloat16))
-    assert not dequantise(quantised, scales).any() and torch.isfinite(scales).all()
+def test_block_of_zeros_stays_zero() -> None:
+    quantized, scales = quantize(torch.zeros(130, 130, dtype=torch.bfloat16))
+    assert not dequantize(quantized, scales).any() and torch.isfinite(scales).all()
 
 
 @pytest.mark.parametrize(
@@ -63,62 +64,78 @@ def test_a_block_of_zeros_stays_zero() -> None:
         ("lm_head.weight", False),
     ],
 )
-def test_what_is_quantised(name: str, expected: bool) -> None:
-    assert is_quantised(name, (256, 256)) == expected
+def test_quantized_weights_by_name(name: str, expected: bool) -> None:
+    assert is_quantized(name, (256, 256)) == expected
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wide enough for more than one block."""
     sizes = dict(
-        hidden_size=136, intermediate_size=144, moe_intermediate_size=24, num_hidden_layers=2, num_nextn_predict_layers=1
+        hidden_size=136,
+        intermediate_size=144,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_nextn_predict_layers=1,
     )
     return make_family(tmp_path_factory.mktemp("hf") / "plain", "deepseek-v3", dtype="bfloat16", **sizes)
 
 
 @pytest.fixture(scope="module")
-def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model by our own export: e4m3 weights with scales."""
     directory = tmp_path_factory.mktemp("fp8")
-    model = convert_hf(Store(str(directory / "store")), plain, mtp="keep")
+    model = convert_hf(Store(str(directory / "store")), plain, options=ConversionOptions(mtp="keep"))
     return Path(
-        export_to(Store(str(directory)), model.uri, Origin(Path(model.uri) / "hf_assets", "fp8"), str(directory / "hf")).uri
+        export_to(
+            Store(str(directory)), model.uri, Origin(Path(model.uri) / "hf_assets", "fp8"), str(directory / "hf")
+        ).uri
     )
 
 
-def test_an_fp8_export_holds_what_the_hub_does(plain: Path, quantised: Path) -> None:
-    found, original = load_file(quantised / "model.safetensors"), load_file(plain / "model.safetensors")
+def test_fp8_export_has_the_tensors_and_config_of_the_hub(plain: Path, quantized: Path) -> None:
+    found, original = load_file(quantized / "model.safetensors"), load_file(plain / "model.safetensors")
     for name, tensor in original.items():
-        if is_quantised(name, tuple(tensor.shape)):
-            expected, scales = quantise(tensor)
+        if is_quantized(name, tuple(tensor.shape)):
+            expected, scales = quantize(tensor)
             assert torch.equal(found.pop(name).view(torch.int8), expected.view(torch.int8)), name
             assert torch.equal(found.pop(name + "_scale_inv"), scales), name
         else:
             assert torch.equal(found.pop(name), tensor), name
     assert not found
-    config = json.loads((quantised / "config.json").read_text())
+    config = json.loads((quantized / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128] and config["dtype"] == "bfloat16"
     assert {"lm_head", "model.layers.1.mlp.gate"} <= set(config["quantization_config"]["modules_to_not_convert"])
 
 
-def test_fp8_weights_are_bf16_on_the_way_in_and_the_same_fp8_on_the_way_out(quantised: Path, tmp_path: Path) -> None:
+def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
-    model = convert_hf(store, quantised, mtp="keep")  # verified bit for bit against the dequantised source
-    assert (compare_logits(Path(model.uri), quantised).difference or 1) < TOLERANCE  # with what the fp8 weights stand for
+    model = convert_hf(
+        store, quantized, options=ConversionOptions(mtp="keep")
+    )  # verified bit for bit against the dequantized source
+    assert (
+        compare_logits(Path(model.uri), quantized).difference or 1
+    ) < TOLERANCE  # with what the fp8 weights stand for
     assets = Path(model.uri) / "hf_assets"
-    stored = load_file(quantised / "model.safetensors")
+    stored = load_file(quantized / "model.safetensors")
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)
-    layout = layout_for(ModelShape.from_hf(back))
+    layout = layout_for(read_shape(back))
     with HFWeights(back) as weights:
-        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {torch.bfloat16, torch.float32}
+        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {
+            torch.bfloat16,
+            torch.float32,
+        }
         for name in weights.info:
             scales = stored.get(name + "_scale_inv")
             expected = stored[name] if scales is None else naive(stored[name], scales)
             assert torch.equal(weights.fetch(name), expected), name
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
-    again = load_file(Path(export_to(store, model.uri, Origin(assets, "fp8"), str(tmp_path / "fp8")).uri) / "model.safetensors")
+    again = load_file(
+        Path(export_to(store, model.uri, Origin(assets, "fp8"), str(tmp_path / "fp8")).uri) / "model.safetensors"
+    )
     assert again.keys() == stored.keys()
-    # the largest of a block is bf16 now, so its scale moves by a rounding of bf16, and numbers by one step of e4m3 at most
+    # the largest of a block is bf16 now, so its scale moves by a rounding of bf16, and numbers by one step of e4m3 at
+    # most
     for name in (name for name in stored if name.endswith("_scale_inv")):
         torch.testing.assert_close(again[name], stored[name], rtol=2**-8, atol=0)
 
@@ -126,27 +143,27 @@ def test_fp8_weights_are_bf16_on_the_way_in_and_the_same_fp8_on_the_way_out(quan
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "quantised by 'compressed-tensors'"),
-        ({"quant_method": "fp8", "weight_block_size": None}, r"quantised by 'fp8' \(blocks None\)"),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "correct weight_block_size"),
-        (None, "stored as F8_E4M3, needed"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, r"'fp8'.*None"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
+        (None, "F8_E4M3"),
     ],
 )
-def test_other_ways_of_quantising_are_refused(
-    quantised: Path, tmp_path: Path, config: dict[str, object] | None, message: str
+def test_other_quantizations_are_refused(
+    quantized: Path, tmp_path: Path, config: dict[str, object] | None, message: str
 ) -> None:
-    values = json.loads((quantised / "config.json").read_text()) | {"quantization_config": config}
+    values = json.loads((quantized / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
-    (tmp_path / "hf" / "model.safetensors").symlink_to(quantised / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    (tmp_path / "hf" / "model.safetensors").symlink_to(quantized / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
         convert_hf(Store(str(tmp_path / "store")), tmp_path / "hf")
 
 
-def test_a_quantised_weight_without_scales_is_refused(quantised: Path, tmp_path: Path) -> None:
-    tensors = load_file(quantised / "model.safetensors")
+def test_quantized_weight_without_scales_is_refused(quantized: Path, tmp_path: Path) -> None:
+    tensors = load_file(quantized / "model.safetensors")
     del tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((quantised / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"o_proj.weight is stored as F8_E4M3, needed .*o_proj.weight_scale_inv"):
+    (tmp_path / "config.json").write_text((quantized / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"F8_E4M3.*o_proj\.weight_scale_inv"):
         HFWeights(tmp_path)

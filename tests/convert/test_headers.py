@@ -1,4 +1,5 @@
-"""Safetensors headers that contradict their bytes, and weights that do not fit config.json, are refused by headers alone."""
+"""Safetensors headers that contradict their bytes, and weights that do not fit config.json, are refused by headers
+alone."""
 
 import json
 import math
@@ -13,17 +14,21 @@ from typing import Any
 import pytest
 from families import FAMILIES, make_family
 
-from engines.megatron.shape import ModelShape
-from flows.demo_model import make_tiny_model
-from stages.convert.headers import INDEX, read_header, stored_tensors, weight_files
-from stages.convert.hf_files import HFWeights
-from stages.convert.source_check import check_weights
-from stages.convert.to_torch_dist import convert_hf
-from storage.errors import ModelError
-from storage.store import Store
+from penstock.engines.families import read_shape
+from penstock.flows.commands.demo_model import make_tiny_model
+from penstock.stages.convert.hf.headers import INDEX, check_weights, read_header, stored_tensors, weight_files
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.errors import ModelError
+from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
-GOOD = {"a": ["F32", [2, 3], [0, 24]], "b": ["BF16", [4], [24, 32]], "c": ["F32", [0, 9], [32, 32]], "d": ["U8", [], [32, 33]]}
+GOOD = {
+    "a": ["F32", [2, 3], [0, 24]],
+    "b": ["BF16", [4], [24, 32]],
+    "c": ["F32", [0, 9], [32, 32]],
+    "d": ["U8", [], [32, 33]],
+}
 
 
 def write_file(path: Path, tensors: dict[str, Any], num_bytes: int = 33, text: str | None = None) -> Path:
@@ -33,7 +38,7 @@ def write_file(path: Path, tensors: dict[str, Any], num_bytes: int = 33, text: s
     return path
 
 
-def test_a_right_header_is_read(tmp_path: Path) -> None:
+def test_valid_header_is_read(tmp_path: Path) -> None:
     header, start = read_header(write_file(tmp_path / "x.safetensors", GOOD))
     assert header.keys() == GOOD.keys() and start + 33 == (tmp_path / "x.safetensors").stat().st_size
 
@@ -64,7 +69,7 @@ def test_a_right_header_is_read(tmp_path: Path) -> None:
         ({"b": ["BF16", [4]]}, 33, "b has shape"),
     ],
 )
-def test_a_header_that_contradicts_its_bytes_is_refused(
+def test_header_that_contradicts_its_file_is_refused(
     change: dict[str, Any], num_bytes: int, culprit: str, tmp_path: Path
 ) -> None:
     path = write_file(tmp_path / "model.safetensors", GOOD | change, num_bytes)
@@ -74,20 +79,31 @@ def test_a_header_that_contradicts_its_bytes_is_refused(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", "{", '{"a": 3}', '{"a": {}, "a": {}}', "[" * 50_000, '{"a": {"dtype": "U8", "dtype": "U8"}}', "\x00"]
+    "text",
+    [
+        "",
+        "[]",
+        "3",
+        "{",
+        '{"a": 3}',
+        '{"a": {}, "a": {}}',
+        "[" * 50_000,
+        '{"a": {"dtype": "U8", "dtype": "U8"}}',
+        "\x00",
+    ],
 )
-def test_a_header_that_is_not_a_header_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_header_is_refused(text: str, tmp_path: Path) -> None:
     path = write_file(tmp_path / "model.safetensors", {}, 0, text)
-    with pytest.raises(ModelError, match="download it again"):
+    with pytest.raises(ModelError, match="safetensors"):
         read_header(path)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "one.safetensors", GOOD)
     write_file(tmp_path / "two.safetensors", {"a": GOOD["a"], "z": ["U8", [9], [24, 33]]})
     index = {name: "one.safetensors" for name in GOOD} | {"z": "two.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(ModelError, match=r"one.safetensors and .*two.safetensors both have a"):
+    with pytest.raises(ModelError, match=r"one\.safetensors.*two\.safetensors"):
         HFWeights(tmp_path)
 
 
@@ -99,22 +115,24 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     ],
     ids=["elsewhere", "nowhere"],
 )
-def test_an_index_that_names_another_file_is_refused(weight_map: dict[str, str], tmp_path: Path) -> None:
+def test_index_that_names_another_file_is_refused(weight_map: dict[str, str], tmp_path: Path) -> None:
     write_file(tmp_path / "one.safetensors", GOOD)
     write_file(tmp_path / "two.safetensors", {"z": ["U8", [9], [0, 9]]}, 9)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ModelError, match=rf"{INDEX} says that two.safetensors has"):
+    with pytest.raises(ModelError, match=rf"{INDEX}.*two\.safetensors"):
         HFWeights(tmp_path)
 
 
-@pytest.mark.parametrize("files", [{}, [], {"a": 3}, {"a": None}, {"a": "../x.safetensors"}, {"a": ["x"]}, None], ids=str)
-def test_an_index_that_is_not_one_is_refused(files: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files", [{}, [], {"a": 3}, {"a": None}, {"a": "../x.safetensors"}, {"a": ["x"]}, None], ids=str
+)
+def test_invalid_index_is_refused(files: Any, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(ModelError, match="not an index"):
+    with pytest.raises(ModelError, match="index"):
         weight_files(tmp_path)
 
 
-# ---- against config.json -------------------------------------------------------------------------------------------------------
+# ---- against config.json ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +145,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_weights_of_every_family_fit(name: str, tmp_path: Path) -> None:
     directory = make_family(tmp_path / name, name)
-    check_weights(directory, ModelShape.from_hf(directory))
+    check_weights(directory, read_shape(directory))
 
 
 def edited(header: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -156,7 +174,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
     ids=["missing", "unknown", "shape", "integers", "fp8"],
 )
-def test_weights_that_do_not_fit_are_refused(
+def test_weights_that_contradict_config_are_refused(
     name: str, entry: dict[str, Any] | None, culprit: str, source: Path, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(source, tmp_path / "hf"))
@@ -169,7 +187,7 @@ def test_weights_that_do_not_fit_are_refused(
         tensors = edited(header, **{name: {**entry, "dtype": "F32"}})
         tensors[name][0] = "I32"
     write_file(directory / "model.safetensors", tensors, max(stop for _, _, (_, stop) in tensors.values()))
-    shape = ModelShape.from_hf(directory)
+    shape = read_shape(directory)
     with pytest.raises(ModelError, match=culprit):
         check_weights(directory, shape)
     with pytest.raises(ModelError):
@@ -177,33 +195,36 @@ def test_weights_that_do_not_fit_are_refused(
     assert not [name for name in Store(str(tmp_path / "store")).list("models") if name.endswith(".commit.json")]
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:100], lambda data: b""])
-def test_a_cut_file_is_refused(damage: Callable[[bytes], bytes], source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:100], lambda data: b""]
+)
+def test_truncated_file_is_refused(damage: Callable[[bytes], bytes], source: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(source, tmp_path / "hf"))
     file = directory / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelError, match=r"model.safetensors"):
-        check_weights(directory, ModelShape.from_hf(directory))
+        check_weights(directory, read_shape(directory))
 
 
 @pytest.mark.parametrize(
     "value", ["awq", [], {"quant_method": "gptq"}, {"quant_method": "fp8", "weight_block_size": 128}, 7], ids=str
 )
-def test_another_quantisation_is_refused(value: Any, source: Path, tmp_path: Path) -> None:
+def test_other_quantizations_are_refused(value: Any, source: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(source, tmp_path / "hf"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
     if not value:
-        check_weights(directory, ModelShape.from_hf(directory))
+        check_weights(directory, read_shape(directory))
         return
-    with pytest.raises(ModelError, match="quantised by"):
-        check_weights(directory, ModelShape.from_hf(directory))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        check_weights(directory, read_shape(directory))
 
 
 def test_checking_weights_imports_no_torch(source: Path) -> None:
     code = (
-        "import sys\nfrom engines.megatron.shape import ModelShape\nfrom stages.convert.source_check import check_weights\n"
-        "check_weights(sys.argv[1], ModelShape.from_hf(sys.argv[1]))\n"
+        "import sys\nfrom penstock.engines.families import read_shape\n"
+        "from penstock.stages.convert.hf.headers import check_weights\n"
+        "check_weights(sys.argv[1], read_shape(sys.argv[1]))\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(source)], cwd=ROOT, check=False).returncode == 0

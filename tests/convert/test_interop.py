@@ -1,4 +1,5 @@
-"""Checkpoints that plain Megatron-core loads with its default strictness, and checkpoints of its own that load here, bit for bit."""
+"""Checkpoints that plain Megatron-core loads with its default strictness, and checkpoints of its own that load here,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -15,22 +16,21 @@ from plain_megatron import plain_model, weight
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from engines.megatron import stored
-from engines.megatron.safe_load import read_common, read_metadata
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import stored_model
-from flows import flags
-from flows.preflight import _check_algorithm
-from stages.convert.adopt import config_directory, megatron_directory
-from stages.convert.export import Origin
-from stages.convert.hf_files import HFWeights
-from stages.convert.to_hf import export_to
-from stages.convert.to_megatron import adopt_megatron, export_megatron
-from stages.convert.to_torch_dist import convert_hf
-from stages.convert.torch_dist_files import TorchDistWeights
-from storage.errors import ModelError
-from storage.layouts import layout_for
-from storage.store import Store
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.megatron.checkpoints import layout as checkpoint_layouts
+from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
+from penstock.engines.megatron.checkpoints.safe_load import read_common, read_metadata
+from penstock.flows.options import flags
+from penstock.flows.runtime.preflight import check_algorithm
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.targets import config_directory, megatron_directory
+from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.to_megatron import adopt_megatron, export_megatron
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.errors import ModelError
+from penstock.storage.store import Store
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -50,7 +50,7 @@ NAMES = ["local", "te"]
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    with stored._single_rank():
+    with checkpoint_layouts._single_rank():
         yield
 
 
@@ -69,8 +69,9 @@ def store_of(tmp_path: Path) -> Store:
 
 
 def loaded_model(source: Path, directory: Path, names: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Plain Megatron's model with the weights of a checkpoint, through its own `load` as it is called without options."""
-    model = plain_model(ModelShape.from_hf(source), names, monkeypatch)
+    """Plain Megatron's model with the weights of a checkpoint, through its own `load` as it is called without
+    options."""
+    model = plain_model(read_shape(source), names, monkeypatch)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(7)
@@ -80,7 +81,7 @@ def loaded_model(source: Path, directory: Path, names: str, monkeypatch: pytest.
 
 
 def check_weights(model: Any, source: Path, names: str) -> None:
-    shape = ModelShape.from_hf(source)
+    shape = read_shape(source)
     layout = layout_for(shape)
     with HFWeights(source) as weights:
         for name in layout.megatron_names():
@@ -94,11 +95,11 @@ def check_hf(found: Path | str, source: Path) -> None:
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_plain_megatron_loads_our_checkpoint_and_its_own_comes_back(
+def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
     family: Path, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_of(tmp_path)
-    convert_hf(store, family, save=str(tmp_path / "ours"), names=names)  # type: ignore[arg-type]
+    convert_hf(store, family, options=ConversionOptions(save=str(tmp_path / "ours"), names=names))  # type: ignore[arg-type]
     model = loaded_model(family, tmp_path / "ours" / "release", names, monkeypatch)
     check_weights(model, family, names)
 
@@ -109,31 +110,39 @@ def test_plain_megatron_loads_our_checkpoint_and_its_own_comes_back(
     export_to(store, str(theirs), Origin(family), str(tmp_path / "hf"))
     check_hf(tmp_path / "hf", family)
 
-    shape = ModelShape.from_hf(family)
-    ref = adopt_megatron(store, str(tmp_path / "theirs"), family)
-    assert adopt_megatron(store, str(tmp_path / "theirs"), family) == ref
+    shape = read_shape(family)
+    ref = adopt_megatron(store, str(tmp_path / "theirs"), Origin(family))
+    assert adopt_megatron(store, str(tmp_path / "theirs"), Origin(family)) == ref
     (theirs.parent / "latest_checkpointed_iteration.txt").unlink()
     (tmp_path / "theirs").rename(tmp_path / "moved")
-    assert adopt_megatron(store, str(tmp_path / "moved" / "iter_0000007"), family) == ref
+    assert adopt_megatron(store, str(tmp_path / "moved" / "iter_0000007"), Origin(family)) == ref
     commit = store.committed(ref.key.removesuffix(".commit.json"))
     assert commit is not None
     with store.reading(commit) as directory, HFWeights(family) as weights:
-        own, local, layout = TorchDistWeights(directory, stored_model(shape)), stored_model(shape), layout_for(shape)
-        assert set(own.tensors) == {piece.key for pieces in local.pieces.values() for piece in pieces}
+        own, local, layout = (
+            TorchDistWeights(directory, checkpoint_layout(shape)),
+            checkpoint_layout(shape),
+            layout_for(shape),
+        )
+        assert set(own.tensors) == {piece.key for piece in local.all_slices()}
         for name in layout.megatron_names():
             assert torch.equal(own.fetch(name), layout.to_megatron(name, weights.fetch)), name
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_keys_are_those_that_megatrons_specification_asks_for(
+def test_keys_equal_those_of_megatrons_layer_spec(
     family: Path, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert_hf(store_of(tmp_path), family, save=str(tmp_path / "ours"), names=names)  # type: ignore[arg-type]
-    state = plain_model(ModelShape.from_hf(family), names, monkeypatch).sharded_state_dict()
+    convert_hf(store_of(tmp_path), family, options=ConversionOptions(save=str(tmp_path / "ours"), names=names))  # type: ignore[arg-type]
+    state = plain_model(read_shape(family), names, monkeypatch).sharded_state_dict()
     asked = {entry.unique_key if isinstance(entry, ShardedObject) else entry.key for entry in state.values()}
     found = set(read_metadata(tmp_path / "ours" / "release").state_dict_metadata)
     assert asked <= found
-    beyond = {key for key in found - asked if not key.startswith("decoder.layers.") or "core_attention._extra_state" not in key}
+    beyond = {
+        key
+        for key in found - asked
+        if not key.startswith("decoder.layers.") or "core_attention._extra_state" not in key
+    }
     assert (
         not beyond
     )  # some versions of TransformerEngine keep a state of the attention; megatron-core 0.16.1 does not ask for it
@@ -144,8 +153,8 @@ def test_keys_are_those_that_megatrons_specification_asks_for(
 @full
 def test_stacked_layers_of_a_mixture_convert(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron stores them if `moe_layer_freq` is a number; a dense model's one by one, if it is told to."""
-    store, shape = store_of(tmp_path), ModelShape.from_hf(moe)
-    convert_hf(store, moe, save=str(tmp_path / "ours"), names="te")
+    store, shape = store_of(tmp_path), read_shape(moe)
+    convert_hf(store, moe, options=ConversionOptions(save=str(tmp_path / "ours"), names="te"))
     model = loaded_model(moe, tmp_path / "ours" / "release", "te", monkeypatch)
     model.config.moe_layer_freq = 1
     theirs = tmp_path / "theirs"
@@ -156,33 +165,39 @@ def test_stacked_layers_of_a_mixture_convert(moe: Path, tmp_path: Path, monkeypa
     check_hf(tmp_path / "hf", moe)
     layered = read_common(tmp_path / "ours" / "release")["content_metadata"]
     assert layered["non_homogeneous_layers"] and shape.experts is not None
-    check_weights(loaded_model(moe, tmp_path / "ours" / "release", "te", monkeypatch, metadata=dict(layered)), moe, "te")
+    check_weights(
+        loaded_model(moe, tmp_path / "ours" / "release", "te", monkeypatch, metadata=dict(layered)), moe, "te"
+    )
 
 
 @full
-def test_single_layers_of_a_dense_model_convert(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "ours"))
+def test_single_layers_of_a_dense_model_convert(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_hf(store_of(tmp_path), tiny_model, options=ConversionOptions(save=str(tmp_path / "ours")))
     model = loaded_model(tiny_model, tmp_path / "ours" / "release", "local", monkeypatch)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    dist_checkpointing.save(model.sharded_state_dict(metadata={"non_homogeneous_layers": True}), str(theirs), ("torch_dist", 1))
+    dist_checkpointing.save(
+        model.sharded_state_dict(metadata={"non_homogeneous_layers": True}), str(theirs), ("torch_dist", 1)
+    )
     assert "decoder.layers.1.mlp.linear_fc1.weight" in read_metadata(theirs).state_dict_metadata
     export_to(store_of(tmp_path), str(theirs), Origin(tiny_model), str(tmp_path / "hf"))
     check_hf(tmp_path / "hf", tiny_model)
 
 
-def test_a_checkpoint_of_a_run_is_written_for_megatron(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_checkpoint_is_exported_for_megatron(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(tmp_path)
     commit = store.committed(convert_hf(store, moe).key.removesuffix(".commit.json"))
     assert commit is not None
-    ref = export_megatron(store, commit, moe, str(tmp_path / "te"), "te")
-    assert export_megatron(store, commit, moe, str(tmp_path / "te"), "te") == ref and ref.format == "torch_dist"
+    ref = export_megatron(store, commit, Origin(moe), str(tmp_path / "te"), "te")
+    assert export_megatron(store, commit, Origin(moe), str(tmp_path / "te"), "te") == ref and ref.format == "torch_dist"
     assert not list(tmp_path.glob(".*"))
     check_weights(loaded_model(moe, tmp_path / "te" / "release", "te", monkeypatch), moe, "te")
 
 
 def test_tracker_names_the_directory(tiny_model: Path, tmp_path: Path) -> None:
-    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "model"))
+    convert_hf(store_of(tmp_path), tiny_model, options=ConversionOptions(save=str(tmp_path / "model")))
     release, tracker = tmp_path / "model" / "release", tmp_path / "model" / "latest_checkpointed_iteration.txt"
     assert megatron_directory(tmp_path / "model") == megatron_directory(release) == release
     assert config_directory(str(tmp_path / "model")) == release / "hf_assets"
@@ -198,27 +213,28 @@ def test_tracker_names_the_directory(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_preflight_accepts_a_megatron_reference(tiny_model: Path, tmp_path: Path) -> None:
-    convert_hf(store_of(tmp_path), tiny_model, save=str(tmp_path / "model"))
+    convert_hf(store_of(tmp_path), tiny_model, options=ConversionOptions(save=str(tmp_path / "model")))
     (tmp_path / "model" / "release" / "hf_assets" / "config.json").unlink()  # Megatron writes none
     words = ["--hf-checkpoint", str(tiny_model), "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
-    _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
+    check_algorithm(flags.parse(words).train, read_shape(tiny_model), None)
     (tmp_path / "model" / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(ModelError, match="iter_0000005"):
-        _check_algorithm(flags.parse(words).train, ModelShape.from_hf(tiny_model))
+        check_algorithm(flags.parse(words).train, read_shape(tiny_model), None)
 
 
 def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp_path: Path) -> None:
-    convert_hf(store_of(tmp_path), moe, save=str(tmp_path / "ours"))
+    convert_hf(store_of(tmp_path), moe, options=ConversionOptions(save=str(tmp_path / "ours")))
     (tmp_path / "ours" / "release" / "hf_assets" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no tensor|has shape"):
-        adopt_megatron(store_of(tmp_path), str(tmp_path / "ours"), tiny_model)
+        adopt_megatron(store_of(tmp_path), str(tmp_path / "ours"), Origin(tiny_model))
 
 
-# ---- the way in which convert_torch_dist_to_hf reads --------------------------------------------------------------------------
+# ---- the way in which convert_torch_dist_to_hf reads -----------------------------------------------------------------
 
 
 def tensors_by_layer_and_expert(directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Every tensor of a checkpoint as such converters take it apart: by `args` and the index alone, without any model."""
+    """Every tensor of a checkpoint as such converters take it apart: by `args` and the index alone, without any
+    model."""
     args = torch.load(directory / "common.pt", weights_only=False)["args"]
     index = pickle.loads((directory / ".metadata").read_bytes())
     assert index.storage_meta is not None
@@ -275,7 +291,10 @@ def under_hf_names(args: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {f"{prefix}self_attn.{'q' if 'q_l' in rest else 'k'}_norm.weight": tensor}
     if ".linear_fc1.weight" in rest:
         gate, up = tensor.chunk(2)
-        return {prefix + rest.replace("linear_fc1", "gate_proj"): gate, prefix + rest.replace("linear_fc1", "up_proj"): up}
+        return {
+            prefix + rest.replace("linear_fc1", "gate_proj"): gate,
+            prefix + rest.replace("linear_fc1", "up_proj"): up,
+        }
     if ".linear_fc2.weight" in rest:
         return {prefix + rest.replace("linear_fc2", "down_proj"): tensor}
     kind = rest.rsplit(".", 1)[1]
@@ -285,8 +304,8 @@ def under_hf_names(args: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}self_attn.{part}_proj.{kind}": value.flatten(0, 2) for part, value in split.items()}
 
 
-def test_a_converter_that_reads_args_and_index_finds_every_tensor(family: Path, tmp_path: Path) -> None:
-    convert_hf(store_of(tmp_path), family, save=str(tmp_path / "ours"), names="te")
+def test_converter_that_reads_args_and_index_finds_every_tensor(family: Path, tmp_path: Path) -> None:
+    convert_hf(store_of(tmp_path), family, options=ConversionOptions(save=str(tmp_path / "ours"), names="te"))
     args, state = tensors_by_layer_and_expert(tmp_path / "ours" / "release")
     config = json.loads((family / "config.json").read_text())
     assert (args.hidden_size, args.num_layers) == (config["hidden_size"], config["num_hidden_layers"])

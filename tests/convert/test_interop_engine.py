@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 from families import make_family
 
-from stages.convert.probe import TOLERANCE, compare_logits
-from stages.convert.to_torch_dist import convert_hf
-from storage.store import Store
+from penstock.stages.convert.logits import TOLERANCE, compare_logits
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.store import Store
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["moonlight", "qwen3-moe"])
 def test_engine_starts_from_transformer_engines_names(family: str, tmp_path: Path) -> None:
     source = make_family(tmp_path / "hf", family, num_hidden_layers=2)
-    convert_hf(Store(str(tmp_path / "store")), source, save=str(tmp_path / "ours"), names="te")
+    convert_hf(
+        Store(str(tmp_path / "store")), source, options=ConversionOptions(save=str(tmp_path / "ours"), names="te")
+    )
     difference = compare_logits(tmp_path / "ours" / "release", source).difference
     assert difference is not None and difference < TOLERANCE

@@ -16,13 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from engines.megatron.safe_load import COMMON, METADATA, SafeReader, read_common, read_metadata, read_object
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import _single_rank, stored_model
-from stages.convert.to_torch_dist import convert_hf
-from stages.convert.torch_dist_files import TorchDistWeights
-from storage.errors import ModelError
-from storage.store import Store
+from penstock.engines.families import read_shape
+from penstock.engines.megatron.checkpoints.layout import _single_rank, checkpoint_layout
+from penstock.engines.megatron.checkpoints.safe_load import (
+    COMMON,
+    METADATA,
+    SafeReader,
+    read_common,
+    read_metadata,
+    read_object,
+)
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.errors import ModelError
+from penstock.storage.store import Store
 
 
 class Payload:
@@ -43,7 +50,7 @@ def marker(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def original(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("converted")
-    convert_hf(Store(str(directory / "store")), tiny_model, save=str(directory / "model"))
+    convert_hf(Store(str(directory / "store")), tiny_model, options=ConversionOptions(save=str(directory / "model")))
     return directory / "model" / "release"
 
 
@@ -58,7 +65,7 @@ def check_refused(error: pytest.ExceptionInfo[ModelError], where: Path | str, ma
     assert not marker.exists()
 
 
-def test_a_payload_runs_where_nothing_is_restricted(marker: Path) -> None:
+def test_payload_runs_in_an_unrestricted_load(marker: Path) -> None:
     pickle.loads(pickle.dumps(Payload(marker)))
     assert marker.exists()
 
@@ -70,7 +77,7 @@ def test_metadata_with_a_payload_is_refused(checkpoint: Path, marker: Path, tiny
         for protocol in (2, 4, 5):
             (checkpoint / METADATA).write_bytes(pickle.dumps(content, protocol=protocol))
             with pytest.raises(ModelError) as error:
-                TorchDistWeights(checkpoint, stored_model(ModelShape.from_hf(tiny_model)))
+                TorchDistWeights(checkpoint, checkpoint_layout(read_shape(tiny_model)))
             check_refused(error, checkpoint / METADATA, marker)
             with pytest.raises(ModelError) as error:
                 SafeReader(checkpoint)
@@ -80,7 +87,7 @@ def test_metadata_with_a_payload_is_refused(checkpoint: Path, marker: Path, tiny
 @pytest.mark.parametrize(
     "name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.distributed.run", "collections.namedtuple"]
 )
-def test_names_that_are_not_listed_are_refused_before_they_are_imported(checkpoint: Path, name: str) -> None:
+def test_unlisted_names_are_refused_before_import(checkpoint: Path, name: str) -> None:
     module, _, attribute = name.rpartition(".")
     (checkpoint / METADATA).write_bytes(f"c{module}\n{attribute}\n(tR.".encode())
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
@@ -96,9 +103,9 @@ def test_metadata_that_points_outside_its_directory_is_refused(checkpoint: Path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"not a pickle", b"N."])
-def test_damaged_metadata_is_one_sentence(checkpoint: Path, content: bytes) -> None:
+def test_damaged_metadata_is_refused_in_one_line(checkpoint: Path, content: bytes) -> None:
     (checkpoint / METADATA).write_bytes(content)
-    with pytest.raises(ModelError, match="metadata cannot be read"):
+    with pytest.raises(ModelError, match="metadata"):
         read_metadata(checkpoint)
 
 
@@ -120,19 +127,21 @@ def test_common_state_with_a_payload_is_refused(checkpoint: Path, marker: Path) 
             assert not marker.exists()
 
 
-def test_a_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> None:
+def test_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> None:
     with _single_rank():
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        from engines.megatron import checkpoint as checkpoints
+        from penstock.engines.megatron.checkpoints import torch_dist as checkpoints
 
         def state(content: Any = None) -> dict[str, Any]:
             return {"random": ShardedObject("random", content, (1,), (0,))}
 
         directory = tmp_path / "training"
         directory.mkdir()
-        checkpoints.dist_checkpointing.save(state({"torch": torch.arange(3)}), str(directory), checkpoints.PlainWriter())
-        assert checkpoints._load(state(), directory)["random"]["torch"].tolist() == [0, 1, 2]
+        checkpoints.dist_checkpointing.save(
+            state({"torch": torch.arange(3)}), str(directory), checkpoints.PlainWriter()
+        )
+        assert checkpoints._load_sharded(state(), directory)["random"]["torch"].tolist() == [0, 1, 2]
         found = pickle.loads((directory / METADATA).read_bytes())
         (place,) = found.storage_data.values()
         planted = io.BytesIO()
@@ -141,11 +150,11 @@ def test_a_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) ->
         place.offset, place.length = 0, len(planted.getvalue())
         (directory / METADATA).write_bytes(pickle.dumps(found))
         with pytest.raises(ModelError) as error:
-            checkpoints._load(state(), directory)
+            checkpoints._load_sharded(state(), directory)
         check_refused(error, f"{directory}: random/shard_0_1", marker)
 
 
-def test_a_tensor_entry_with_a_payload_is_refused(checkpoint: Path, marker: Path, tiny_model: Path) -> None:
+def test_tensor_entry_with_a_payload_is_refused(checkpoint: Path, marker: Path, tiny_model: Path) -> None:
     planted = io.BytesIO()
     torch.save([Payload(marker)], planted)
     found = read_metadata(checkpoint)
@@ -154,9 +163,9 @@ def test_a_tensor_entry_with_a_payload_is_refused(checkpoint: Path, marker: Path
     for path in checkpoint.glob("*.distcp"):
         path.write_bytes(planted.getvalue())
     (checkpoint / METADATA).write_bytes(pickle.dumps(found))
-    stored = stored_model(ModelShape.from_hf(tiny_model))
+    stored = checkpoint_layout(read_shape(tiny_model))
     with pytest.raises(ModelError, match=r"\.distcp"):
-        TorchDistWeights(checkpoint, stored).fetch(next(iter(stored.pieces)))
+        TorchDistWeights(checkpoint, stored).fetch(next(iter(stored.slices)))
     assert not marker.exists()
 
 
@@ -167,7 +176,9 @@ def test_classes_of_training_scripts_become_inert(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "megatron.foreign", module)
         stream = io.BytesIO()
-        torch.save({"args": argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, backend=Backend.flash)}, stream)
+        torch.save(
+            {"args": argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, backend=Backend.flash)}, stream
+        )
     stream.seek(0)
     args = read_object(stream, "common.pt")["args"]
     assert (args.num_layers, args.params_dtype) == (2, torch.bfloat16)
@@ -175,8 +186,8 @@ def test_classes_of_training_scripts_become_inert(monkeypatch: pytest.MonkeyPatc
     assert "megatron.foreign" not in sys.modules
 
 
-def test_reading_leaves_torchs_own_list_of_allowed_classes_as_it_was(checkpoint: Path) -> None:
-    """Megatron registers `argparse.Namespace` for its own loader; torch's context manager would take it away."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        read_common(checkpoint)
-        assert torch.load(checkpoint / COMMON)["args"].num_layers == 2
+def test_reading_does_not_change_torchs_safe_globals(checkpoint: Path) -> None:
+    """Megatron registers `argparse.Namespace` for its own loader; torch's context manager would remove it."""
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    read_common(checkpoint)
+    assert torch.load(checkpoint / COMMON)["args"].num_layers == 2

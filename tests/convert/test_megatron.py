@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from engines.megatron.parallel import ParallelLayout
-from engines.megatron.shape import ModelShape
-from flows.demo_model import make_tiny_model
-from stages.convert.hf_files import HFWeights
-from stages.convert.to_hf import export_hf
-from stages.convert.to_torch_dist import convert_hf
-from storage.layouts import layout_for
-from storage.store import Store
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.flows.commands.demo_model import make_tiny_model
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.store import Store
 
 OPTIMIZER: dict[str, Any] = dict(
     lr=1e-3,
@@ -32,12 +32,12 @@ OPTIMIZER: dict[str, Any] = dict(
 
 def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout, converted: str, source: Path) -> None:
     """Load the converted model, compare every gathered weight with the source, save a training checkpoint."""
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
+    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
     init_parallel(rank, world_size, f"file://{scratch}/world", layout)
-    from engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.engine import MegatronEngine
 
-    shape = ModelShape.from_hf(source)
+    shape = read_shape(source)
     engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER)
     engine.load_weights(converted)
     names = layout_for(shape)
@@ -60,7 +60,9 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     ],
     ids=["tensor-2", "pipeline-2"],
 )
-def test_megatron_loads_it_and_its_checkpoints_come_back(layout: ParallelLayout, tied: bool, tmp_path: Path) -> None:
+def test_trainer_loads_a_converted_model_and_its_checkpoint_exports(
+    layout: ParallelLayout, tied: bool, tmp_path: Path
+) -> None:
     source = make_tiny_model(
         tmp_path / "hf", seed=5, tied=tied, hidden=32, layers=4, heads=4, groups=2, head_dim=16, ffn=48, vocab=61
     )
@@ -68,7 +70,7 @@ def test_megatron_loads_it_and_its_checkpoints_come_back(layout: ParallelLayout,
     converted = convert_hf(store, source)
     world_size = layout.tensor * layout.pipeline
     mp.spawn(rank_main, (world_size, tmp_path, layout, converted.uri, source), nprocs=world_size)
-    export = export_hf(store, tmp_path / "training", source, "exports/000000")
+    export = export_hf(store, tmp_path / "training", Origin(source), "exports/000000")
     with HFWeights(source) as expected, HFWeights(Path(store.path(export.attempt or ""))) as found:
         assert expected.info == found.info
         for name in expected.info:

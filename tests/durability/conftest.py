@@ -1,4 +1,4 @@
-"""A world for one run."""
+"""The fixture `world`: services and data for one run."""
 
 from __future__ import annotations
 

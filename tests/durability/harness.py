@@ -1,8 +1,8 @@
-"""Kills a running pipeline at exact places, from outside, and asks afterwards whether anything was lost or done twice.
+"""A harness that kills a running pipeline at failpoints, and checks afterwards that nothing was lost or done twice.
 
-`World` owns what lasts longer than a run: model, data, a Prefect server, an MLflow server, an S3 server, a standing Ray. `Pipeline` is
-one run in it: started, killed, started again. How processes stop at a place is `storage/faults.py`; which places and whom to kill is
-the callers' (matrix.py, soak.py, the tests).
+`World` owns what outlives a run: model, data, a Prefect server, an MLflow server, an S3 server, a Ray cluster.
+`Pipeline` is one run in it: started, killed, restarted. Processes stop at the points of storage/failpoints.py; the
+callers (matrix.py, soak.py, the tests) choose points and targets.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import Any
 
 import psutil
 
-from engines.ports import free_port
-from flows.demo_model import make_tiny_data, make_tiny_model
-from flows.prefect_api import LAUNCHER
-from storage.audit import audit
-from storage.faults import VARIABLE
-from storage.refs import RunKeys, commit_key
-from storage.store import Store, committed_prefixes
+from penstock.engines.ports import free_port
+from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
+from penstock.flows.runtime.prefect_api import LAUNCHER
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.failpoints import VARIABLE
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.refs import RunKeys, commit_key
+from penstock.storage.store import Store
 
 FAULTY = Path(__file__).parents[1] / "storage" / "faulty.py"
 TARGETS = ("driver", "driver, standing Ray", "engine", "trainer", "ray", "prefect", "mlflow", "tree")
-POINTS = (  # in an order in which a killed trainer is back before it is to be killed again
+POINTS = (  # in an order that lets a killed trainer restart before it is killed again
     "convert-writing",
     "eval-generating",
     "train-mid-step",
@@ -46,13 +47,12 @@ POINTS = (  # in an order in which a killed trainer is back before it is to be k
     "export-writing",
 )
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-ROUNDS = 6  # so many that every point comes up again after the one before it in POINTS
-REACH_TIMEOUT = 240.0
-END_TIMEOUT = 300.0
+ROUNDS = 6  # enough for every point to be reached after the previous one in POINTS
+REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
 
 
 class World:
-    """Everything around a run. A context manager: leaving it kills the processes it has started.
+    """The services and data of runs. A context manager, which kills its services on exit.
 
     Args:
         root: an empty directory for all of it.
@@ -72,7 +72,9 @@ class World:
             "PREFECT_HOME": str(root / "prefect"),
             "XDG_STATE_HOME": str(root / "state"),
             "OMP_NUM_THREADS": "1",
-            VARIABLE: str(root / "faults"),  # also for a standing Ray, where ranks are not the driver's children
+            VARIABLE: str(
+                root / "faults"
+            ),  # also for an existing Ray cluster, where ranks are not the driver's children
         }
         (root / "faults").mkdir()
         self.environment.pop("PREFECT_API_URL", None)
@@ -85,17 +87,18 @@ class World:
         for name in list(self._services):
             self.stop(name)
 
-    # ---- services -------------------------------------------------------------------------------------------------------
+    # ---- services ----------------------------------------------------------------------------------------------------
 
     def start_prefect(self) -> None:
-        """The Prefect server of all runs from now on, started again at the same address; without it every run has its own."""
+        """Start the Prefect server of all further runs, again at the same address after a kill. Without it every run
+        has its own."""
         address = self.environment.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
         port = address.rpartition(":")[2].removesuffix("/api")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
         self._start("prefect", command, f"{address}/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
 
     def flow_states(self) -> list[str]:
-        """States of all flow runs that the Prefect server knows, the oldest first."""
+        """Return the states of all flow runs on the Prefect server, the oldest first."""
         request = urllib.request.Request(
             f"{self.environment['PREFECT_API_URL']}/flow_runs/filter",
             data=json.dumps({"sort": "START_TIME_ASC"}).encode(),
@@ -105,27 +108,52 @@ class World:
             return [run["state_name"] for run in json.load(answer)]
 
     def start_mlflow(self) -> None:
-        """The MLflow server of all runs; started again at the same address after a kill."""
+        """Start the MLflow server of all runs, again at the same address after a kill."""
         if "MLFLOW_TRACKING_URI" not in self.environment:
             self.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"
         address = self.environment["MLFLOW_TRACKING_URI"]
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            address.rpartition(":")[2],
+        ]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.root / 'mlflow.db'}"]
         command += ["--artifacts-destination", str(self.root / "mlartifacts")]
         self._start("mlflow", command, f"{address}/health", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false")
 
     def start_s3(self, faults: float = 0.0) -> dict[str, Any]:
-        """A real S3 API with the bucket `bucket`, a share of whose calls goes wrong. Returns the options of its file system."""
+        """Start a real S3 API with the bucket `bucket`, of whose calls a fraction fails. Return the options of its file
+        system."""
         from s3fs import S3FileSystem
 
         address = f"http://127.0.0.1:{free_port()}"
         options: dict[str, Any] = {"endpoint_url": address, "key": "test", "secret": "test"}
-        command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
+        command = [
+            str(Path(sys.executable).with_name("moto_server")),
+            "-H",
+            "127.0.0.1",
+            "-p",
+            address.rpartition(":")[2],
+        ]
         self._start("s3", command, address)
         S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
         if faults:
             port_file = self.root / "faulty.port"
-            command = [sys.executable, str(FAULTY), "--target", address, "--port-file", str(port_file), "--rate", str(faults)]
+            command = [
+                sys.executable,
+                str(FAULTY),
+                "--target",
+                address,
+                "--port-file",
+                str(port_file),
+                "--rate",
+                str(faults),
+            ]
             self._start("faulty", [*command, "--hang-seconds", "3"], None)
             while not port_file.exists() or not port_file.read_text().strip():
                 time.sleep(0.1)
@@ -134,15 +162,26 @@ class World:
         return options
 
     def injected(self) -> dict[str, int]:
-        """How often the faulty S3 has done what; `calls` are all of them."""
+        """Return the number of injected faults by kind; `calls` is the number of all calls."""
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._faulty}/-/faults") as answer:
             return json.load(answer)
 
     def start_ray(self) -> str:
-        """A standing Ray; returns its address. Runs get its token through the environment."""
-        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+        """Start a Ray cluster and return its address. Runs get its token through the environment."""
+        self.environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": os.urandom(32).hex(),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         port = free_port()
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            "--node-ip-address",
+            "127.0.0.1",
+        ]
         command += ["--port", str(port), "--include-dashboard", "false", "--object-store-memory", str(200 << 20)]
         command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
         self._start("ray", command, None)
@@ -154,7 +193,7 @@ class World:
         return f"127.0.0.1:{port}"
 
     def family(self, name: str) -> list[psutil.Process]:
-        """A service's process and everything below it."""
+        """Return a service's process and its descendants."""
         return family(self._services[name].pid) if name in self._services else []
 
     def stop(self, name: str) -> None:
@@ -166,7 +205,11 @@ class World:
     def _start(self, name: str, command: list[str], ready: str | None, **environment: str) -> None:
         with (self.root / f"{name}.log").open("ab") as log:
             self._services[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**self.environment, **environment}, preexec_fn=die_with_parent
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self.environment, **environment},
+                preexec_fn=die_with_parent,
             )
         deadline = time.monotonic() + 120
         while ready and not answers(ready):
@@ -175,15 +218,15 @@ class World:
 
 
 class Pipeline:
-    """The run of a world: `penstock train`, killed and started again until it ends by itself.
+    """A run of `penstock train` that is killed and restarted until it finishes.
 
     Args:
-        world: around it.
+        world: its services and data.
         run: its name.
-        store: where it lies.
-        flags: what to run.
+        store: URI of the store.
+        flags: of the run.
         options: of the store's file system.
-        ray_address: of a standing Ray.
+        ray_address: of an existing Ray cluster.
     """
 
     def __init__(
@@ -209,15 +252,15 @@ class Pipeline:
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
 
-    # ---- life -----------------------------------------------------------------------------------------------------------
+    # ---- start and end -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, or go on: by the same command at first and every other time, by `penstock resume` in between."""
+        """Start or resume the run, alternately by the same command and by `penstock resume`."""
         words = ["resume", self.keys.run, *self._place] if self.num_starts % 2 else ["train", *self._flags]
         self.num_starts += 1
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", *words],
+                [sys.executable, "-m", "penstock", *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.world.environment,
@@ -226,17 +269,17 @@ class Pipeline:
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
+        """Return the process id of the driver."""
         assert self._process is not None
         return self._process.pid
 
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while the driver runs."""
         assert self._process is not None
         return self._process.poll()
 
     def wait(self, timeout: float = END_TIMEOUT) -> int:
-        """Wait for its end. Returns the exit code."""
+        """Wait for the end of the driver and return its exit code."""
         assert self._process is not None
         try:
             return self._process.wait(timeout)
@@ -244,15 +287,15 @@ class Pipeline:
             raise AssertionError(f"it did not end within {timeout:.0f} s:\n{self.tail()}") from None
 
     def tail(self, size: int = 4000) -> str:
-        """The end of its output."""
+        """Return the end of the output."""
         return self.log.read_text(errors="replace")[-size:]
 
     def run_until(self, reached: Callable[[], bool], timeout: float = REACH_TIMEOUT) -> bool:
-        """Let it run until `reached()`; it is started (again) if it is not running. False if it ended well before."""
+        """Run until `reached()`, restarting the driver if needed. Return False if the run finished before."""
         deadline = time.monotonic() + timeout
         while not reached():
             if self._process is None or (self.returncode() or 0) != 0:
-                assert self.num_starts < 60, f"it is started again and again:\n{self.tail()}"
+                assert self.num_starts < 60, f"too many restarts:\n{self.tail()}"
                 self.start()
             if self.returncode() == 0:
                 return reached()
@@ -260,24 +303,24 @@ class Pipeline:
             time.sleep(0.01)
         return True
 
-    # ---- faults ---------------------------------------------------------------------------------------------------------
+    # ---- faults ------------------------------------------------------------------------------------------------------
 
     def arm(self, point: str) -> None:
-        """The next process that reaches `point` stops there."""
+        """Make the next process that reaches `point` wait there."""
         (self.faults / point).touch()
 
     def is_at(self, point: str) -> bool:
-        """Whether a process stands at `point`."""
+        """Return whether a process waits at `point`."""
         return (self.faults / f"{point}.reached").exists()
 
-    def let_go(self, point: str) -> None:
-        """Let it go on from there."""
+    def release(self, point: str) -> None:
+        """Release the process that waits at `point`."""
         (self.faults / f"{point}.reached").unlink()
 
     def strike(self, target: str, patience: float | None = None) -> int:
-        """SIGKILL the target's processes. Returns how many there were; 0 if none appeared within `patience` seconds."""
+        """Kill the target's processes. Return their number, 0 if none appeared within `patience` seconds."""
         deadline = time.monotonic() + ((60 if target == "prefect" else 15) if patience is None else patience)
-        while not (victims := self.victims(target)):  # about to be started (again)
+        while not (victims := self.victims(target)):  # being started
             if time.monotonic() > deadline:
                 return 0
             time.sleep(0.1)
@@ -288,9 +331,11 @@ class Pipeline:
         if target in ("driver", "tree"):
             assert self._process is not None
             self._process.wait(30)
-            # Ray's two agents try for a minute to reach their dead server before they end, and do nothing meanwhile
+            # Ray's two agents retry for a minute to reach their dead server before they exit.
             others = [
-                process for process, words in everything.items() if not words.startswith(RAY_AGENTS) and process.pid != self.pid
+                process
+                for process, words in everything.items()
+                if not words.startswith(RAY_AGENTS) and process.pid != self.pid
             ]
             _, alive = psutil.wait_procs(others, timeout=30)
             assert not alive, f"outlived their killed driver: {[everything[process] for process in alive]}"
@@ -299,8 +344,8 @@ class Pipeline:
             self._process.wait(30)
         return len(victims)
 
-    def victims(self, target: str) -> list[psutil.Process]:
-        """The processes that make up a target."""
+    def victims(self, target: str) -> list[psutil.Process]:  # noqa: C901, a row per target
+        """Return the processes of a target."""
         ours, ray = family(self.pid), self.world.family("ray")
 
         def running(*words: str) -> list[psutil.Process]:
@@ -313,9 +358,9 @@ class Pipeline:
                 return ours
             case "engine":
                 return running("engines/sglang/launch.py")
-            case "scheduler":  # of an engine: the process that holds the model
+            case "scheduler":  # the engine's process with the model
                 return running("sglang::scheduler")
-            case "trainer":  # a conversion and an export happen in a process of their own
+            case "trainer":  # conversion and export run in their own processes
                 return running("ray::convert_hf", "ray::export_hf") or running("ray::TrainActor")
             case "ray":
                 return [process for process in ours if name(process) in ("gcs_server", "raylet")]
@@ -329,51 +374,54 @@ class Pipeline:
                 return self.world.family("mlflow")
         raise AssertionError(f"unknown target {target!r}")
 
-    # ---- what must hold -------------------------------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------------------
 
     def commits(self) -> dict[str, bytes]:
-        """All commit records of the run as they stand."""
+        """Return all commit records of the run."""
         keys = [commit_key(prefix) for prefix in committed_prefixes(self.store, self.keys)]
         return {key: data for key in keys if (data := self.store.read(key)) is not None}
 
     def check(self, hashes: bool = True) -> dict[str, int]:
-        """Nothing lost, nothing done twice: every hash, reference, sample id and prompt. Returns what was counted."""
-        found = audit(self.store, self.keys, hashes=hashes)
-        assert not found.problems, "\n".join(found.problems)
-        return {name: value for name, value in vars(found).items() if name.startswith("num_")}
+        """Check that nothing was lost or done twice, by the audit. Return its counts."""
+        result = audit(self.store, self.keys, hashes=hashes)
+        assert not result.problems, "\n".join(result.problems)
+        return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 
     def replay(self) -> int:
-        """A clean replay of the run's own commits gives the same weights, bit for bit. Returns the number of rounds."""
+        """Check that a replay of the commits gives the same weights, bit for bit. Return the number of rounds."""
         report = self.world.root / f"{self.keys.run}-replay.json"
-        command = [sys.executable, "-m", "flows.cli", "replay", self.keys.run, *self._place, "--json", str(report)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=self.world.environment, check=False)
+        command = [sys.executable, "-m", "penstock", "replay", self.keys.run, *self._place, "--json", str(report)]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, env=self.world.environment, check=False
+        )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         replayed = json.loads(report.read_text())
-        for rollout_id, found in replayed.items():
+        for rollout_id, round in replayed.items():
             commit = self.store.committed(self.keys.step(int(rollout_id)))
-            assert commit is not None and commit.state["digest"] == found["digest"], f"round {rollout_id} differs"
-            assert found["verdict"] == "equal bit for bit", f"round {rollout_id}: {found['verdict']}"
+            assert commit is not None and commit.state["digest"] == round["digest"], f"round {rollout_id} differs"
+            assert round["verdict"] == "equal bit for bit", f"round {rollout_id}: {round['verdict']}"
         return len(replayed)
 
 
 def tiny_flags(world: World, rounds: int = ROUNDS) -> list[str]:
-    """Flags of a run of a few rounds of a second each, with everything in it that can be killed."""
+    """Return the flags of a run of a few rounds of one second, with everything that can be killed."""
     text = f"""
         --hf-checkpoint {world.model} --prompt-data {world.train_data} --input-key prompt --label-key label
-        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {rounds} --save-interval 1 --keep-checkpoints 2
-        --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24 --rollout-sampling ignore_eos=true
-        --over-sampling-batch-size 12 --partial-rollout
-        --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01 --max-tokens-per-gpu 1024
-        --eval-prompt-data tiny {world.eval_data} --eval-interval 3 --trainer-threads 1 --rollout-journal-interval 0.2
+        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {rounds} --save-interval 1
+        --keep-checkpoints 2 --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24
+        --rollout-sampling ignore_eos=true --over-sampling-batch-size 12 --partial-rollout
+        --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01
+        --max-tokens-per-gpu 1024 --eval-prompt-data tiny {world.eval_data} --eval-interval 3 --trainer-threads 1
+        --rollout-journal-interval 0.2
     """
     return text.split()
 
 
-# ---- processes --------------------------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and everything below it; empty if it is gone."""
+    """Return a process and its descendants; empty if it has ended."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -382,7 +430,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def command(process: psutil.Process) -> str:
-    """A process's command line; empty if it is gone."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return " ".join(process.cmdline()).strip()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -390,7 +438,7 @@ def command(process: psutil.Process) -> str:
 
 
 def name(process: psutil.Process) -> str:
-    """A process's name; empty if it is gone."""
+    """Return the name of a process; empty if it has ended."""
     try:
         return process.name()
     except psutil.NoSuchProcess:
@@ -398,18 +446,18 @@ def name(process: psutil.Process) -> str:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL, all at once, and wait until those are gone that are not our own children (whose Popen must hear how they ended)."""
+    """Kill processes, and wait for the end of those that are not our children (Popen must collect their exit codes)."""
     for process in processes:
         try:
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
-            continue  # it died with another one
+            continue  # it ended with another process
     children = {child.pid for child in psutil.Process().children()}
     psutil.wait_procs([process for process in processes if process.pid not in children], timeout=30)
 
 
 def answers(address: str) -> bool:
-    """Whether something answers there, whatever it says."""
+    """Return whether a server answers at an address, with any status."""
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=5).close()
     except urllib.error.HTTPError:
@@ -420,5 +468,5 @@ def answers(address: str) -> bool:
 
 
 def die_with_parent() -> None:
-    """In a child: end when the harness ends."""
+    """Make a child process end with the harness."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

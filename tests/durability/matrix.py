@@ -1,10 +1,11 @@
-"""The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; a test runs it in short form.
+"""The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; a test runs
+it in short form.
 
-    python tests/durability/matrix.py --results matrix.jsonl                everything (hours on 2 cores; ended and called again, it goes on)
+    python tests/durability/matrix.py --results matrix.jsonl                everything (hours on 2 cores), resumable
     python tests/durability/matrix.py --results matrix.jsonl --table        the table of what was done so far
 
-One run per target and store is killed at all boundaries, one after the other, and has to end by itself in between. Finished runs are
-in the results file and are not done again.
+One run per target and store is killed at all boundaries, one after the other, and has to end by itself in between.
+Finished runs are in the results file and are not done again.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ STORES = ("local", "s3")
 
 
 def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Kill `target` at `point` for every pair, in this order, let the run end, and check it. Returns a record for every kill.
+    """Kill `target` at `point` for every pair, in this order, let the run end, and check it. Returns a record for every
+    kill.
 
     Raises:
-        AssertionError: something was lost, done twice, left running, or the run did not go on.
+        AssertionError: something was lost, done twice, left running, or the run did not continue.
     """
     kills = []
     standing: dict[str, bytes] = {}
@@ -46,10 +48,18 @@ def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dic
         standing = before
         num_killed = pipeline.strike(target)
         if number + 1 < len(schedule):
-            pipeline.arm(schedule[number + 1][0])  # not before: a rank that is to die beside its driver could get there
-        pipeline.let_go(point)
+            pipeline.arm(
+                schedule[number + 1][0]
+            )  # only now: a rank that dies with its driver could reach the point earlier
+        pipeline.release(point)
         kills.append(
-            {"point": point, "target": target, "num_killed": num_killed, "seconds": time.monotonic() - start, "starts": starts}
+            {
+                "point": point,
+                "target": target,
+                "num_killed": num_killed,
+                "seconds": time.monotonic() - start,
+                "starts": starts,
+            }
         )
         print(f"  {point:<26} {target:<22} {num_killed} killed", flush=True)
     pipeline.run_until(lambda: False)
@@ -59,13 +69,13 @@ def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dic
 
 
 def verdict(pipeline: Pipeline) -> dict[str, Any]:
-    """What is checked when a killed run has ended."""
+    """Check a killed run after its end; return the results."""
     counts = pipeline.check()
     return {"starts": pipeline.num_starts, "replayed_rounds": pipeline.replay(), **counts}
 
 
 def one_run(root: Path, store: str, target: str, points: Sequence[str]) -> dict[str, Any]:
-    """One target, all boundaries."""
+    """Kill one target at all boundaries."""
     with World(root) as world:
         if target != "prefect":  # else every run starts its own, which is the one to kill
             world.start_prefect()
@@ -86,7 +96,7 @@ def one_run(root: Path, store: str, target: str, points: Sequence[str]) -> dict[
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Targets x boundaries: kills that were survived, local / S3; `-` where there was nothing to kill."""
+    """Print targets x boundaries: survived kills, local / S3; `-` where nothing could be killed."""
     lines = ["| boundary | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
     for point in POINTS:
         cells = []
@@ -109,7 +119,9 @@ def main() -> int:
     parser.add_argument("--points", nargs="+", default=POINTS, choices=POINTS)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    results = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    results = (
+        [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    )
     failed = 0
     for store in options.stores if not options.table else ():
         for target in options.targets:

@@ -1,10 +1,12 @@
-"""Pairs of faults 1 to 10 seconds apart, at random moments of short runs. A program; a test marked `full` runs one seed.
+"""Pairs of faults 1 to 10 seconds apart, at random moments of short runs. A program; a test marked `full` runs one
+seed.
 
     python tests/durability/pairs.py --results pairs.jsonl --seeds 0 1 2 3 4 5          60 pairs in six runs
 
-The second fault finds the run while it recovers from the first one: a replacement engine that loads, a Ray that starts, a driver that
-looks for its commits. Every run must end by itself, without a finding of `penstock verify`, and all its rounds must replay bit for bit.
-A run that commits nothing for PATIENCE seconds after a pair hangs: the stacks of its threads are appended to its log, and the program fails.
+The second fault finds the run while it recovers from the first one: a replacement engine that loads, a Ray that starts,
+a driver that looks for its commits. Every run must end by itself, without a finding of `penstock verify`, and all its
+rounds must replay bit for bit. A run that commits nothing for PATIENCE seconds after a pair hangs: the stacks of its
+threads are appended to its log, and the program fails.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ from harness import Pipeline, World, tiny_flags
 
 TARGETS = ("engine", "scheduler", "trainer", "raylet", "gcs", "runtime-env-agent", "prefect", "driver", "tree")
 PATIENCE = 420.0  # seconds after a fault without a commit: a hang. Ray's longest wait is 60 s, and a stage is retried
-APPEARS = 20.0  # seconds that the first target of a pair is waited for; the second one is whatever is there after the gap
-SLOW = ("--rollout-max-response-len", "64", "--sglang-max-running-requests", "4")  # rounds of 10 s and more on two cores
+APPEARS = 20.0  # seconds to wait for the first target of a pair; the second is any target that exists after the gap
+SLOW = (
+    "--rollout-max-response-len",
+    "64",
+    "--sglang-max-running-requests",
+    "4",
+)  # rounds of 10 s and more on two cores
 
 
 class Progress:
-    """The number of commits of a run, and since when it has not changed."""
+    """The number of commits of a run, and the time of its last change."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -50,7 +57,9 @@ class Progress:
         time.sleep(0.3)
         kinds = ("rollouts", "steps", "checkpoints", "exports")
         lists = [self.pipeline.store.list(f"{self.pipeline.keys.prefix}/{kind}") for kind in kinds]
-        count = sum(name.endswith(".commit.json") or name.endswith(".expired.json") for names in lists for name in names)
+        count = sum(
+            name.endswith(".commit.json") or name.endswith(".expired.json") for names in lists for name in names
+        )
         if count != self.count:
             self.count, self.since = count, time.monotonic()
         silent = time.monotonic() - self.since
@@ -62,7 +71,8 @@ class Progress:
 
 
 def fire(pipeline: Pipeline, progress: Progress, targets: Sequence[str], patience: float) -> tuple[str, int]:
-    """Kill the first of the targets that is there, waiting for one if need be. Returns it, and the number of killed processes."""
+    """Kill the first of the targets that exists, after waiting for one if needed. Return it and the number of killed
+    processes."""
     deadline = time.monotonic() + patience
 
     def present() -> str | None:
@@ -94,13 +104,13 @@ def one_pair(pipeline: Pipeline, progress: Progress, rng: random.Random) -> dict
 
 
 def let_run(pipeline: Pipeline, progress: Progress, seconds: float) -> None:
-    """Let the run go on for so long; it is started again if it was killed."""
+    """Let the run continue for some seconds; restart it if it was killed."""
     due = time.monotonic() + seconds
     pipeline.run_until(lambda: progress.look() >= 0 and time.monotonic() > due)
 
 
 def one_run(root: Path, seed: int, num_pairs: int, num_rounds: int) -> dict[str, Any]:
-    """A run of `num_rounds` rounds with at most `num_pairs` pairs; checked, and replayed."""
+    """Run `num_rounds` rounds with at most `num_pairs` pairs of faults, then check and replay the run."""
     rng = random.Random(seed)
     with World(root) as world:
         world.environment["PYTHONFAULTHANDLER"] = "1"
@@ -133,7 +143,9 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10, help="in each run")
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
-    results = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    results = (
+        [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    )
     failed = 0
     for seed in options.seeds:
         if any(result["seed"] == seed for result in results):
@@ -150,7 +162,8 @@ def main() -> int:
         shutil.rmtree(root)
     executed = sum(result["executed"] for result in results)
     print(
-        f"{executed} pairs in {len(results)} runs, {sum(result['replayed'] for result in results)} rounds replayed, {failed} failed"
+        f"{executed} pairs in {len(results)} runs, {sum(result['replayed'] for result in results)} rounds replayed, "
+        f"{failed} failed"
     )
     return 1 if failed else 0
 

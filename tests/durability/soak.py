@@ -1,10 +1,11 @@
-"""The soak: the demo's GRPO run, killed at random again and again, learns what the run without kills learns. A program; a test runs it short.
+"""The soak: the demo's GRPO run, killed at random again and again, learns what the run without kills learns. A program;
+a test runs it short.
 
     python tests/durability/soak.py --directory soak                three demos without kills, then 60 rounds with them
 
-In every round, with probability 0.1, a random target is killed at a random moment, and in the middle the Prefect server is away for a
-minute. The run goes on by itself or is started again. At the end its reward may differ from the undisturbed run's by no more than seeds differ from each other, and a clean replay must give its
-weights, bit for bit.
+In every round, with probability 0.1, a random target is killed at a random moment, and in the middle the Prefect server
+is away for a minute. The run recovers by itself or is restarted. At the end its reward may differ from the
+undisturbed run's by no more than seeds differ from each other, and a clean replay must give its weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Pipeline, World
 
-from flows.config import read_toml
-from flows.demo import RECIPES
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.flows.commands.demo import RECIPES
+from penstock.flows.config import read_toml
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 SOAK_TARGETS = ("driver", "engine", "trainer", "ray", "tree")
 SEEDS = (0, 1, 2)
@@ -34,7 +35,7 @@ LAST = 10  # rounds whose mean reward is compared
 
 
 def soak(pipeline: Pipeline, num_rounds: int, probability: float, seed: int, outage: float) -> dict[str, int]:
-    """Let a run of `num_rounds` rounds end, killing as it goes; half way the Prefect server is away for `outage` seconds. Returns how
+    """Run `num_rounds` rounds with random kills; half-way the Prefect server is down for `outage` seconds. Return how
     often each target was killed."""
     rng, killed = random.Random(seed), dict.fromkeys(SOAK_TARGETS, 0)
     for rollout_id in range(num_rounds):
@@ -50,35 +51,36 @@ def soak(pipeline: Pipeline, num_rounds: int, probability: float, seed: int, out
 
 
 def without_prefect(pipeline: Pipeline, seconds: float) -> None:
-    """The Prefect server goes away and comes back."""
+    """Stop the Prefect server and start it again."""
     pipeline.world.stop("prefect")
     back = time.monotonic() + seconds
     ended = not pipeline.run_until(lambda: time.monotonic() > back)
-    assert not ended, f"it ended without having told Prefect:\n{pipeline.tail()}"
+    assert not ended, f"the run ended without reporting it to Prefect:\n{pipeline.tail()}"
     pipeline.world.start_prefect()
 
 
 def committed(pipeline: Pipeline, rollout_id: int) -> bool:
-    """Whether a round is trained."""
+    """Return whether a round was trained."""
     return pipeline.store.committed(pipeline.keys.step(rollout_id)) is not None
 
 
 def last_reward(store: Store, keys: RunKeys) -> float:
-    """Mean reward of the last rounds."""
+    """Return the mean reward of the last rounds."""
     rounds = store.committed_indices(f"{keys.prefix}/rollouts")[-LAST:]
     commits = [store.committed(keys.rollout(rollout_id)) for rollout_id in rounds]
     return statistics.mean(commit.summary["rollout/raw_reward"] for commit in commits if commit)
 
 
 def demo_flags(demo: Path, seed: int, num_rounds: int) -> list[str]:
-    """The demo's second half as flags, on what the first half of a demo in `demo` has exported."""
+    """Return the flags of the demo's second half, on the export of the first half in `demo`."""
     sft = RunKeys(f"demo-sft-seed{seed}")
     store = Store(str(demo / "store"))
     commit = store.committed(sft.export(store.committed_indices(f"{sft.prefix}/exports")[-1]))
     assert commit is not None and commit.attempt is not None
     data = demo / "inputs" / f"data-seed{seed}"
-    words = f"""--config {RECIPES / "demo-grpo.toml"} --num-rollout {num_rounds} --hf-checkpoint {store.path(commit.attempt)}
-        --prompt-data {data / "train.jsonl"} --rollout-seed {seed} --seed {seed} --eval-prompt-data heldout {data / "heldout.jsonl"}"""
+    words = f"""--config {RECIPES / "demo-grpo.toml"} --num-rollout {num_rounds}
+        --hf-checkpoint {store.path(commit.attempt)} --prompt-data {data / "train.jsonl"}
+        --rollout-seed {seed} --seed {seed} --eval-prompt-data heldout {data / "heldout.jsonl"}"""
     return words.split()
 
 
@@ -92,7 +94,16 @@ def main() -> int:
     num_rounds = read_toml(RECIPES / "demo-grpo.toml")["run"]["num_rollout"]
     rewards = []
     for seed in SEEDS:
-        command = [sys.executable, "-m", "flows.cli", "demo", "--seed", str(seed), "--directory", str(options.directory / "demo")]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "demo",
+            "--seed",
+            str(seed),
+            "--directory",
+            str(options.directory / "demo"),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         rewards.append(last_reward(Store(str(options.directory / "demo" / "store")), RunKeys(f"demo-grpo-seed{seed}")))
         print(f"seed {seed} without kills: reward {rewards[-1]:.3f}", flush=True)
@@ -100,15 +111,20 @@ def main() -> int:
     root.mkdir()
     with World(root) as world:
         world.start_prefect()
-        pipeline = Pipeline(world, "soak", str(root / "store"), demo_flags(options.directory / "demo", SEEDS[0], num_rounds))
+        pipeline = Pipeline(
+            world, "soak", str(root / "store"), demo_flags(options.directory / "demo", SEEDS[0], num_rounds)
+        )
         killed = soak(pipeline, num_rounds, options.probability, options.seed, options.outage)
         reward = last_reward(pipeline.store, pipeline.keys)
         print(f"killed {killed}, started {pipeline.num_starts} times: reward {reward:.3f}", flush=True)
         print(f"flow runs: {', '.join(world.flow_states())}", flush=True)
         print(f"checked: {pipeline.check()}; replayed {pipeline.replay()} rounds bit for bit", flush=True)
     spread = max(rewards) - min(rewards)
-    good = abs(reward - rewards[0]) <= spread  # no further from its own seed's run than the seeds are from each other
-    print(f"without kills {min(rewards):.3f} to {max(rewards):.3f}: {'within' if good else 'NOT within'} the spread of the seeds")
+    good = abs(reward - rewards[0]) <= spread  # the difference to the undisturbed run is within that between seeds
+    print(
+        f"without kills {min(rewards):.3f} to {max(rewards):.3f}: "
+        f"{'within' if good else 'NOT within'} the spread of the seeds"
+    )
     return 0 if good else 1
 
 

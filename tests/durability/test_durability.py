@@ -1,4 +1,5 @@
-"""What the driver owns dies with it and comes back; a checkpoint is written beside the next rollout; SIGTERM ends a run in order."""
+"""Kills and SIGTERM: processes of a killed driver are restored, checkpoints overlap with the next rollout, and a
+stopped run resumes."""
 
 from __future__ import annotations
 
@@ -13,28 +14,31 @@ from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 from soak import soak
 
-from storage.shards import read_samples
+from penstock.storage.samples.shards import read_samples
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 LONG_ROUNDS = 3  # of 17 s each, which a signal finds in the middle
 
 
-def test_what_the_driver_owns_dies_with_it_and_comes_back(world: World) -> None:
+def test_processes_of_a_killed_driver_end_and_are_restored(world: World) -> None:
     pipeline = Pipeline(world, "owned", str(world.root / "store"), tiny_flags(world, rounds=4))
-    kills = kill_at(pipeline, [("rollout-before-upload", "prefect"), ("train-mid-step", "tree"), ("publish-after", "ray")])
+    kills = kill_at(
+        pipeline, [("rollout-before-upload", "prefect"), ("train-mid-step", "tree"), ("publish-after", "ray")]
+    )
     assert all(kill["num_killed"] for kill in kills)
     assert pipeline.num_starts == 2, "only the whole tree needs another start"
     assert verdict(pipeline)["replayed_rounds"] == 4
     with sqlite3.connect(f"file:{pipeline.store.path('mlflow/mlflow.db')}?mode=ro", uri=True) as database:
         points = database.execute("select key, step, count(*) from metrics group by run_uuid, key, step").fetchall()
-    assert ("perf/update_weights_time", 0, 1) in points, "published again after faults, told once"
+    assert ("perf/update_weights_time", 0, 1) in points, "published again after faults, logged once"
     assert [point for point in points if point[2] > 1] == []
 
 
-def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: World) -> None:
-    """SIGTERM in mid-rollout: finished groups are journalled, the exit code says "stopped", and the next start generates only the rest.
-    Before that, the checkpoint of the round before is still being written while this round is generated."""
+def test_a_stopped_run_keeps_finished_work_and_resumes(world: World) -> None:
+    """SIGTERM during a rollout: finished groups are journalled, the exit code is 143, and the next start generates only
+    the rest. Before that, the checkpoint of the round before is still being written while this round
+    is generated."""
     world.start_prefect()
     flags = [
         *tiny_flags(world, LONG_ROUNDS),
@@ -48,11 +52,13 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
     pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
     stopped_in = half_done(pipeline)
     first = pipeline.keys.rollout(stopped_in)
-    assert pipeline.is_at("checkpoint-saving") and pipeline.store.committed(pipeline.keys.checkpoint(stopped_in)) is None
-    pipeline.let_go("checkpoint-saving")
+    assert (
+        pipeline.is_at("checkpoint-saving") and pipeline.store.committed(pipeline.keys.checkpoint(stopped_in)) is None
+    )
+    pipeline.release("checkpoint-saving")
     os.kill(pipeline.pid, signal.SIGTERM)
     assert pipeline.wait() == 143, pipeline.tail()
-    assert "the same command goes on" in pipeline.tail()
+    assert "cancelled on request" in pipeline.tail() and "the same command" in pipeline.tail()
     assert pipeline.store.committed(first) is None, "the rollout was over before the signal; make it longer"
     pipeline.run_until(lambda: False)
     commit = pipeline.store.committed(first)
@@ -67,8 +73,9 @@ def test_asked_to_stop_it_keeps_what_is_finished_and_goes_on_from_there(world: W
 
 
 def half_done(pipeline: Pipeline) -> int:
-    """Run to the middle of a rollout, some groups journalled, while the checkpoint before it is being written. On a crowded machine the
-    first such rollout may be over before anything is journalled: then the next one. Returns which it is."""
+    """Run to the middle of a rollout, some groups journalled, while the checkpoint before it is being written. On a
+    crowded machine the first such rollout may be over before anything is journalled: then the next one. Returns
+    which it is."""
     for rollout_id in range(1, LONG_ROUNDS):
         rollout = pipeline.keys.rollout(rollout_id)
 
@@ -82,12 +89,12 @@ def half_done(pipeline: Pipeline) -> int:
         pipeline.run_until(lambda: pipeline.is_at("checkpoint-saving"))
         if journalled() and pipeline.store.committed(rollout) is None:
             return rollout_id
-        pipeline.let_go("checkpoint-saving")
+        pipeline.release("checkpoint-saving")
     raise AssertionError(f"nothing was journalled in {LONG_ROUNDS - 1} rollouts:\n{pipeline.tail()}")
 
 
-def test_killed_at_random_again_and_again_it_loses_nothing(world: World) -> None:
-    """The soak in short form (soak.py has the whole one, with a model that learns and a longer outage)."""
+def test_repeated_random_kills_lose_nothing(world: World) -> None:
+    """The short form of soak.py, which uses a model that learns and a longer outage."""
     world.start_prefect()
     pipeline = Pipeline(world, "soaked", str(world.root / "store"), tiny_flags(world))
     killed = soak(pipeline, ROUNDS, probability=0.5, seed=2, outage=10)

@@ -1,4 +1,4 @@
-"""The kill matrix in short form: every boundary once, every target somewhere (the whole one is matrix.py)."""
+"""The short form of the kill matrix (matrix.py): every boundary once, every target at least once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUNDS = 4
 
 
 @pytest.mark.integration
-def test_every_boundary_on_a_faulty_object_store_with_actors_that_outlive_the_driver(world: World) -> None:
+def test_kills_at_every_boundary_on_a_faulty_object_store_with_detached_actors(world: World) -> None:
     driver = "driver, standing Ray"
     world.start_prefect()
     world.start_mlflow()
@@ -35,6 +35,10 @@ def test_every_boundary_on_a_faulty_object_store_with_actors_that_outlive_the_dr
         "others than the driver are replaced in the run"
     )
     found = verdict(pipeline)
-    assert found["replayed_rounds"] == ROUNDS and found["num_samples"] == ROUNDS * 8 * 4 and found["num_prompts"] == ROUNDS * 8
+    assert (
+        found["replayed_rounds"] == ROUNDS
+        and found["num_samples"] == ROUNDS * 8 * 4
+        and found["num_prompts"] == ROUNDS * 8
+    )
     injected = world.injected()
     assert sum(injected.values()) - injected["calls"] > 20

@@ -1,4 +1,4 @@
-"""The disk of the store fills up in the middle of a run, and somebody makes room minutes later."""
+"""The disk of the store fills up during a run, and space is freed minutes later."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matrix import verdict
 
 @pytest.mark.integration
 @pytest.mark.parametrize("small_disk", ["256m"], indirect=True)
-def test_a_run_waits_for_room_and_goes_on(world: World, small_disk: Path, fill: Callable[[Path], Path]) -> None:
+def test_a_run_waits_for_disk_space_and_resumes(world: World, small_disk: Path, fill: Callable[[Path], Path]) -> None:
     pipeline = Pipeline(world, "full", str(small_disk / "store"), tiny_flags(world, rounds=2))
     pipeline.arm("rollout-before-upload")
     assert pipeline.run_until(lambda: pipeline.is_at("rollout-before-upload"))
     filler = fill(small_disk)
-    pipeline.let_go("rollout-before-upload")
+    pipeline.release("rollout-before-upload")
     waiting = f"no room is left in {small_disk}"
     deadline = time.monotonic() + 300
     while waiting not in pipeline.tail(20_000).replace("\n", " "):

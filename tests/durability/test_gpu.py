@@ -1,6 +1,7 @@
-"""The same kills on a GPU, with weights over CUDA IPC and kernels that give the same bits every time.
+"""The same kills on a GPU, with weights over CUDA IPC and deterministic kernels.
 
-PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance --sglang-pythonpath.
+PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance
+--sglang-pythonpath.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.timeout(900)
-def test_killed_on_a_gpu_nothing_is_lost(tmp_path: Path) -> None:
+def test_kills_on_a_gpu_lose_nothing(tmp_path: Path) -> None:
     size = dict(hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960)
     with World(tmp_path, **size) as world:
         further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))

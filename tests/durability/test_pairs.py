@@ -1,4 +1,4 @@
-"""Two faults within seconds: the second one finds the run while it recovers from the first."""
+"""Two faults within seconds: the second one occurs while the run recovers from the first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pairs import PATIENCE, SLOW, Progress, one_pair
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(900)
-def test_our_ray_dies_while_a_replacement_engine_starts_and_the_run_completes(world: World) -> None:
-    """The hang of issue 11, item 17: nobody asked whether Ray lived while the new engine was waited for, for up to 22 minutes."""
+@pytest.mark.timeout(3600)
+def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -> None:
+    """Regression test: while waiting for the new engine, the death of Ray was not noticed for up to 22 minutes."""
     pipeline = Pipeline(world, "twice", str(world.root / "store"), [*tiny_flags(world, rounds=2), *SLOW])
     journal = f"{pipeline.keys.rollout(0)}.journal"
-    assert pipeline.run_until(lambda: bool(pipeline.store.list(journal))), "it generates"
+    assert pipeline.run_until(lambda: bool(pipeline.store.list(journal))), "the run is generating"
     [first] = pipeline.victims("engine")
     assert pipeline.strike("engine")
-    assert pipeline.run_until(lambda: any(process != first for process in pipeline.victims("engine"))), "the replacement starts"
+    assert pipeline.run_until(lambda: any(process != first for process in pipeline.victims("engine"))), (
+        "the replacement starts"
+    )
     assert pipeline.strike("runtime-env-agent") == 1
     pipeline.run_until(lambda: False, timeout=PATIENCE)
     assert pipeline.num_starts == 1, pipeline.tail()
@@ -31,7 +33,7 @@ def test_our_ray_dies_while_a_replacement_engine_starts_and_the_run_completes(wo
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [100, 101])
 def test_random_pairs_of_faults_lose_nothing(world: World, seed: int) -> None:
-    """pairs.py in short form."""
+    """The short form of pairs.py."""
     rounds, rng = 5, random.Random(seed)
     pipeline = Pipeline(world, "paired", str(world.root / "store"), [*tiny_flags(world, rounds), *SLOW])
     progress = Progress(pipeline)

@@ -1,6 +1,6 @@
-"""One of two processes that `test_megatron_families.py` starts: every family, cut in the ways that a family can make a difference to,
-compared with transformers' eager implementation: logits, gradients, weights. `tests/train/layout_ranks.py` has every layout, for three
-families, and the checkpoints that go from one layout to another.
+"""Run as two processes by `test_megatron_families.py`: every family, under the layouts that a family can affect,
+compared with transformers' eager implementation: logits, gradients, weights. `tests/train/layout_ranks.py` runs every
+layout, for three families, and loads checkpoints of one layout under another.
 
 usage: family_ranks.py RANK DIRECTORY
 """
@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from engines.megatron.shape import ModelShape
-from engines.megatron.stored import StoredPiece, stored_model
-from storage.layouts import layout_for
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.checkpoints.layout import ShardSlice, checkpoint_layout
+from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines import megatron_reference
 from tests.engines.megatron_reference import make_pack, targets_of
 from tests.families import FAMILIES, hf_model, make_family
@@ -31,7 +31,8 @@ from tests.families import FAMILIES, hf_model, make_family
 PACKS = [make_pack([5, 40, 1, 17, 33], 0), make_pack([3, 4, 61, 9], 1)]  # as many as two replicas need
 MIXTURES = [name for name, fields in FAMILIES.items() if "moe_intermediate_size" in fields]
 TOLERANCE = 1e-4  # of logits, and of gradients relative to the largest of their tensor
-OPTIMIZER = megatron_reference.OPTIMIZER | {"adam_eps": 1e-3}  # gradients of a key's bias that does not turn are rounding errors
+# gradients of a key's bias in dimensions that are not rotated are rounding errors
+OPTIMIZER = megatron_reference.OPTIMIZER | {"adam_eps": 1e-3}
 ONE_KEY_HEAD = "glm4 with one key head"  # for two tensor-parallel ranks
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
@@ -57,20 +58,25 @@ CASES = {
 }
 
 
-# ---- what is right, and the files that the layouts load ------------------------------------------------------------------------
+# ---- references, and the checkpoints that the layouts load -----------------------------------------------------------
 
 
 def prepare(directory: Path, name: str) -> None:
-    """A checkpoint of Hugging Face, what transformers computes with it, and the model as one rank of Megatron saves it."""
+    """Save a Hugging Face checkpoint, transformers' results with it, and the model as one Megatron rank saves it."""
     family, changes = MODELS[name]
     source = make_family(directory / name, family, **changes)
-    shape, hf = ModelShape.from_hf(source), hf_model(source)
+    shape, hf = read_shape(source), hf_model(source)
     hf.model.embed_tokens.padding_idx = None  # else transformers gives this token's row no gradient
     full = under_megatron_names(shape, {key: tensor.detach() for key, tensor in hf.state_dict().items()})
     save_alone(shape, full, source / "saved")
 
     logits = [
-        torch.cat([hf(input_ids=tokens[None]).logits[0] for tokens in pack.token_ids.tensor_split(pack.cu_seqlens[1:-1].long())])
+        torch.cat(
+            [
+                hf(input_ids=tokens[None]).logits[0]
+                for tokens in pack.token_ids.tensor_split(pack.cu_seqlens[1:-1].long())
+            ]
+        )
         for pack in PACKS
     ]
     loss = torch.stack([loss_of(x, pack) for x, pack in zip(logits, PACKS)]).sum()
@@ -81,12 +87,12 @@ def prepare(directory: Path, name: str) -> None:
 
 
 def save_alone(shape: ModelShape, full: dict[str, Tensor], directory: Path) -> None:
-    """Save from one rank; what `stored_model` says of the files, without a model, is true."""
+    """Save from one rank; what `checkpoint_layout` says of the files, without a model, is true."""
     from megatron.core import dist_checkpointing
 
-    from engines.megatron.checkpoint import PlainWriter
-    from engines.megatron.model import build_model
-    from engines.megatron.weights import local_parameters
+    from penstock.engines.megatron.checkpoints.torch_dist import PlainWriter
+    from penstock.engines.megatron.model.gpt import build_model
+    from penstock.engines.megatron.weights import local_parameters
 
     [model] = build_model(shape)
     with torch.no_grad():
@@ -95,12 +101,12 @@ def save_alone(shape: ModelShape, full: dict[str, Tensor], directory: Path) -> N
     directory.mkdir()
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(directory), PlainWriter())
 
-    stored = stored_model(shape)
-    assert stored.pieces.keys() == full.keys(), stored.pieces.keys() ^ full.keys()
+    stored = checkpoint_layout(shape)
+    assert stored.slices.keys() == full.keys(), stored.slices.keys() ^ full.keys()
     files = dcp.FileSystemReader(directory)
-    found = {piece.key: torch.empty(piece.stored_shape) for pieces in stored.pieces.values() for piece in pieces}
+    found = {piece.key: torch.empty(piece.stored_shape) for pieces in stored.slices.values() for piece in pieces}
     dcp.load(found, storage_reader=files, no_dist=True)
-    for name, pieces in stored.pieces.items():
+    for name, pieces in stored.slices.items():
         assert stored.shape(name) == tuple(full[name].shape)
         for piece in pieces:
             assert torch.equal(found[piece.key][box(piece)].squeeze(), full[name][piece.part].squeeze()), piece
@@ -108,7 +114,7 @@ def save_alone(shape: ModelShape, full: dict[str, Tensor], directory: Path) -> N
     assert parameters == found.keys(), parameters ^ found.keys()
 
 
-def box(piece: StoredPiece) -> tuple[slice, ...]:
+def box(piece: ShardSlice) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.sizes))
 
 
@@ -118,7 +124,7 @@ def reference_of(directory: Path, name: str) -> dict[str, Any]:
 
 
 def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers holds in memory. It has joined the experts there, which the hub and the layouts name one by one."""
+    """Convert names of transformers' modules, which stack the experts that checkpoints and layouts name one by one."""
     hub: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -132,7 +138,8 @@ def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[
         else:
             hub[name] = tensor
     layout = layout_for(shape)
-    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_of(name))]  # corrections have no gradients
+    # correction biases have no gradients
+    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_of(name))]
     return {name: layout.to_megatron(name, hub.__getitem__) for name in known}
 
 
@@ -141,14 +148,14 @@ def loss_of(logits: Tensor, pack: Any) -> Tensor:
     return F.cross_entropy(logits[counted], targets[counted], reduction="sum")
 
 
-# ---- one family under one layout -----------------------------------------------------------------------------------------------
+# ---- one family under one layout -------------------------------------------------------------------------------------
 
 
 def run(case_name: str, case: Case, family: str, directory: Path) -> None:
-    from engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.engine import MegatronEngine
 
     reference = reference_of(directory, family)
-    shape = ModelShape.from_hf(directory / family)
+    shape = read_shape(directory / family)
     engine = MegatronEngine(shape, case.layout, dtype="fp32", optimizer=OPTIMIZER, overrides=case.overrides)
     engine.load_weights(directory / family / "saved")
     gathered = dict(engine.named_weights())
@@ -156,7 +163,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     for key, tensor in gathered.items():
         assert torch.equal(tensor, reference["weights"][key]), f"{key} was changed by loading and gathering"
 
-    if case_name.startswith("uneven"):  # a checkpoint is the same however the layers are split
+    if case_name.startswith("uneven"):  # checkpoints do not depend on how the layers are split
         engine.save_weights(directory / f"{case_name} {family}")
         assert_same_checkpoints(directory / f"{case_name} {family}", directory / family / "saved")
 
@@ -173,7 +180,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     errors = []
     for key, gradient in gradients_of(engine).items():
         expected = reference["gradients"][key]
-        largest = expected.abs().max().item()  # 0 for an expert that no token went to
+        largest = expected.abs().max().item()  # 0 for an expert without tokens
         errors.append(((gradient - expected).abs().max().item() / (largest or 1), key))
     assert max(errors)[0] < TOLERANCE, "gradients differ: " + ", ".join(
         f"{key} {error:.1e}" for error, key in sorted(errors)[-4:]
@@ -205,7 +212,7 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
         logits = head(hidden)
-        if engine.tensor_group:  # every rank sums over the whole vocabulary
+        if engine.tensor_group:  # the loss needs the whole vocabulary
             from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
@@ -220,15 +227,17 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:
-    """Full gradients under global names. The distributed optimizer leaves each rank the part that it updates: they are joined, put
-    where the weights were, and gathered like these."""
+    """Return full gradients under global names. After the distributed optimizer's reduction each rank has only the
+    shard that it updates: the shards are joined, put in the place of the weights, and gathered like these."""
     with torch.no_grad():
         for param in (param for chunk in engine.chunks for param in chunk.parameters()):
-            inner = next(x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers))
+            inner = next(
+                x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
+            )
             whole = torch.zeros_like(param)
             if param in inner.model_param_gbuf_map:
-                mine = inner._get_model_param_range_map(param)["param"]
-                whole.view(-1)[mine.start : mine.end] = param.main_grad.view(-1)[mine.start : mine.end]
+                shard = inner._get_model_param_range_map(param)["param"]
+                whole.view(-1)[shard.start : shard.end] = param.main_grad.view(-1)[shard.start : shard.end]
             dist.all_reduce(whole, group=inner.data_parallel_group)
             param.copy_(whole)
     return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
@@ -240,7 +249,7 @@ if __name__ == "__main__":
     init_parallel(0, 1, f"file://{directory}/alone-{rank}")
     for name in list(MODELS)[rank::2]:
         prepare(directory, name)
-        gc.freeze()  # Megatron collects garbage at every save and load: 0.4 s each time with transformers in memory
+        gc.freeze()  # Megatron collects garbage at every save and load, 0.4 s each with transformers
     shutdown_parallel()
     for case_name, case in CASES.items():
         init_parallel(rank, 2, f"file://{directory}/{case_name}", case.layout)

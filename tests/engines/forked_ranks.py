@@ -1,6 +1,8 @@
-"""Runs a program of this folder as several ranks: what they all import is imported once, then they are forked.
+"""Runs a program of this folder as several ranks: their common imports are done once, before the fork.
 
-usage: forked_ranks.py PROGRAM NUM_RANKS DIRECTORY      each rank runs PROGRAM RANK DIRECTORY and prints to DIRECTORY/rank-<n>.log
+usage: forked_ranks.py PROGRAM NUM_RANKS DIRECTORY
+
+Each rank runs `PROGRAM RANK DIRECTORY` and prints to DIRECTORY/rank-<n>.log.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import runpy
 import sys
 from pathlib import Path
 
-import stages.train.step  # noqa: F401  torch, Megatron and ours
+import penstock.stages.train.step  # noqa: F401  imports torch and Megatron
 from tests import families  # noqa: F401
 
 
 def main(program: str, num_ranks: int, directory: Path) -> int:
-    """The exit code of the first rank that failed; the others are ended then."""
+    """Run all ranks and return 1 if one failed, after killing the others; else 0."""
     runpy.run_path(program, run_name="imports")
-    gc.freeze()  # Megatron collects garbage at every save and load
+    gc.freeze()  # Megatron runs the garbage collector at every save and load
     ranks = {fork(program, rank, directory): rank for rank in range(num_ranks)}
     while ranks:
         pid, status = os.wait()
@@ -31,7 +33,7 @@ def main(program: str, num_ranks: int, directory: Path) -> int:
 
 
 def fork(program: str, rank: int, directory: Path) -> int:
-    """Its pid."""
+    """Return the pid of the rank's process."""
     if pid := os.fork():
         return pid
     log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)

@@ -1,8 +1,9 @@
-"""One of two processes that `test_megatron_optimizer.py` starts: two data-parallel ranks fetch each other's weights during the forward pass
-and come to the same bits as ranks that wait for them first.
+"""Run as two processes by `test_megatron_optimizer.py`: two data-parallel ranks that gather weights during the forward
+pass get the same bits as ranks that gather them before it.
 
-Between two processes of one machine weights come too fast to be missed. So in a second turn a bucket comes only when somebody
-waits for it: whoever does not, computes with old weights, and the digests tell.
+Between two processes of one machine gathers finish too early for a missing wait to be noticed. So with late gathers a
+bucket is only gathered when something waits for it: a reader that does not wait gets stale weights, and the digests
+differ.
 
 usage: gather_ranks.py RANK DIRECTORY
 """
@@ -18,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.parallel import init_parallel, shutdown_parallel
-from engines.megatron.shape import Experts, ModelShape
+from penstock.engines.families.shape import Experts, ModelShape
+from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
@@ -28,12 +29,13 @@ SHAPES = {
     "untied": SHAPE.model_copy(update={"tied_embeddings": False}),
     "mixture": SHAPE.model_copy(update={"experts": EXPERTS}),
 }
-TURNS = {"tied": (True,), "untied": (True,), "mixture": (False, True)}  # whether buckets come late
-BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000, "init_method_std": 0.15}  # the untied head has one to itself
+LATE_GATHERS = {"tied": (True,), "untied": (True,), "mixture": (False, True)}  # whether gathers are late
+# the untied head has its own bucket
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000, "init_method_std": 0.15}
 
 
-class Late:
-    """Comes when it is waited for."""
+class LateGather:
+    """A handle whose gather runs when it is waited for."""
 
     def __init__(self, bucket: Any) -> None:
         self.bucket = bucket
@@ -43,9 +45,9 @@ class Late:
         type(self.bucket).start_param_sync(self.bucket, force_sync=True)
 
 
-def come_late(bucket: Any, force_sync: bool = False) -> None:
+def start_late_gather(bucket: Any, force_sync: bool = False) -> None:
     assert not force_sync and bucket.param_gather_handle is None
-    bucket.param_gather_handle, bucket.param_gather_dispatched = Late(bucket), True
+    bucket.param_gather_handle, bucket.param_gather_dispatched = LateGather(bucket), True
 
 
 def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,45 +57,49 @@ def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, 
 
 
 def run(shape: ModelShape, rank: int, directory: Path, late: bool = False, **overrides: Any) -> list[Any]:
-    """What an engine computes and shows in three steps, with every kind of look at its weights in between."""
-    from engines.megatron.engine import MegatronEngine
+    """Return everything an engine computes over several steps, with every way to read its weights in between."""
+    from penstock.engines.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(shape, dtype="fp32", optimizer=OPTIMIZER, overrides=BUCKETS | overrides)
-    buckets = [bucket for chunk in engine.wrapped for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    buckets = [
+        bucket for chunk in engine.wrapped for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
     assert len(buckets) > 3
     for bucket in buckets if late else ():
-        bucket.start_param_sync = partial(come_late, bucket)
+        bucket.start_param_sync = partial(start_late_gather, bucket)
     packs = [make_pack(LENGTHS, rank), make_pack([9, 30], rank + 2)]
 
     def step(forward_only: bool = False) -> list[Any]:
         if not forward_only:
             engine.zero_grad()
-        losses = [output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)]
+        losses = [
+            output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)
+        ]
         return losses if forward_only else [*losses, engine.step()]
 
-    seen: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
-    held = engine.snapshot()
-    seen += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
-    with engine.using(held):
-        seen += [step(forward_only=True), engine.digest()]
-    seen += [step()]
+    results: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
+    snapshot = engine.snapshot()
+    results += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
+    with engine.using(snapshot):
+        results += [step(forward_only=True), engine.digest()]
+    results += [step()]
     engine.save(directory, {})
-    seen += [step(), engine.load(directory), step(), step()]
+    results += [step(), engine.load(directory), step(), step()]
     engine.save_weights(directory / "weights")
-    seen += [step()]
+    results += [step()]
     engine.load_weights(directory / "weights")
-    return [*seen, step(), engine.digest(), engine.state_digest()]
+    return [*results, step(), engine.digest(), engine.state_digest()]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
     init_parallel(rank, 2, f"file://{directory}/world")
-    for name, turns in TURNS.items():
+    for name, variants in LATE_GATHERS.items():
         expected = run(SHAPES[name], rank, directory / f"{name}-plain")
-        for late in turns:
-            found = run(SHAPES[name], rank, directory / f"{name}-{late}", late, overlap_param_gather=True)
-            for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for late in variants:
+            results = run(SHAPES[name], rank, directory / f"{name}-{late}", late, overlap_param_gather=True)
+            for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
                 assert ours == theirs, (name, late, index, ours, theirs)
             print(name, "late" if late else "in time", "ok", flush=True)
     shutdown_parallel()

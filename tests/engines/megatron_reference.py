@@ -1,6 +1,7 @@
-"""A tiny random Qwen3 of Hugging Face, its weights under Megatron's names, naive losses: what the Megatron tests compare with.
+"""References for the Megatron tests: a tiny random Qwen3 of Hugging Face, its weights under Megatron's names, naive
+losses.
 
-The mapping is written down here once more, on purpose: a mistake in `storage/layouts` must not hide one in the engine.
+The mapping of names is repeated here on purpose, so that an error in `engines/families` cannot hide one in the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.shape import ModelShape, Rotary
+from penstock.engines.families.shape import ModelShape, Rotary
 
 SHAPE = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -91,7 +92,7 @@ def hf_model(shape: ModelShape = SHAPE, seed: int = 7) -> Any:
 
 
 def to_megatron(tensors: dict[str, Tensor], shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """Weights or gradients of Hugging Face under Megatron's names."""
+    """Return weights or gradients of Hugging Face under Megatron's names."""
     out = {
         "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": tensors["model.norm.weight"],
@@ -100,7 +101,9 @@ def to_megatron(tensors: dict[str, Tensor], shape: ModelShape = SHAPE) -> dict[s
         out["output_layer.weight"] = tensors["lm_head.weight"]
     for layer in range(shape.num_layers):
         hf, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        q, k, v = (tensors[f"{hf}self_attn.{x}_proj.weight"].view(shape.num_query_groups, -1, shape.hidden_size) for x in "qkv")
+        q, k, v = (
+            tensors[f"{hf}self_attn.{x}_proj.weight"].view(shape.num_query_groups, -1, shape.hidden_size) for x in "qkv"
+        )
         out[ours + "self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, shape.hidden_size)
         out[ours + "self_attention.linear_proj.weight"] = tensors[hf + "self_attn.o_proj.weight"]
         out[ours + "self_attention.q_layernorm.weight"] = tensors[hf + "self_attn.q_norm.weight"]
@@ -113,12 +116,13 @@ def to_megatron(tensors: dict[str, Tensor], shape: ModelShape = SHAPE) -> dict[s
 
 
 def shard(name: str, full: Tensor, param: Any, rank: int, ranks: int) -> Tensor:
-    """The part of a full tensor that one tensor-parallel rank holds."""
+    """Return the shard of a full tensor on one tensor-parallel rank."""
     if ranks == 1 or not getattr(param, "tensor_model_parallel", False):
         return full
     if "linear_fc1" in name:
         return torch.cat(
-            [half.chunk(ranks, param.partition_dim)[rank] for half in full.chunk(2, param.partition_dim)], param.partition_dim
+            [half.chunk(ranks, param.partition_dim)[rank] for half in full.chunk(2, param.partition_dim)],
+            param.partition_dim,
         )
     if missing := -full.shape[param.partition_dim] % ranks:  # only the vocabulary, along its rows
         full = torch.cat([full, full.new_zeros(missing, full.shape[1])])
@@ -126,8 +130,8 @@ def shard(name: str, full: Tensor, param: Any, rank: int, ranks: int) -> Tensor:
 
 
 def put_weights(engine: Any, full: dict[str, Tensor]) -> None:
-    """Fill a rank's shards."""
-    from engines.megatron.weights import local_parameters
+    """Copy full weights into a rank's shards."""
+    from penstock.engines.megatron.weights import local_parameters
 
     group = engine.tensor_group
     rank, ranks = (group.rank(), group.size()) if group else (0, 1)
@@ -147,14 +151,14 @@ def put_weights(engine: Any, full: dict[str, Tensor]) -> None:
 
 
 def targets_of(packed: Pack) -> tuple[Tensor, Tensor]:
-    """Next token of every token, and which tokens have one. [T], [T]"""
+    """Return the next token of every token, and which tokens have one. [T], [T]"""
     has_next = torch.ones(len(packed.token_ids), dtype=torch.bool)
     has_next[packed.cu_seqlens[1:].long() - 1] = False
     return packed.token_ids.roll(-1), has_next
 
 
 def hf_loss(model: Any, packs: list[Pack]) -> Tensor:
-    """Sum over all tokens of -log p, sequence by sequence."""
+    """Return the sum over all tokens of -log p, computed per sequence."""
     total = torch.zeros(())
     for packed in packs:
         for tokens in torch.tensor_split(packed.token_ids, packed.cu_seqlens[1:-1].long()):

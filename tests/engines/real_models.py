@@ -1,7 +1,7 @@
 """The hub's models as they are published: entries of their config.json, in the hub's spelling, and their sizes.
 
-Facts, no weights: `test_shapes.py` builds each on meta tensors. A row is named as its file in `configs/models`. Sizes are in
-billions, to the digits that the hub, the model card or the report gives.
+Facts, no weights: `test_shapes.py` builds each on meta tensors. A row is named as its file in `configs/models`. Sizes
+are in billions, to the digits that the hub, the model card or the report gives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class RealModel:
     active_inner: str = ""  # likewise, without embedding and head, as some count
 
 
-def _entries(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, theta: float, eps: float) -> dict[str, Any]:
+def _entries(  # noqa: PLR0913, a row of a published table
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, theta: float, eps: float
+) -> dict[str, Any]:
     return dict(
         num_hidden_layers=layers,
         hidden_size=hidden,
@@ -34,14 +36,16 @@ def _entries(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab:
     )
 
 
-def _qwen2(layers: int, hidden: int, ffn: int, heads: int, groups: int, *, size: str, tied: bool, **changes: Any) -> RealModel:
+def _qwen2(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, *, size: str, tied: bool, **changes: Any
+) -> RealModel:
     window = dict(use_sliding_window=False, sliding_window=131072, max_window_layers=layers)
     entries = _entries(layers, hidden, ffn, heads, groups, 151936 if tied else 152064, 1e6, 1e-6)
     config = dict(max_position_embeddings=32768, tie_word_embeddings=tied, **window)
     return RealModel("Qwen2ForCausalLM", entries | config | changes, size)
 
 
-def _qwen3(
+def _qwen3(  # noqa: PLR0913
     layers: int,
     hidden: int,
     ffn: int,
@@ -55,7 +59,9 @@ def _qwen3(
 ) -> RealModel:
     entries = _entries(layers, hidden, ffn, heads, groups, 151936, 1e6, 1e-6)
     window = dict(use_sliding_window=False, sliding_window=None, max_window_layers=layers)
-    config = dict(head_dim=128, max_position_embeddings=40960, tie_word_embeddings=tied, attention_bias=False, rope_scaling=None)
+    config = dict(
+        head_dim=128, max_position_embeddings=40960, tie_word_embeddings=tied, attention_bias=False, rope_scaling=None
+    )
     architecture = "Qwen3MoeForCausalLM" if "num_experts" in changes else "Qwen3ForCausalLM"
     return RealModel(architecture, entries | window | config | changes, size, active=active)
 
@@ -75,7 +81,11 @@ def _llama(
     layers: int, hidden: int, ffn: int, heads: int, *, size: str, factor: float | None = None, tied: bool = False
 ) -> RealModel:
     scaling = dict(
-        rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     )
     return RealModel(
         "LlamaForCausalLM",
@@ -95,12 +105,16 @@ def _llama(
 def _glm4(layers: int, hidden: int, ffn: int, heads: int, *, bias: bool, size: str) -> RealModel:
     entries = _entries(layers, hidden, ffn, heads, 2, 151552, 10000.0, 1e-5)
     more = dict(
-        head_dim=128, partial_rotary_factor=0.5, max_position_embeddings=32768, attention_bias=bias, tie_word_embeddings=False
+        head_dim=128,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=32768,
+        attention_bias=bias,
+        tie_word_embeddings=False,
     )
     return RealModel("Glm4ForCausalLM", entries | more, size)
 
 
-def _routed(
+def _routed(  # noqa: PLR0913
     num: int, top: int, width: int, dense: int, scaling: float, shared: int = 1, groups: int = 1, top_groups: int = 1
 ) -> dict[str, Any]:
     return dict(
@@ -123,7 +137,11 @@ def _glm4_moe(
 ) -> RealModel:
     entries = _entries(layers, hidden, ffn, 96, 8, 151552, 1e6, 1e-5)
     more = dict(
-        head_dim=128, partial_rotary_factor=0.5, max_position_embeddings=131072, use_qk_norm=norms, num_nextn_predict_layers=1
+        head_dim=128,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=131072,
+        use_qk_norm=norms,
+        num_nextn_predict_layers=1,
     )
     return RealModel(
         "Glm4MoeForCausalLM",
@@ -172,7 +190,9 @@ REAL_MODELS: dict[str, RealModel] = {
     "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, size="0.6", tied=True),
     "qwen3-1.7B": _qwen3(28, 2048, 6144, 16, size="1.7", tied=True),
     "qwen3-4B": _qwen3(36, 2560, 9728, 32, size="4.0", tied=True),
-    "qwen3-4B-Instruct-2507": _qwen3(36, 2560, 9728, 32, size="4.0", tied=True, rope_theta=5e6, max_position_embeddings=262144),
+    "qwen3-4B-Instruct-2507": _qwen3(
+        36, 2560, 9728, 32, size="4.0", tied=True, rope_theta=5e6, max_position_embeddings=262144
+    ),
     "qwen3-8B": _qwen3(36, 4096, 12288, 32, size="8.2"),
     "qwen3-14B": _qwen3(40, 5120, 17408, 40, size="14.8"),
     "qwen3-32B": _qwen3(64, 5120, 25600, 64, size="32.8"),
@@ -193,7 +213,12 @@ REAL_MODELS: dict[str, RealModel] = {
     "glm4.7-30B-A3B": RealModel(
         "Glm4MoeLiteForCausalLM",
         _entries(47, 2048, 10240, 20, 20, 154880, 1e6, 1e-5)
-        | dict(max_position_embeddings=202752, num_nextn_predict_layers=1, partial_rotary_factor=1.0, topk_method="noaux_tc")
+        | dict(
+            max_position_embeddings=202752,
+            num_nextn_predict_layers=1,
+            partial_rotary_factor=1.0,
+            topk_method="noaux_tc",
+        )
         | _latent(768, 192, 256)
         | _routed(64, 4, 1536, 1, 1.8),
         size_with_mtp="31.2",

@@ -1,5 +1,5 @@
-"""One of two processes that `test_routing_replay.py` starts: given and recorded choices of experts under layouts of two ranks, compared
-with one rank's.
+"""Run as two processes by `test_routing_replay.py`: replay and record routing under layouts of two ranks, and compare
+with one rank.
 
 usage: replay_ranks.py RANK DIRECTORY
 """
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from engines.megatron.replay import UNKNOWN, RoutingRecord
-from engines.megatron.shape import ModelShape
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord
+from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.megatron_reference import OPTIMIZER, make_pack, targets_of
 from tests.families import make_family
 
@@ -30,7 +31,7 @@ LAYOUTS = {
     "virtual": ParallelLayout(pipeline=2, virtual_pipeline=2),
     "experts": ParallelLayout(expert=2),
 }
-RECOMPUTED = {  # pipelines have other micro-batches between a forward pass and its recomputation
+RECOMPUTED = {  # pipelines run other micro-batches between a forward pass and its recomputation
     "pipeline": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "virtual": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -49,8 +50,8 @@ def replay_packs() -> list[RoutedPack]:
     return [RoutedPack(**vars(make_pack(lengths, seed))) for seed, lengths in enumerate(LENGTHS)]
 
 
-def made_up_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingRecord:
-    """Random distinct experts, like those of an engine that agrees with the router in nothing; every seventh token is free."""
+def random_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingRecord:
+    """Return random distinct experts, as if an engine's router were unrelated; every seventh token has no record."""
     experts = shape.experts
     assert experts is not None
     generator = torch.Generator().manual_seed(seed)
@@ -63,10 +64,10 @@ def made_up_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingReco
 
 
 def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: Any) -> Any:
-    """With a checkpoint's weights, or random ones that are the same in every call under one rank."""
-    from engines.megatron.engine import MegatronEngine
-    from engines.megatron.weights import local_parameters
-    from storage.layouts import layout_for
+    """Return an engine with a checkpoint's weights, or with random ones (on one rank the same in every call)."""
+    from penstock.engines.families import layout_for
+    from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.weights import local_parameters
 
     engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
     if checkpoint is not None:
@@ -88,8 +89,10 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     numbers = list(range(len(LENGTHS)))[data_rank::data_size]
     packs = [replay_packs()[number] for number in numbers]
     for number, pack in zip(numbers, packs):
-        pack.routing = made_up_record(len(pack.token_ids), shape, number)
-    compare(name, engine, packs, "replay", [expected["replayed"][number] for number in numbers], expected["replayed norm"])
+        pack.routing = random_record(len(pack.token_ids), shape, number)
+    compare(
+        name, engine, packs, "replay", [expected["replayed"][number] for number in numbers], expected["replayed norm"]
+    )
 
     packs = [replay_packs()[number] for number in numbers]
     forward_only(engine, packs, "record")
@@ -97,14 +100,19 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
         theirs: list[Any] = [None, None]
         dist.all_gather_object(theirs, pack.routing.choices)
         for layer, choice in expected["recorded"][number].items():
-            parts = [record[layer] for record in (theirs if data_size == 1 else [pack.routing.choices]) if layer in record]
-            assert torch.equal(torch.stack(parts).amax(0), choice), (name, number, layer)  # -1 where the other rank has it
+            parts = [
+                record[layer] for record in (theirs if data_size == 1 else [pack.routing.choices]) if layer in record
+            ]
+            merged = torch.stack(parts).amax(0)  # -1 where only the other rank has the token
+            assert torch.equal(merged, choice), (name, number, layer)
     compare(name, engine, packs, "replay", [expected["free"][number] for number in numbers], expected["free norm"])
     print(name, "ok", flush=True)
 
 
-def compare(name: str, engine: Any, packs: list[Any], routing: Any, expected: list[Tensor], expected_norm: float) -> None:
-    """Log-probs and the gradient's norm."""
+def compare(
+    name: str, engine: Any, packs: list[Any], routing: Any, expected: list[Tensor], expected_norm: float
+) -> None:
+    """Check log-probs and the gradient's norm."""
     engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
     for output, pack, logprobs in zip(outputs, packs, expected):
@@ -118,18 +126,22 @@ def compare(name: str, engine: Any, packs: list[Any], routing: Any, expected: li
     _, norm = engine.step()
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-    assert abs(norm - expected_norm) < 1e-4 * expected_norm, f"{name}: the gradient's norm is {norm}, not {expected_norm}"
+    assert abs(norm - expected_norm) < 1e-4 * expected_norm, (
+        f"{name}: the gradient's norm is {norm}, not {expected_norm}"
+    )
 
 
 def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Any]:
     loss_fn = loss_fn_of(engine)
-    return engine.forward_backward(packs, lambda *inputs: (None, loss_fn(*inputs)[1]), forward_only=True, routing=routing)
+    return engine.forward_backward(
+        packs, lambda *inputs: (None, loss_fn(*inputs)[1]), forward_only=True, routing=routing
+    )
 
 
 def loss_fn_of(engine: Any) -> Any:
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
         logits = head(hidden)
-        if engine.tensor_group:  # every rank sums over the whole vocabulary
+        if engine.tensor_group:  # the loss needs the whole vocabulary
             from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
@@ -143,10 +155,10 @@ def loss_fn_of(engine: Any) -> Any:
     return loss_fn
 
 
-def alone(directory: Path) -> None:
-    """What one rank computes, and its weights."""
+def run_one_rank(directory: Path) -> None:
+    """Save the weights and results of one rank."""
     checkpoint = make_family(directory / "model", "deepseek-v3")
-    shape = ModelShape.from_hf(checkpoint)
+    shape = read_shape(checkpoint)
     engine = make_engine(shape, checkpoint)
     engine.save(directory / "saved", {})
     expected: dict[str, Any] = {}
@@ -154,14 +166,18 @@ def alone(directory: Path) -> None:
         packs = replay_packs()
         if kind == "replayed":
             for number, pack in enumerate(packs):
-                pack.routing = made_up_record(len(pack.token_ids), shape, number)
+                pack.routing = random_record(len(pack.token_ids), shape, number)
         forward_only(engine, packs, "record" if kind == "free" else None)
         expected |= {"recorded": [pack.routing.choices for pack in packs]} if kind == "free" else {}
         engine.zero_grad()
         outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
         expected[kind] = [output["logprobs"] for output in outputs]
-        expected[f"{kind} norm"] = torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()]).norm().item()
-    assert max((x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])) > 0.1, "the choice matters"
+        expected[f"{kind} norm"] = (
+            torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()]).norm().item()
+        )
+    assert max((x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])) > 0.1, (
+        "replay must change the results"
+    )
     torch.save(expected, directory / "alone.pt")
 
 
@@ -170,10 +186,10 @@ if __name__ == "__main__":
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
     init_parallel(0, 1, f"file://{directory}/alone-{rank}")
     if rank == 0:
-        alone(directory)
+        run_one_rank(directory)
     shutdown_parallel()
     for name, layout in LAYOUTS.items():
         init_parallel(rank, 2, f"file://{directory}/{name}", layout)
-        shape = ModelShape.from_hf(directory / "model")
+        shape = read_shape(directory / "model")
         run(name, rank, directory, shape)
         shutdown_parallel()

@@ -1,12 +1,12 @@
-"""A process that loads one tiny model after another into the real SGLang on CPU; `test_sglang_families.py` starts it.
+"""Load tiny models one after another into the real SGLang on CPU; started by `test_sglang_families.py`.
 
 usage: sglang_families.py DIRECTORY    and on stdin, line by line, the models: NAME CHECKPOINT OTHER_CHECKPOINT
 
-A server would take as long to start for each model as all of them together take here: SGLang is imported once, behind the door of
-`engines/sglang/launch.py`, and every model gets a forked child, because SGLang's settings are global to a process. The child does
-with SGLang's ModelRunner what its scheduler does: load a checkpoint, prefill with log-probs of the prompts, decode with those of
-what it samples, take the weights of another checkpoint in buckets under their hub names, and generate again. DIRECTORY/NAME.json
-says what came out, or the traceback.
+Starting one server per model would take far longer: here SGLang is imported once, with the shims of
+`engines/sglang/launch.py`, and every model gets a forked child, because SGLang's settings are global to a process. The
+child uses SGLang's ModelRunner like its scheduler: load a checkpoint, prefill with log-probs of the prompts, decode
+with log-probs of the samples, load the weights of another checkpoint in buckets by their Hugging Face names, and
+generate again. The results, or the traceback, are written to DIRECTORY/NAME.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from engines.sglang.wire import FlatBucket, buckets  # noqa: E402
+from penstock.engines.sglang.weight_update import FlatBucket  # noqa: E402
+from penstock.engines.weights.buckets import buckets  # noqa: E402
 
 NUM_NEW_TOKENS = 6
 BUCKET_BYTES = 4096  # many buckets, also several for one layer
@@ -47,12 +48,12 @@ CHILD_SECONDS = 120  # a stuck child ends
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """Of unequal lengths, one long enough for stretched rotations to show."""
+    """Return prompts of two lengths, one long enough to test scaled RoPE."""
     return [[(7 * i * i + 3 * i + 2) % vocab_size for i in range(length)] for length in (40, 7)]
 
 
 def load(checkpoint: str) -> Any:
-    """SGLang's ModelRunner of a checkpoint, as its own benchmark of one batch makes it."""
+    """Return SGLang's ModelRunner of a checkpoint, created as in its own one-batch benchmark."""
     flags = [*launch.CPU_FLAGS, "--max-total-tokens", "1024", "--random-seed", "0", "--log-level", "error"]
     args = prepare_server_args([*flags, "--model-path", checkpoint])
     args.resolve_once()
@@ -68,7 +69,10 @@ def load(checkpoint: str) -> Any:
 def generate(runner: Any) -> dict[str, Any]:
     """Prefill and decode all prompts as one batch, with the log-probs that SGLang returns with them."""
     requests = [request(number, tokens) for number, tokens in enumerate(prompts(runner.model_config.vocab_size))]
-    pools = {"req_to_token_pool": runner.req_to_token_pool, "token_to_kv_pool_allocator": runner.token_to_kv_pool_allocator}
+    pools = {
+        "req_to_token_pool": runner.req_to_token_pool,
+        "token_to_kv_pool_allocator": runner.token_to_kv_pool_allocator,
+    }
     batch = ScheduleBatch.init_new(
         reqs=requests,
         **pools,
@@ -86,7 +90,9 @@ def generate(runner: Any) -> dict[str, Any]:
         batch.input_ids = batch.prefill_input_ids_cpu
     tokens, output = forward(runner, batch)
     lengths = [len(request.origin_input_ids) for request in requests]
-    of_prompts = [part[:-1].tolist() for part in output.input_token_logprobs.split(lengths)]  # the last has no next token
+    of_prompts = [
+        part[:-1].tolist() for part in output.input_token_logprobs.split(lengths)
+    ]  # the last has no next token
     generated, logprobs = [tokens], [output.next_token_logprobs]
     for _ in range(NUM_NEW_TOKENS - 1):
         batch.input_ids = tokens.long()
@@ -104,28 +110,28 @@ def generate(runner: Any) -> dict[str, Any]:
 
 
 def request(number: int, tokens: list[int]) -> Req:
-    """A prompt whose log-probs are wanted, as SGLang's scheduler would hold it."""
-    made = Req(
+    """Return a request for log-probs of a prompt, as SGLang's scheduler would create it."""
+    req = Req(
         rid=str(number),
         origin_input_text="",
         origin_input_ids=array("q", tokens),
         sampling_params=SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW_TOKENS),
         return_logprob=True,
     )
-    made.full_untruncated_fill_ids = made.origin_input_ids
-    made.set_extend_range(0, len(tokens))
-    return made
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.set_extend_range(0, len(tokens))
+    return req
 
 
 def forward(runner: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    """One pass of the model: the sampled tokens, [B], and SGLang's output with the log-probs."""
+    """Run the model once; return the sampled tokens, [B], and SGLang's output with the log-probs."""
     forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
     output = runner.forward(forward_batch).logits_output
     return runner.sample(output, forward_batch), output
 
 
 def update(runner: Any, checkpoint: Path) -> None:
-    """New weights as a publisher sends them and SGLang's scheduler hands them on, but for the way between two processes."""
+    """Load new weights as SGLang's scheduler does after an update, but without passing them between processes."""
     updater = runner.weight_updater
     updater.begin_weight_update()
     for bucket, _ in buckets(load_file(checkpoint / "model.safetensors").items(), BUCKET_BYTES):
@@ -135,7 +141,7 @@ def update(runner: Any, checkpoint: Path) -> None:
 
 
 def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
-    """What one model does before and after an update."""
+    """Generate with one model before and after a weight update."""
     runner = load(checkpoint)
     model = type(runner.model)
     passes = [generate(runner)]
@@ -162,7 +168,8 @@ def in_child(file: Path, checkpoint: str, other_checkpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # SGLang collects garbage while it loads: over all that was imported it takes 0.35 s, longer than the rest
+    # SGLang collects garbage while it loads: over all that was imported it takes 0.35 s, longer than the rest
+    gc.freeze()
     for line in sys.stdin:
         name, *checkpoints = line.split()
         file = Path(sys.argv[1]) / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Small HTTP servers that answer as SGLang does."""
+"""Small HTTP servers that answer like SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from engines.ports import free_port
+from penstock.engines.ports import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -31,7 +31,7 @@ def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
 
 
 def serve_json(say: Callable[[str], dict[str, Any]], port: int = 0) -> ThreadingHTTPServer:
-    """A server in threads of its own that answers every GET with what `say` gives for its path; 0 finds a free port."""
+    """Start a server in background threads that answers every GET with `say(path)`; port 0 is a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -80,7 +80,7 @@ async def echo(request: web.Request) -> web.Response:
 
 
 class SmallEngine:
-    """An engine with requests that take `seconds`, can be aborted by id."""
+    """An engine whose requests take `seconds` and can be aborted by id."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -96,11 +96,15 @@ class SmallEngine:
                 self._running[rid].set()
             return web.Response()
         if request.path != "/generate":
-            return web.json_response({"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1})
+            return web.json_response(
+                {"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1}
+            )
         body = await request.json()
         self.bodies.append(body)
         return web.json_response(
-            await asyncio.gather(*[self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])])
+            await asyncio.gather(
+                *[self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])]
+            )
         )
 
     async def _one(self, rid: str, ids: list[int]) -> dict[str, Any]:

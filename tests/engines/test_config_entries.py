@@ -1,4 +1,5 @@
-"""Every entry of config.json that changes a model's numbers is read, or refused by a ModelError: compared with transformers' sources."""
+"""Every entry of config.json that changes a model's logits is read, or refused by a ModelError: compared with
+transformers' sources."""
 
 import inspect
 import json
@@ -11,20 +12,21 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engines.megatron.hf_config import ARCHITECTURES, shape_of
-from engines.megatron.hf_fields import FOREIGN, MODEL_TYPES
-from engines.megatron.rotary import frequencies, rotary_width, yarn_length
-from engines.megatron.shape import ModelShape, YarnScaling
-from storage.errors import ModelError
+from penstock.engines.families import FAMILIES, read_shape, shape_of
+from penstock.engines.families.entries import FOREIGN
+from penstock.engines.families.shape import YarnScaling
+from penstock.engines.megatron.model.rotary import rope_dim, rope_frequencies, yarn_attention_factor
+from penstock.storage.errors import ModelError
 
 # read by transformers' code of these families, and without effect on logits
 HARMLESS = {
-    "_attn_implementation", "pad_token_id", "initializer_range",  # how it computes, padding, and weights that are loaded anyway
+    # how it computes, padding, and weights that are loaded anyway
+    "_attn_implementation", "pad_token_id", "initializer_range",
     "attention_dropout",  # of transformers' own training only: Penstock trains without dropout
     "output_router_logits", "router_aux_loss_coef",  # a loss that balances experts
     "qk_head_dim",  # derived: qk_nope_head_dim + qk_rope_head_dim
 }  # fmt: skip
-ODD = {"Glm4MoeForCausalLM": {"head_dim": 128}}  # its default heads of 42 dimensions would turn 21
+ODD = {"Glm4MoeForCausalLM": {"head_dim": 128}}  # RoPE cannot rotate half of its default heads of 42 dimensions
 
 
 def values_of(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def values_of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 class Recorder(dict[str, Any]):
-    """A config.json that remembers which of its entries were looked at."""
+    """A config.json that records which of its entries were read."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -43,16 +45,18 @@ class Recorder(dict[str, Any]):
         return super().get(name, default)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_entry_that_transformers_reads_is_looked_at(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_entry_that_transformers_reads_is_read(architecture: str) -> None:
     source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
-    names = set(re.findall(r"config\.([a-z_]+)", source)) | set(re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source))
+    names = set(re.findall(r"config\.([a-z_]+)", source)) | set(
+        re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)
+    )
     values = Recorder(values_of(architecture, use_sliding_window=True, sliding_window=None))
     shape_of(values)
     assert {"hidden_size", "rope_parameters"} <= names
     assert names - HARMLESS <= values.seen
     assert {"is_causal", "original_max_position_embeddings", "tie_word_embeddings"} <= values.seen | {
-        "original_max_position_embeddings"  # looked at where a scaling needs it
+        "original_max_position_embeddings"  # read only for a scaling that needs it
     }
 
 
@@ -78,7 +82,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # entries at the t
         ("Glm4ForCausalLM", "yarn"),
     ],
 )
-def test_original_positions_are_found_where_transformers_finds_them(architecture: str, kind: str, place: str) -> None:
+def test_original_positions_equal_transformers(architecture: str, kind: str, place: str) -> None:
     top, inside = PLACES[place]
     fields = {"max_position_embeddings": 4096, **top, "rope_parameters": {**SCALINGS[kind], **inside}}
     if architecture == "Glm4ForCausalLM":
@@ -86,9 +90,9 @@ def test_original_positions_are_found_where_transformers_finds_them(architecture
     shape = shape_of(values_of(architecture, **json.loads(json.dumps(fields))))
     config = getattr(transformers, architecture).config_class(**fields)
     expected, length = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    torch.testing.assert_close(frequencies(shape.rotary, rotary_width(shape)), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(shape.rotary, rope_dim(shape)), expected, rtol=1e-6, atol=0)
     scaling = shape.rotary.scaling
-    assert (yarn_length(scaling) if isinstance(scaling, YarnScaling) else 1.0) == pytest.approx(length)
+    assert (yarn_attention_factor(scaling) if isinstance(scaling, YarnScaling) else 1.0) == pytest.approx(length)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +107,14 @@ def test_original_positions_are_found_where_transformers_finds_them(architecture
         {"layer_types": ["full_attention"] * 3},
         {"model_type": "llama"},
         {"hidden_act": "gelu"},
-        *({name: 0.5 if neutral is None else 2 if neutral == 1 and neutral is not True else not neutral} for name, neutral in FOREIGN.items()),
+        *(
+            {name: 0.5 if neutral is None else not neutral if isinstance(neutral, bool) else 2}
+            for name, neutral in FOREIGN.items()
+        ),
     ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
-def test_another_model_is_refused(changes: dict[str, Any]) -> None:
+def test_entries_of_other_models_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as error:
         shape_of(values_of("Qwen3ForCausalLM", **changes), "there/config.json")
     text, name = str(error.value), next(iter(changes))
@@ -115,20 +122,23 @@ def test_another_model_is_refused(changes: dict[str, Any]) -> None:
     assert {"rope_parameters": "YaRN", "rope_scaling": "rope_type"}.get(name, name) in text
 
 
-def test_harmless_values_of_such_entries_change_nothing() -> None:
+def test_neutral_values_of_such_entries_change_nothing() -> None:
     expected = shape_of(values_of("Qwen3ForCausalLM"))
     neutral = {"is_causal": True, "model_type": "qwen3", "attention_dropout": 0.1, **FOREIGN}
     assert shape_of(values_of("Qwen3ForCausalLM", **neutral)) == expected
-    assert shape_of(values_of("Qwen3ForCausalLM", original_max_position_embeddings=64)) == expected  # no scaling needs it
-    for model_type, architecture in MODEL_TYPES.items():
-        shape_of(values_of(architecture, model_type=model_type))
+    assert (
+        shape_of(values_of("Qwen3ForCausalLM", original_max_position_embeddings=64)) == expected
+    )  # no scaling needs it
+    for family in FAMILIES.values():
+        for model_type in family.model_types:
+            shape_of(values_of(family.architecture, model_type=model_type))
 
 
 @pytest.mark.parametrize("value", ["four", -1, 0, True, 2.5, 10**31, None, [], {}, float("nan")], ids=str)
 @pytest.mark.parametrize(
     "name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "num_attention_heads", "max_position_embeddings"]
 )
-def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
+def test_value_of_another_type_is_refused(name: str, value: Any) -> None:
     if name == "rms_norm_eps" and value == 2.5:
         return
     with pytest.raises(ModelError, match=name):
@@ -159,35 +169,37 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
     ],
     ids=str,
 )
-def test_entries_of_another_type_are_one_sentence(changes: dict[str, Any]) -> None:
+def test_wrong_types_are_refused_in_one_line(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as error:
         shape_of(values_of("Qwen3ForCausalLM") | changes)
     assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", '"qwen"', "null", "true", "{", "", "[" * 100_000, "\udcff", '{"a": 1'], ids=repr)
-def test_a_config_that_is_not_an_object(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '"qwen"', "null", "true", "{", "", "[" * 100_000, "\udcff", '{"a": 1'], ids=repr
+)
+def test_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ModelError, match=r"config.json") as error:
-        ModelShape.from_hf(tmp_path)
+        read_shape(tmp_path)
     assert len(str(error.value).replace(str(tmp_path), "")) <= 300 and "\n" not in str(error.value)
 
 
-def test_a_directory_in_place_of_a_config(tmp_path: Path) -> None:
+def test_directory_in_place_of_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelError, match=r"config.json cannot be read"):
-        ModelShape.from_hf(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_shape(tmp_path)
     with pytest.raises(ModelError, match=r"config.json"):
-        ModelShape.from_hf(tmp_path / "config.json" / "deeper")
+        read_shape(tmp_path / "config.json" / "deeper")
     (tmp_path / "file").write_text("{}")
     with pytest.raises(ModelError, match="file"):
-        ModelShape.from_hf(tmp_path / "file")
+        read_shape(tmp_path / "file")
 
 
-def test_a_hub_id_is_refused_with_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_is_refused_with_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for given in ("Qwen/Qwen3-0.6B", tmp_path / "Qwen/Qwen3-0.6B", "./Qwen/Qwen3-0.6B"):
         with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"):
-            ModelShape.from_hf(given)
-    with pytest.raises(ModelError, match="does not exist: give --hf-checkpoint"):
-        ModelShape.from_hf(tmp_path / "models" / "deeper" / "qwen")
+            read_shape(given)
+    with pytest.raises(ModelError, match="--hf-checkpoint"):
+        read_shape(tmp_path / "models" / "deeper" / "qwen")

@@ -1,4 +1,4 @@
-"""Starting a Ray of our own while parts of it die."""
+"""Starting our own Ray while its processes die."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from engines import local_ray
-from engines.local_ray import START_TRIES, ClusterLost, start_ray
+from penstock.engines import local_ray
+from penstock.engines.local_ray import START_TRIES, ClusterLost, start_ray
 
 
 @pytest.fixture
 def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[subprocess.Popen[bytes]]]:
-    """Let so many calls of `ray.init` fail as they do when the raylet is killed meanwhile: the control service is left running."""
+    """Make the first calls of `ray.init` fail as if the raylet was killed: the control service is left running."""
     gcs_server = Path(shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server"))
 
     def script(num_failures: int) -> list[subprocess.Popen[bytes]]:
@@ -31,16 +31,17 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
                 started.append(subprocess.Popen([gcs_server, "60"]))
                 raise Exception("The current node timed out during startup.")
 
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))  # see test_cluster.py
-        monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
-        monkeypatch.setattr(local_ray, "_on_loopback", nullcontext)
+        monkeypatch.setitem(
+            sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None)
+        )  # see test_cluster.py
+        monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
         monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
         return started
 
     return script
 
 
-def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(half_started: Callable[[int], list[Any]]) -> None:
+def test_start_ray_retries_after_a_process_died(half_started: Callable[[int], list[Any]]) -> None:
     other = subprocess.Popen(["sleep", "60"])
     try:
         left = half_started(START_TRIES - 1)
@@ -53,26 +54,25 @@ def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(half_starte
         other.wait()
 
 
-def test_a_ray_that_never_starts_is_told_after_so_many_tries(half_started: Callable[[int], list[Any]]) -> None:
+def test_start_ray_raises_cluster_lost_after_its_tries(half_started: Callable[[int], list[Any]]) -> None:
     left = half_started(100)
-    with pytest.raises(ClusterLost, match=r"in 3 tries.*timed out during startup"):
+    with pytest.raises(ClusterLost, match=r"3 tries.*timed out during startup"):
         start_ray()
     assert len(left) == START_TRIES
     for process in left:
         process.wait(10)
 
 
-def test_wrong_options_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_ray_does_not_retry_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def init(**options: Any) -> None:
         calls.append(options)
         raise ValueError("num_cpus must be positive")
 
-    monkeypatch.setattr(local_ray, "_end_half_started", lambda others: pytest.fail("nothing was started"))
+    monkeypatch.setattr(local_ray, "_kill_half_started", lambda others: pytest.fail("nothing was started"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
-    monkeypatch.setattr(local_ray, "_without_helpers", nullcontext)
-    monkeypatch.setattr(local_ray, "_on_loopback", nullcontext)
+    monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
     monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")
     with pytest.raises(ValueError, match="num_cpus"):
         start_ray(num_cpus=-1)

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store of torch's that listens on one address, on a port that nobody can take between choice and use."""
+"""The rendezvous of ranks: torch's store listens on one address, on a port that is bound as soon as it is chosen."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.sglang.pool import EnginePool
+from penstock.engines.serving.pool import EnginePool
 
 pytestmark = pytest.mark.integration
 RANK = """
 import sys, psutil, torch.distributed as dist
 from datetime import timedelta
-from engines.megatron.parallel import init_parallel, listen_at, shutdown_parallel
+from penstock.engines.megatron.parallel import init_parallel, listen_at, shutdown_parallel
 rank, address = int(sys.argv[1]), sys.argv[2]
 listener = listen_at("127.0.0.1") if rank == 0 else None
 if listener is not None:
     address = "tcp://127.0.0.1:%d" % listener.getsockname()[1]
     print(address, flush=True)
-init_parallel(rank, 2, address, timeout=timedelta(seconds=100), listener=listener, backend="gloo")
+init_parallel(rank, 2, listener or address, timeout=timedelta(seconds=100), backend="gloo")
 dist.barrier()
 print(*sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}), flush=True)
 dist.barrier()
@@ -30,11 +30,13 @@ shutdown_parallel()
 """
 
 
-def test_ranks_meet_on_one_address_alone() -> None:
+def test_the_rendezvous_listens_on_one_address_alone() -> None:
     def rank(number: int, address: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", RANK, str(number), address]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment
+        )
 
     ranks = [rank(0, "")]
     try:
@@ -53,8 +55,13 @@ def test_an_engine_listens_on_loopback_alone(engine_pool: EnginePool) -> None:
     server = psutil.Process(engine_pool.pids()[0])
     family = [server, *server.children(recursive=True)]
     listening = {
-        connection.laddr.ip for process in family for connection in process.net_connections() if connection.status == "LISTEN"
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections()
+        if connection.status == "LISTEN"
     }
     assert listening == {"127.0.0.1"}
     mapped = {area.path for process in family for area in process.memory_maps()}
-    assert not any(path.startswith("/dev/shm/sglang_loads_") for path in mapped), "a killed engine would leave it"
+    assert not any(path.startswith("/dev/shm/sglang_loads_") for path in mapped), (
+        "a killed engine would leave it behind"
+    )

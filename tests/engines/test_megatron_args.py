@@ -1,14 +1,15 @@
-"""Option names are read from the installed megatron-core, and importing nothing of it."""
+"""Option names come from the source of the installed megatron-core, without importing it."""
 
 import subprocess
 import sys
 
 import pytest
 
-from engines.megatron.args import ALIASES, check_megatron_args, megatron_flags
+from penstock.engines.megatron.options.args import ALIASES, megatron_flags, normalize_megatron_args
+from penstock.storage.errors import OptionError
 
 
-def test_flags_are_the_fields_of_all_four_dataclasses() -> None:
+def test_flags_are_the_fields_of_megatrons_dataclasses() -> None:
     flags = megatron_flags()
     for name, owner in {
         "recompute_granularity": "TransformerConfig",
@@ -21,23 +22,26 @@ def test_flags_are_the_fields_of_all_four_dataclasses() -> None:
     assert flags["mtp_num_layers"].annotation == "Optional[int]"
 
 
-def test_every_alias_leads_to_a_field_and_hides_none() -> None:
+def test_every_alias_sets_fields_and_hides_none() -> None:
     flags = megatron_flags()
     for alias, target in ALIASES.items():
         assert flags[alias].owner == "alias"
         assert all(flags[name].owner != "alias" for name in target)
 
 
-def test_check_resolves_spellings() -> None:
-    given = {"--recompute-activations": True, "ddp_bucket_size": 7, "no_rope_fusion": False, "fp8_margin": 1}
-    assert check_megatron_args(given) == {"recompute_granularity": "selective", "bucket_size": 7, "fp8_margin": 1}
+def test_normalize_resolves_every_spelling() -> None:
+    options = {"--recompute-activations": True, "ddp_bucket_size": 7, "no_rope_fusion": False, "fp8_margin": 1}
+    assert normalize_megatron_args(options) == {"recompute_granularity": "selective", "bucket_size": 7, "fp8_margin": 1}
 
 
-def test_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'recompute_granularty': did you mean 'recompute_granularity'"):
-        check_megatron_args({"recompute_granularty": "full"})
+def test_unknown_option_error_names_the_closest_option() -> None:
+    with pytest.raises(OptionError, match=r"'recompute_granularty'.*'recompute_granularity'"):
+        normalize_megatron_args({"recompute_granularty": "full"})
 
 
-def test_no_torch_is_imported() -> None:
-    code = "import sys; from engines.megatron.args import megatron_flags; megatron_flags(); sys.exit('torch' in sys.modules)"
+def test_reading_options_does_not_import_torch() -> None:
+    code = (
+        "import sys; from penstock.engines.megatron.options.args import megatron_flags; megatron_flags(); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""One real rank of Megatron-core against Hugging Face, and against itself after a resume."""
+"""One rank of Megatron-core, compared with Hugging Face and with itself after a resume."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, init_parallel
+from penstock.engines.megatron.parallel import ParallelLayout, init_parallel
+from penstock.storage.errors import LayoutError, ModelError, OptionError
 from tests.engines.megatron_reference import (
     LENGTHS,
     OPTIMIZER,
@@ -27,12 +28,6 @@ from tests.engines.megatron_reference import (
 PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
 
 
-if torch.cuda.is_available():  # the same tests on a GPU: its fastest kernels for fp32 do not give the same bits twice
-    ENGINE = {"dtype": "fp32", "optimizer": OPTIMIZER, "deterministic": True}
-else:
-    ENGINE = {"dtype": "fp32", "optimizer": OPTIMIZER}
-
-
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -41,10 +36,13 @@ def hf() -> Any:
     return hf_model()
 
 
-def make_engine(**options: Any) -> Any:
-    from engines.megatron.engine import MegatronEngine
+def make_engine(deterministic: bool = torch.cuda.is_available(), **options: Any) -> Any:
+    """Return an engine, on a GPU with deterministic kernels: its fastest fp32 kernels do not repeat bits."""
+    from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
 
-    return MegatronEngine(SHAPE, **{**ENGINE, **options})
+    if deterministic:
+        use_deterministic_kernels()
+    return MegatronEngine(SHAPE, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
 
 
 @pytest.fixture
@@ -62,16 +60,16 @@ def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, 
 
 
 def train(engine: Any, seeds: range) -> list[tuple[float, float]]:
-    """Loss and gradient norm of a step for every seed."""
-    seen = []
+    """Return the loss and the gradient norm of one step per seed."""
+    results = []
     for seed in seeds:
         engine.zero_grad()
         outputs = engine.forward_backward([make_pack(LENGTHS, seed)], loss_fn)
-        seen.append((outputs[0]["loss"].item(), engine.step()[1]))
-    return seen
+        results.append((outputs[0]["loss"].item(), engine.step()[1]))
+    return results
 
 
-def test_packed_logits_equal_hugging_face_one_by_one(engine: Any, hf: Any) -> None:
+def test_packed_logits_equal_hugging_face_per_sequence(engine: Any, hf: Any) -> None:
     ours = [output["logits"] for output in engine.forward_backward(PACKS, loss_fn, forward_only=True)]
     for packed, logits in zip(PACKS, ours):
         sequences = torch.tensor_split(packed.token_ids, packed.cu_seqlens[1:-1].long())
@@ -109,14 +107,14 @@ def test_first_step_is_adamw(engine: Any) -> None:
 def test_resume_is_bit_exact(engine: Any, tmp_path: Path) -> None:
     train(engine, range(2))
     engine.save(tmp_path, {"run": "r", "version": 2})
-    going_on, digest = train(engine, range(10, 14)), engine.digest()
+    expected, digest = train(engine, range(10, 14)), engine.digest()
     other = make_engine(seed=99)
     assert other.load(tmp_path) == {"run": "r", "version": 2}
-    assert train(other, range(10, 14)) == going_on
+    assert train(other, range(10, 14)) == expected
     assert other.digest() == digest
 
 
-def test_resume_continues_the_schedule_of_this_run(tmp_path: Path) -> None:
+def test_resume_with_another_schedule_keeps_the_step_count(tmp_path: Path) -> None:
     schedule = {**OPTIMIZER, "lr_decay_style": "linear", "lr_warmup_iters": 2, "lr_decay_iters": 10}
     engine = make_engine(optimizer=schedule)
     rates = [engine.lr]
@@ -130,7 +128,7 @@ def test_resume_continues_the_schedule_of_this_run(tmp_path: Path) -> None:
     assert longer.lr == pytest.approx(0.02 * 14 / 16)
 
 
-def test_load_weights_starts_afresh(engine: Any, tmp_path: Path) -> None:
+def test_load_weights_resets_the_optimizer(engine: Any, tmp_path: Path) -> None:
     first = engine.digest()
     engine.save(tmp_path, {})
     from_start = train(engine, range(3)), engine.digest()
@@ -140,17 +138,17 @@ def test_load_weights_starts_afresh(engine: Any, tmp_path: Path) -> None:
     assert (train(engine, range(3)), engine.digest()) == from_start
 
 
-def test_load_refuses_what_is_no_checkpoint(engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a torch_dist checkpoint"):
+def test_load_of_an_empty_directory_fails(engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         engine.load(tmp_path)
 
 
-def test_using_a_snapshot_changes_nothing_outside(engine: Any) -> None:
-    held, start = engine.snapshot(), engine.digest()
+def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
+    snapshot, start = engine.snapshot(), engine.digest()
     reference = engine.forward_backward(PACKS, loss_fn, forward_only=True)
     train(engine, range(1))
     trained = engine.digest()
-    with engine.using(held):
+    with engine.using(snapshot):
         again = engine.forward_backward(PACKS, loss_fn, forward_only=True)
         assert engine.digest() == start
     assert all(torch.equal(a["logits"], b["logits"]) for a, b in zip(reference, again))
@@ -159,9 +157,9 @@ def test_using_a_snapshot_changes_nothing_outside(engine: Any) -> None:
 
 def test_named_weights_are_all_weights_under_global_names(engine: Any, hf: Any) -> None:
     expected = to_megatron(dict(hf.state_dict()))
-    found = {name: tensor.cpu() for name, tensor in engine.named_weights()}
-    assert set(found) == set(expected) == set(engine.digest())
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    weights = {name: tensor.cpu() for name, tensor in engine.named_weights()}
+    assert set(weights) == set(expected) == set(engine.digest())
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
@@ -182,12 +180,14 @@ def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
     ],
     ids=["full recompute", "selective recompute", "several buckets", "deterministic"],
 )
-def test_options_change_speed_not_numbers(engine: Any, hf: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_performance_options_do_not_change_results(
+    engine: Any, hf: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     try:
         other = make_engine(**options)
         put_weights(other, to_megatron(dict(hf.state_dict())))
         assert train(other, range(2)) == train(engine, range(2))
-        other.save(tmp_path, {})  # several buckets: moments must not shift
+        other.save(tmp_path, {})  # with several buckets moments must not shift
         expected = train(other, range(3)), other.digest()
         other.load(tmp_path)
         assert (train(other, range(3)), other.digest()) == expected
@@ -207,36 +207,37 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
     assert (train(engine, range(3)), engine.digest()) == expected
 
 
-def test_wrong_options_are_named() -> None:
-    with pytest.raises(ValueError, match="did you mean"):
-        make_engine(overrides={"recompute_granularty": "full"})
-    with pytest.raises(ValueError, match="num_layers = 3"):
-        make_engine(overrides={"num_layers": 3})
-    with pytest.raises(ValueError, match="overlap_param_gather_with_optimizer_step"):
-        make_engine(overrides={"overlap_param_gather_with_optimizer_step": True})
-    with pytest.raises(ValueError, match="lr-decay-iters"):
-        make_engine(optimizer={**OPTIMIZER, "lr_decay_style": "cosine"})
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"overrides": {"recompute_granularty": "full"}}, "recompute_granularity"),
+        ({"overrides": {"num_layers": 3}}, "num_layers"),
+        ({"overrides": {"overlap_param_gather_with_optimizer_step": True}}, "overlap_param_gather_with_optimizer_step"),
+        ({"optimizer": {**OPTIMIZER, "lr_decay_style": "cosine"}}, "--lr-decay-iters"),
+    ],
+)
+def test_error_of_a_wrong_option_names_it(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        make_engine(**options)
 
 
-def test_layout_divides_the_world() -> None:
+def test_layout_must_divide_the_world() -> None:
     assert ParallelLayout(tensor=2, context=2).data_parallel(12) == 3
-    with pytest.raises(ValueError, match=re.escape("6 trainer ranks do not divide into replicas of 4")):
+    with pytest.raises(LayoutError, match=r"\b6\b.*\b4\b"):
         ParallelLayout(tensor=2, context=2).data_parallel(6)
     assert ParallelLayout(tensor=2, expert=4, expert_tensor=1).data_parallel(4) == 2
-    with pytest.raises(ValueError, match=re.escape("4 trainer ranks do not divide into replicas of 8 for the experts")):
+    with pytest.raises(LayoutError, match=r"\b4\b.*\b8\b.*experts"):
         ParallelLayout(tensor=2, expert=4).data_parallel(4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL can")
-def test_experts_cut_finer_than_the_rest_are_refused_without_nccl() -> None:
-    with pytest.raises(
-        ValueError, match="--expert-tensor-parallel-size 2 is above --tensor-model-parallel-size 1, which needs GPUs"
-    ):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL supports it")
+def test_expert_tensor_size_above_tensor_size_fails_without_nccl() -> None:
+    with pytest.raises(LayoutError, match=r"--expert-tensor-parallel-size 2.*--tensor-model-parallel-size 1"):
         init_parallel(0, 2, "file:///nowhere", ParallelLayout(expert_tensor=2))
 
 
-def test_meta_model_has_every_name_and_no_memory() -> None:
-    from engines.megatron.model import build_meta_model
+def test_meta_model_has_every_name_but_no_data() -> None:
+    from penstock.engines.megatron.model.gpt import build_meta_model
 
     model = build_meta_model(SHAPE)
     assert all(param.is_meta for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Megatron models of every family: their configuration, one rank against itself, two processes against transformers."""
+"""Megatron models of every family: configuration, determinism and resume, and two ranks against transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.fit import check_fit
-from engines.megatron.parallel import ParallelLayout
-from engines.megatron.shape import Experts, LatentAttention, ModelShape, Rotary
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
+from penstock.engines.megatron.check_parallelism import check_model_parallel
+from penstock.engines.megatron.parallel import ParallelLayout
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
 from tests.families import FAMILIES, make_family
 
@@ -20,7 +21,7 @@ MIXTURE = Experts(num_experts=8, top_k=2, ffn_hidden_size=24)
 LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 
 
-# ---- what contradicts a model --------------------------------------------------------------------------------------------------
+# ---- configuration ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -35,26 +36,30 @@ LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, q
         ({"experts": MIXTURE}, {"moe_router_bias_update_rate": 1e-3}, "moe_router_bias_update_rate"),
         ({"experts": MIXTURE}, {"moe_grouped_gemm": True}, "moe_grouped_gemm"),
         ({"experts": MIXTURE}, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
-        ({"experts": MIXTURE}, {"moe_router_load_balancing_type": "sinkhorn"}, "chooses other experts"),
+        ({"experts": MIXTURE}, {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type"),
         ({"experts": MIXTURE}, {"moe_token_dispatcher_type": "allgather"}, "equal length"),
         ({"experts": MIXTURE}, {"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
     ids=lambda value: next(iter(value), "dense") if isinstance(value, dict) else None,
 )
-def test_options_that_contradict_the_model(change: dict[str, Any], option: dict[str, Any], message: str) -> None:
-    from engines.megatron.transformer_config import transformer_config
+def test_options_that_contradict_the_model_are_refused(
+    change: dict[str, Any], option: dict[str, Any], message: str
+) -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
 
     with pytest.raises(ValueError, match=message):
         transformer_config(SHAPE.model_copy(update=change), overrides=option)
 
 
-def test_options_that_say_what_the_model_says() -> None:
-    from engines.megatron.transformer_config import transformer_config
+def test_options_that_agree_with_the_model_are_accepted() -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
 
-    told = dict(moe_router_topk=2, moe_layer_freq=1, moe_aux_loss_coeff=0, moe_router_load_balancing_type="seq_aux_loss")
+    told = dict(
+        moe_router_topk=2, moe_layer_freq=1, moe_aux_loss_coeff=0, moe_router_load_balancing_type="seq_aux_loss"
+    )
     config = transformer_config(SHAPE.model_copy(update={"experts": MIXTURE}), overrides=told)
     assert config.moe_layer_freq == [1] * SHAPE.num_layers and config.moe_router_dtype == "fp32"
-    told = dict(kv_channels=128, rotary_interleaved=True, q_lora_rank=24)  # the first two mean nothing to latent attention
+    told = dict(kv_channels=128, rotary_interleaved=True, q_lora_rank=24)  # latent attention ignores the first two
     config = transformer_config(SHAPE.model_copy(update={"latent": LATENT, "num_query_groups": 4}), overrides=told)
     assert (config.q_lora_rank, config.v_head_dim, config.rotary_interleaved) == (24, 12, False)
 
@@ -63,7 +68,7 @@ def test_options_that_say_what_the_model_says() -> None:
     ("change", "sizes", "message"),
     [
         ({}, {"tensor": 3}, "tensor-model-parallel-size 3 .* 4 attention heads: use a divisor"),
-        ({"num_attention_heads": 12, "num_query_groups": 3}, {"tensor": 2}, "3 key heads: one number must divide"),
+        ({"num_attention_heads": 12, "num_query_groups": 3}, {"tensor": 2}, "3 key-value heads: use a divisor"),
         ({"ffn_hidden_size": 47}, {"tensor": 2}, "47 rows of the MLP"),
         ({}, {"expert": 2}, "has no experts: drop"),
         ({"experts": MIXTURE}, {"expert": 3}, "does not divide the model's 8 experts"),
@@ -72,35 +77,39 @@ def test_options_that_say_what_the_model_says() -> None:
         ({"latent": LATENT}, {"tensor": 2}, "add --sequence-parallel"),
     ],
 )
-def test_layouts_that_do_not_fit(change: dict[str, Any], sizes: dict[str, int], message: str) -> None:
-    from engines.megatron.transformer_config import transformer_config
+def test_parallel_sizes_that_do_not_divide_are_refused(
+    change: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
 
     shape = SHAPE.model_copy(update=change)
     with pytest.raises(ValueError, match=message):
-        check_fit(shape, **sizes)
+        check_model_parallel(shape, **sizes)
     with pytest.raises(ValueError, match=message):
         transformer_config(shape, ParallelLayout(**sizes))
 
 
 def test_layouts_that_fit() -> None:
-    check_fit(SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4)  # every rank then has the one key head
+    check_model_parallel(
+        SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4
+    )  # every rank then has the one key head
     mixture = SHAPE.model_copy(update={"experts": MIXTURE, "ffn_hidden_size": 47})  # of no layer
-    check_fit(mixture, tensor=2, expert=8, expert_tensor=3, sequence_parallel=True)
+    check_model_parallel(mixture, tensor=2, expert=8, expert_tensor=3, sequence_parallel=True)
 
 
-# ---- one rank ------------------------------------------------------------------------------------------------------------------
+# ---- one rank --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
     directory = tmp_path_factory.mktemp("families")
-    return {name: ModelShape.from_hf(make_family(directory / name, name)) for name in ("deepseek-v3", "glm4", "qwen3-moe")}
+    return {name: read_shape(make_family(directory / name, name)) for name in ("deepseek-v3", "glm4", "qwen3-moe")}
 
 
 def make_engine(shape: ModelShape, **options: Any) -> Any:
-    """The same random weights every time, and corrections that matter."""
-    from engines.megatron.engine import MegatronEngine
-    from engines.megatron.weights import local_parameters
+    """Return an engine with deterministic random weights and nonzero router corrections."""
+    from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.weights import local_parameters
 
     engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
     generator = torch.Generator().manual_seed(3)
@@ -140,7 +149,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
     ],
     ids=lambda value: "-".join(value.get("recompute_modules", ["full"])) if isinstance(value, dict) else value,
 )
-def test_recomputing_changes_memory_not_numbers(
+def test_recomputation_does_not_change_results(
     world: None, shapes: dict[str, ModelShape], name: str, options: dict[str, Any]
 ) -> None:
     plain, other = make_engine(shapes[name]), make_engine(shapes[name], overrides=options)
@@ -149,7 +158,7 @@ def test_recomputing_changes_memory_not_numbers(
 
 
 def test_norms_can_be_recomputed(world: None, shapes: dict[str, ModelShape]) -> None:
-    """Without the door's repair a NameError. Gradients are then added up in another order."""
+    """A NameError without the fix in `compat`. Gradients are summed in another order."""
     recomputing = make_engine(shapes["glm4"], overrides=SELECTIVE | {"recompute_modules": ["layernorm"]})
     assert train(recomputing) == pytest.approx(train(make_engine(shapes["glm4"])), rel=1e-6)
 
@@ -171,7 +180,7 @@ def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, Mode
     assert all(torch.equal(after[name], tensor) for name, tensor in corrections.items()), "a frozen correction moved"
 
 
-def test_reference_and_digest_have_the_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
+def test_snapshot_and_digest_include_router_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
     engine = make_engine(shapes["deepseek-v3"])
     start, held = engine.digest(), engine.snapshot()
     assert set(start) == {name for name, _ in engine.named_weights()}
@@ -185,8 +194,8 @@ def test_reference_and_digest_have_the_corrections(world: None, shapes: dict[str
 
 
 def test_meta_model_of_a_real_size(world: None) -> None:
-    """A layer of each kind of DeepSeek-V3: 256 experts, and no memory."""
-    from engines.megatron.model import build_meta_model
+    """One layer of each kind of DeepSeek-V3, with 256 experts, takes no memory."""
+    from penstock.engines.megatron.model.gpt import build_meta_model
 
     shape = ModelShape(
         architecture="DeepseekV3ForCausalLM",
@@ -204,7 +213,9 @@ def test_meta_model_of_a_real_size(world: None) -> None:
         qk_layernorm=True,
         qkv_bias=False,
         tied_embeddings=False,
-        latent=LatentAttention(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        latent=LatentAttention(
+            q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
         experts=Experts(
             num_experts=256,
             top_k=8,
@@ -223,11 +234,11 @@ def test_meta_model_of_a_real_size(world: None) -> None:
     assert sum(param.numel() for param in model.parameters()) == shape.num_parameters
 
 
-# ---- two ranks -----------------------------------------------------------------------------------------------------------------
+# ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.integration
 def test_every_family_over_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
-    """Logits, gradients, loaded and gathered weights: `family_ranks.py` compares them."""
+    """`family_ranks.py` compares logits, gradients, loaded and gathered weights."""
     said = run_two_ranks("family_ranks.py", 400)
     assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in FAMILIES)

@@ -1,4 +1,4 @@
-"""Rotary embeddings and the choice of experts against transformers' own functions."""
+"""Rotary embeddings and expert selection, compared with transformers' functions."""
 
 from typing import Any
 
@@ -10,15 +10,21 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from engines.megatron.rotary import cosines_and_sines, frequencies, rotate, softmax_scale, yarn_length
-from engines.megatron.routing import route
-from engines.megatron.shape import Experts, LatentAttention, Llama3Scaling, Rotary, YarnScaling
+from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, Rotary, YarnScaling
+from penstock.engines.megatron.model.rotary import (
+    rope_cos_sin,
+    rope_frequencies,
+    rotate,
+    softmax_scale,
+    yarn_attention_factor,
+)
+from penstock.engines.megatron.model.router import route
 from tests.engines.megatron_reference import SHAPE
 
 LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 
 
-# ---- rotary embedding ----------------------------------------------------------------------------------------------------------
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,7 @@ def test_llama3_frequencies(factor: float, original: int, theta: float) -> None:
     config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope)
     expected, length = ROPE_INIT_FUNCTIONS["llama3"](config, None)
     assert length == 1.0
-    torch.testing.assert_close(frequencies(Rotary(base=theta, scaling=scaling), 128), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(Rotary(base=theta, scaling=scaling), 128), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -48,20 +54,22 @@ def test_llama3_frequencies(factor: float, original: int, theta: float) -> None:
             factor=32, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
         ),  # Kimi K2
         YarnScaling(factor=4, original_max_positions=64, mscale=0.7, mscale_all_dim=0.4),
-        YarnScaling(factor=4, original_max_positions=64, mscale=0.7),  # only both together count
+        YarnScaling(factor=4, original_max_positions=64, mscale=0.7),  # one mscale without the other has no effect
         YarnScaling(factor=1, original_max_positions=64, mscale=0.7, mscale_all_dim=0.4),
     ],
     ids=lambda scaling: f"{scaling.factor}-{scaling.mscale}-{scaling.mscale_all_dim}",
 )
-def test_yarn_frequencies_lengths_and_softmax(scaling: YarnScaling) -> None:
+def test_yarn_frequencies_attention_factor_and_softmax_scale(scaling: YarnScaling) -> None:
     fields = scaling.model_dump() | {"original_max_position_embeddings": scaling.original_max_positions}
     rope = dict(rope_type="yarn", rope_theta=50000.0, **fields)
-    config = transformers.DeepseekV3Config(**LATENT.model_dump(), hidden_size=40, num_attention_heads=4, rope_parameters=rope)
+    config = transformers.DeepseekV3Config(
+        **LATENT.model_dump(), hidden_size=40, num_attention_heads=4, rope_parameters=rope
+    )
     expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, None)
     rotary = Rotary(base=50000.0, scaling=scaling)
-    torch.testing.assert_close(frequencies(rotary, LATENT.qk_rope_head_dim), expected, rtol=1e-6, atol=0)
-    assert yarn_length(scaling) == pytest.approx(length)
-    cosines, _ = cosines_and_sines(torch.zeros(1), LATENT.qk_rope_head_dim, rotary)
+    torch.testing.assert_close(rope_frequencies(rotary, LATENT.qk_rope_head_dim), expected, rtol=1e-6, atol=0)
+    assert yarn_attention_factor(scaling) == pytest.approx(length)
+    cosines, _ = rope_cos_sin(torch.zeros(1), LATENT.qk_rope_head_dim, rotary)
     torch.testing.assert_close(cosines, torch.full_like(cosines, length))
     shape = SHAPE.model_copy(update={"latent": LATENT, "head_dim": 24, "rotary": rotary})
     assert softmax_scale(shape) == pytest.approx(DeepseekV3Attention(config, 0).scaling)
@@ -69,16 +77,16 @@ def test_yarn_frequencies_lengths_and_softmax(scaling: YarnScaling) -> None:
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_interleaved_and_partial_rotation(fraction: float) -> None:
-    """Dimensions may come out in another order than transformers' GLM-4 has, in queries and keys alike: products are the same."""
+    """The order of dimensions may differ from transformers' GLM-4, in queries and keys alike: products are equal."""
     query, key = torch.randn(2, 1, 3, 50, 16).unbind()  # [batch, heads, t, head_dim], as transformers has it
-    width = int(16 * fraction)
-    cosines, sines = cosines_and_sines(torch.arange(50), width, Rotary(base=10000.0))
+    dim = int(16 * fraction)
+    cosines, sines = rope_cos_sin(torch.arange(50), dim, Rotary(base=10000.0))
     expected = apply_rotary_pos_emb(query, key, cosines[None, :, 0], sines[None, :, 0])
     ours = [rotate(x[0].transpose(0, 1), cosines, sines, interleaved=True).transpose(0, 1) for x in (query, key)]
     torch.testing.assert_close(ours[0] @ ours[1].mT, (expected[0] @ expected[1].mT)[0])
 
 
-# ---- the choice of experts -----------------------------------------------------------------------------------------------------
+# ---- expert selection ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_interleaved_and_partial_rotation(fraction: float) -> None:
     [(1, 1, 2, True), (4, 2, 4, True), (4, 2, 3, True), (4, 3, 2, False), (2, 1, 4, True), (1, 1, 1, True)],
 )
 def test_routing_of_sigmoid_scores(groups: int, top_groups: int, top_k: int, normalized: bool) -> None:
-    """Also where the number of experts per group is not two, of which megatron-core makes another choice."""
+    """Includes groups of other than two experts, where megatron-core differs."""
     torch.manual_seed(groups + top_k)
     config = transformers.DeepseekV3Config(
         hidden_size=8,
@@ -127,13 +135,13 @@ def test_routing_of_softmax_scores(normalized: bool) -> None:
 
 def compare_routing(reference: Any, ours: Any) -> None:
     logits = torch.randn(200, 16, generator=torch.Generator().manual_seed(1))
-    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    indices, weights = reference(theirs)
+    our_logits, their_logits = (logits.clone().requires_grad_() for _ in range(2))
+    indices, weights = reference(their_logits)
     expected = torch.zeros(200, 16).scatter(1, indices, weights)
-    found, choice = ours(mine)
-    assert torch.equal(choice, torch.zeros(200, 16, dtype=torch.bool).scatter(1, indices, True))
-    torch.testing.assert_close(found, expected)
+    routed, selection = ours(our_logits)
+    assert torch.equal(selection, torch.zeros(200, 16, dtype=torch.bool).scatter(1, indices, True))
+    torch.testing.assert_close(routed, expected)
     direction = torch.randn(200, 16)
-    (found * direction).sum().backward()
+    (routed * direction).sum().backward()
     (expected * direction).sum().backward()
-    torch.testing.assert_close(mine.grad, theirs.grad)
+    torch.testing.assert_close(our_logits.grad, their_logits.grad)

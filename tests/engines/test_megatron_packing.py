@@ -1,4 +1,4 @@
-"""Geometry of packs: buckets, the zig-zag split, and attention over both against a naive loop."""
+"""Buckets and the zig-zag split of packs, and attention over both compared with a naive loop."""
 
 import random
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.door import open_door
+from penstock.engines.megatron.compat import import_megatron
 from tests.engines.megatron_reference import LENGTHS, make_pack
 
-open_door()
+import_megatron()
 
-from engines.megatron.attention import bucketed_attention  # noqa: E402
-from engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
-from engines.megatron.rotary import cosines_and_sines, rotate  # noqa: E402
-from engines.megatron.shape import Rotary  # noqa: E402
+from penstock.engines.families.shape import Rotary  # noqa: E402
+from penstock.engines.megatron.model.attention import bucketed_attention  # noqa: E402
+from penstock.engines.megatron.model.rotary import rope_cos_sin, rotate  # noqa: E402
+from penstock.engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,13 @@ CPU = torch.device("cpu")
 def random_lengths(seed: int) -> list[int]:
     generator = random.Random(seed)
     return [
-        generator.choice([1, 2, 3, generator.randint(1, 20), generator.randint(1, 130)]) for _ in range(generator.randint(1, 12))
+        generator.choice([1, 2, 3, generator.randint(1, 20), generator.randint(1, 130)])
+        for _ in range(generator.randint(1, 12))
     ]
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """One sequence after the other, one query after the other."""
+    """Compute attention for one query at a time."""
     out, start = [], 0
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     for length in lengths:
@@ -47,7 +48,7 @@ def heads(num_tokens: int, seed: int = 0) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bucketed_attention_is_attention(seed: int) -> None:
+def test_bucketed_attention_equals_naive_attention(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = make_pack(lengths).cu_seqlens.tolist()
     results = []
@@ -64,7 +65,7 @@ def test_bucketed_attention_is_attention(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_buckets_hold_every_token_once_and_waste_little(seed: int) -> None:
+def test_buckets_have_every_token_once_and_little_padding(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = make_pack(lengths).cu_seqlens.tolist()
     buckets = make_buckets(starts, starts)
@@ -72,16 +73,15 @@ def test_buckets_hold_every_token_once_and_waste_little(seed: int) -> None:
     assert sorted(rows.tolist()) == list(range(sum(lengths)))
     for bucket in buckets:
         sequences, longest, _ = bucket.shape
-        assert (
-            len(set(bucket.query_places.tolist())) == len(bucket.query_places) and bucket.query_places.max() < sequences * longest
-        )
+        assert len(set(bucket.query_places.tolist())) == len(bucket.query_places)
+        assert bucket.query_places.max() < sequences * longest
         assert len(bucket.query_rows) > sequences * longest / 2 or longest <= 16
 
 
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_context_parallel_ranks_together_attend_as_one(context: int, tensor: int) -> None:
-    """Gathering the ranks' keys, attending on each rank, and putting the rows back gives attention over the whole pack."""
+def test_attention_over_context_parallel_ranks_equals_one_rank(context: int, tensor: int) -> None:
+    """Keys and values are gathered from all ranks, attention runs per rank, and the rows are put together again."""
     pack = make_pack(LENGTHS)
     query, key, value = (x.detach() for x in heads(len(pack.token_ids)))
     streams = [pack_stream(pack, CPU, tensor, context, rank) for rank in range(context)]
@@ -89,39 +89,36 @@ def test_context_parallel_ranks_together_attend_as_one(context: int, tensor: int
     gathered_key, gathered_value = (torch.cat([spread(x, stream) for stream in streams]) for x in (key, value))
     out = torch.full_like(query, torch.nan)
     for stream in streams:
-        assert torch.equal(stream.token_ids[stream.real], pack.token_ids[stream.origin])
-        assert torch.equal(stream.positions[stream.real], pack.position_ids[stream.origin])
+        assert torch.equal(stream.token_ids[stream.real_rows], pack.token_ids[stream.pack_index])
+        assert torch.equal(stream.positions[stream.real_rows], pack.position_ids[stream.pack_index])
         keys, values = gathered_key[stream.key_rows], gathered_value[stream.key_rows]
         attended = bucketed_attention(spread(query, stream), keys, values, stream.buckets, 0.25)
-        out[stream.origin] = attended[stream.real]
+        out[stream.pack_index] = attended[stream.real_rows]
     torch.testing.assert_close(out, naive_attention(query, key, value, LENGTHS))
 
 
 def spread(x: Tensor, stream: PackedStream) -> Tensor:
-    """A rank's share of rows, with something loud in place of padding."""
+    """Return a rank's rows, with large values as padding so that any use of it is noticed."""
     out = torch.full((len(stream.token_ids), *x.shape[1:]), 1e3, dtype=x.dtype)
-    out[stream.real] = x[stream.origin]
+    out[stream.real_rows] = x[stream.pack_index]
     return out
 
 
-def test_sequence_parallel_padding_is_taken_away_again() -> None:
+def test_real_rows_exclude_sequence_parallel_padding() -> None:
     pack = make_pack([5, 6])
     stream = pack_stream(pack, CPU, tensor=4)
-    assert (
-        len(stream.token_ids) == 12
-        and torch.equal(stream.real, torch.arange(11))
-        and torch.equal(stream.origin, torch.arange(11))
-    )
+    assert len(stream.token_ids) == 12
+    assert torch.equal(stream.real_rows, torch.arange(11)) and torch.equal(stream.pack_index, torch.arange(11))
     assert stream.cu_seqlens_q.tolist() == [0, 5, 11, 12]
 
 
-def test_rotation_turns_pairs_and_keeps_lengths() -> None:
+def test_rotate_is_a_complex_rotation_of_pairs() -> None:
     x = torch.randn(50, 2, 16, dtype=torch.float64)
-    cosines, sines = cosines_and_sines(torch.arange(50), 16, Rotary(base=10000.0))
-    turned = rotate(x, cosines.double(), sines.double())
+    cosines, sines = rope_cos_sin(torch.arange(50), 16, Rotary(base=10000.0))
+    rotated = rotate(x, cosines.double(), sines.double())
     pairs = torch.complex(x[..., :8], x[..., 8:])
     angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
     expected = pairs * torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
-    torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert F.cosine_similarity(turned[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 stays
+    torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert F.cosine_similarity(rotated[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 is not rotated

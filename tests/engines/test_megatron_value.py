@@ -1,5 +1,6 @@
-"""A critic's model: against Hugging Face on one rank, against that one rank under every layout of two, and through checkpoints."""
+"""The critic's model: one rank compared with Hugging Face, every layout of two ranks with one rank, and checkpoints."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, hf_model, make_pack, put_weights, to_megatron
+from penstock.storage.errors import ModelError
+from tests.engines.megatron_reference import (
+    LENGTHS,
+    OPTIMIZER,
+    SHAPE,
+    Pack,
+    hf_model,
+    make_pack,
+    put_weights,
+    to_megatron,
+)
 
 PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
 
 
 def make_engine(**options: Any) -> Any:
-    from engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(SHAPE, **{"dtype": "fp32", "optimizer": OPTIMIZER, "role": "value", **options})
 
 
-def targets(packed: Pack) -> Tensor:  # [T] to be learned
+def targets(packed: Pack) -> Tensor:  # [T]
     return torch.sin(packed.token_ids.double() + packed.position_ids).float()
 
 
@@ -31,7 +42,7 @@ def squared_error(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict
 
 @pytest.fixture(scope="module")
 def base(world: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A policy with tied embeddings, as Hugging Face's model and as a checkpoint."""
+    """Return a policy with tied embeddings, as Hugging Face's model and as a checkpoint."""
     hf, directory = hf_model(), tmp_path_factory.mktemp("base")
     policy = make_engine(role="policy")
     put_weights(policy, to_megatron(dict(hf.state_dict())))
@@ -56,14 +67,16 @@ def test_values_and_gradients_equal_hugging_face(base: tuple[Any, Path]) -> None
         torch.testing.assert_close(output["values"], values.detach(), atol=1e-5, rtol=1e-5)
         loss = loss + (values - targets(packed)).square().sum()
     loss.backward()
-    grads = to_megatron({name: param.grad for name, param in hf.named_parameters()}) | {"output_layer.weight": weight.grad}
+    grads = to_megatron({name: param.grad for name, param in hf.named_parameters()}) | {
+        "output_layer.weight": weight.grad
+    }
     for name, param in engine.chunks[0].named_parameters():
         assert (param.main_grad.cpu() - grads[name]).abs().max() < 2e-5 * grads[name].abs().max(), name
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
     assert engine.step() == (True, pytest.approx(norm, rel=1e-5))
 
 
-def test_a_head_is_the_seed_s_until_a_checkpoint_has_one(base: tuple[Any, Path], tmp_path: Path) -> None:
+def test_head_is_initialized_by_the_seed_unless_the_checkpoint_has_one(base: tuple[Any, Path], tmp_path: Path) -> None:
     first, again, other = make_engine(seed=5), make_engine(seed=5), make_engine(seed=6)
     head = "output_layer.weight"
     torch.rand(3)
@@ -79,52 +92,50 @@ def test_a_head_is_the_seed_s_until_a_checkpoint_has_one(base: tuple[Any, Path],
     other.load_weights(tmp_path)
     assert other.digest() == first.digest()
     first.load_weights(base[1])
-    assert first.digest() == make_begun(base[1], seed=5).digest()
+    assert first.digest() == load_engine(base[1], seed=5).digest()
 
 
 def test_resume_is_bit_exact(base: tuple[Any, Path], tmp_path: Path) -> None:
-    engine = make_begun(base[1])
+    engine = load_engine(base[1])
     train(engine)
     engine.save(tmp_path, {"version": 1})
-    going_on, digests = train(engine), (engine.digest(), engine.state_digest())
+    expected, digests = train(engine), (engine.digest(), engine.state_digest())
     other = make_engine(seed=99)
     assert other.load(tmp_path) == {"version": 1}
-    assert train(other) == going_on
+    assert train(other) == expected
     assert (other.digest(), other.state_digest()) == digests
 
 
-def test_policy_and_critic_live_side_by_side(base: tuple[Any, Path], tmp_path: Path) -> None:
-    """In one directory, as a training checkpoint holds them with a refreshed reference; neither disturbs the other."""
-    policy, critic = make_engine(role="policy"), make_begun(base[1])
+def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[Any, Path], tmp_path: Path) -> None:
+    """Their checkpoints, and that of a refreshed reference, share a directory."""
+    policy, critic = make_engine(role="policy"), load_engine(base[1])
     policy.load_weights(base[1])
     reference = policy.snapshot()
-    alone = make_begun(base[1])
-    expected = train(alone), train(alone)
+    single = load_engine(base[1])
+    expected = train(single), train(single)
     first = train(critic)
     with torch.no_grad():
         for _, weight in policy.named_weights():
             weight.mul_(1.5)
-    moved = policy.digest()
+    digest = policy.digest()
     with policy.using(reference):
         policy.save_weights(tmp_path / "reference")
     critic.save(tmp_path / "critic", {"version": 1})
     policy.save(tmp_path, {"version": 1})
-    assert policy.digest() == moved
+    assert policy.digest() == digest
 
     policy, critic = make_engine(role="policy", seed=3), make_engine(seed=4)
     assert policy.load(tmp_path) == critic.load(tmp_path / "critic") == {"version": 1}
-    assert policy.digest() == moved
+    assert policy.digest() == digest
     assert (first, train(critic)) == expected
     policy.load_weights(tmp_path / "reference")
-    begun = make_engine(role="policy")
-    begun.load_weights(base[1])
-    assert policy.digest() == begun.digest()
-    with pytest.raises(ValueError, match="without an optimizer"):
+    assert policy.digest() == load_engine(base[1], role="policy").digest()
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path / "reference"))):
         policy.load(tmp_path / "reference")
 
 
-def test_files_of_a_checkpoint_have_one_writer() -> None:
-    from engines.megatron.checkpoint import written_by
+def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:
+    from penstock.engines.megatron.checkpoints.torch_dist import written_by
 
     names = [
         "__1_0.distcp",
@@ -139,7 +150,7 @@ def test_files_of_a_checkpoint_have_one_writer() -> None:
 
 
 def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
-    exact, engine = make_begun(base[1]), make_begun(base[1], dtype="bf16")
+    exact, engine = load_engine(base[1]), load_engine(base[1], dtype="bf16")
     values = [
         torch.cat([output["values"] for output in each.forward_backward(PACKS, squared_error, forward_only=True)])
         for each in (exact, engine)
@@ -149,22 +160,23 @@ def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.integration
-def test_every_layout_of_two_ranks_is_the_same_critic(run_two_ranks: Callable[[str, float], str]) -> None:
-    """Losses of four steps, the norm of the gradient, the weights after a step, and a checkpoint handed on from layout to layout."""
+def test_every_layout_of_two_ranks_trains_the_same_critic(run_two_ranks: Callable[[str, float], str]) -> None:
+    """`value_ranks.py` compares losses and gradient norms of four steps, weights after a step, and checkpoints of
+    other layouts."""
     run_two_ranks("value_ranks.py", 240)
 
 
-def make_begun(directory: Path, **options: Any) -> Any:
+def load_engine(directory: Path, **options: Any) -> Any:
     engine = make_engine(**options)
     engine.load_weights(directory)
     return engine
 
 
 def train(engine: Any) -> list[float]:
-    """Losses and norms of two steps."""
-    seen = []
+    """Return summed values and gradient norms of two steps."""
+    results = []
     for _ in range(2):
         engine.zero_grad()
         outputs = engine.forward_backward(PACKS, squared_error)
-        seen += [*(output["values"].sum().item() for output in outputs), engine.step()[1]]
-    return seen
+        results += [*(output["values"].sum().item() for output in outputs), engine.step()[1]]
+    return results

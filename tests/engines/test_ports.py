@@ -1,4 +1,4 @@
-"""Ports that are chosen now and bound later: no two runs get the same one, and a killed run gives its ports back."""
+"""Ports that are chosen now and bound later: two runs never get the same one, and a killed run's ports are free."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engines import ports
-from engines.ports import free_port, is_free, reserve
+from penstock.engines import ports
+from penstock.engines.ports import free_port, is_free, reserve
 
 CHOOSE = """
 import sys
-from engines.ports import free_port
+from penstock.engines.ports import free_port
 print(*(free_port(20_400) for _ in range(60)), flush=True)
 sys.stdin.read()
 """
@@ -30,7 +30,7 @@ def chooser() -> subprocess.Popen[str]:
     )
 
 
-def test_runs_that_choose_at_once_get_different_ports_and_a_killed_one_gives_them_back() -> None:
+def test_parallel_runs_get_different_ports_and_a_killed_run_frees_its_own() -> None:
     runs = [chooser() for _ in range(3)]
     try:
         chosen = [[int(word) for word in run.stdout.readline().split()] for run in runs if run.stdout]
@@ -55,14 +55,17 @@ def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
         assert not is_free(port)
 
 
-def test_a_port_with_a_taken_neighbour_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         taken = server.getsockname()[1]
-        assert not reserve([taken - 1, taken])
-        assert reserve([taken - 1]), "a refused reservation holds nothing"
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            free = other.getsockname()[1]
+        assert not reserve([free, taken])
+        assert reserve([free]), "a refused reservation reserves nothing"
     assert not is_free(70_000)
     monkeypatch.setattr(ports, "is_free", lambda port: False)
-    with pytest.raises(RuntimeError, match="none is free"):
+    with pytest.raises(RuntimeError, match="100 ports"):
         free_port()

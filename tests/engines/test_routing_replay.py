@@ -1,4 +1,4 @@
-"""Replaying the choice of experts: against transformers with its routers told what to choose, under recomputation, under layouts of two ranks."""
+"""Routing replay compared with transformers (with forced routers), under recomputation, under layouts of two ranks."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.megatron.replay import UNKNOWN, RoutingRecord, StreamRouting, rows_of_routers
-from engines.megatron.shape import ModelShape
-from tests.engines.replay_ranks import made_up_record, make_engine, replay_packs
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting, router_rows
+from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
 
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -26,16 +27,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shapes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
-    """One mixture with a softmax, one with groups of experts, a correction and a dense layer before."""
+    """Return an MoE model with softmax scores, and one with expert groups, correction bias and a dense first layer."""
     deepseek = make_family(tmp_path_factory.mktemp("replay") / "deepseek-v3", "deepseek-v3")
-    return {"qwen3-moe": ModelShape.from_hf(checkpoint), "deepseek-v3": ModelShape.from_hf(deepseek)}
+    return {"qwen3-moe": read_shape(checkpoint), "deepseek-v3": read_shape(deepseek)}
 
 
-def passes(engine: Any, packs: list[Any], routing: Any = None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of every pack and the gradients of their sum."""
+def logprobs_of(hidden: Tensor, head: Any, pack: Any) -> Tensor:
+    targets = pack.token_ids.to(hidden.device).roll(-1)
+    return head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def forward_backward(engine: Any, packs: list[Any], routing: Any = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the log-probs of every pack and the gradients of their sum."""
 
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.to(hidden.device).roll(-1)[:, None])[:, 0]
+        logprobs = logprobs_of(hidden, head, pack)
         return logprobs.sum(), {"logprobs": logprobs.detach()}
 
     engine.zero_grad()
@@ -44,70 +50,75 @@ def passes(engine: Any, packs: list[Any], routing: Any = None) -> tuple[list[Ten
     return [output["logprobs"] for output in outputs], gradients
 
 
-def watch(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
-    """Log-probs of a pass without gradients."""
+def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
+    """Return the log-probs of a pass without gradients."""
 
-    def keep(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logprobs = head(hidden).float().log_softmax(-1).gather(1, pack.token_ids.to(hidden.device).roll(-1)[:, None])[:, 0]
-        return None, {"logprobs": logprobs}
+    def loss_fn(*inputs: Any) -> Any:
+        return None, {"logprobs": logprobs_of(*inputs)}
 
-    return [output["logprobs"] for output in engine.forward_backward(packs, keep, forward_only=True, routing=routing)]
-
-
-# ---- records -------------------------------------------------------------------------------------------------------------------
+    return [
+        output["logprobs"] for output in engine.forward_backward(packs, loss_fn, forward_only=True, routing=routing)
+    ]
 
 
-def test_a_record_keeps_the_rows_of_a_rank() -> None:
-    """Rank 1 of 2 of a stream of 8 rows, of which 2 are padding."""
-    rows = rows_of_routers(torch.tensor([0, 1, 2, 4, 5, 6]), torch.tensor([3, 0, 1, 5, 2, 4]), num_rows=8, rank=1, ranks=2)
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_record_gets_the_rows_of_a_rank() -> None:
+    """Rank 1 of 2 of a stream of 8 rows with 2 of padding."""
+    rows = router_rows(torch.tensor([0, 1, 2, 4, 5, 6]), torch.tensor([3, 0, 1, 5, 2, 4]), num_rows=8, rank=1, ranks=2)
     assert rows.tolist() == [5, 2, 4, -1]
     record = RoutingRecord(6, {7: torch.tensor([[1, 2]] * 3 + [[UNKNOWN] * 2] * 3, dtype=torch.int16)})
     free = torch.tensor([[10, 11], [12, 13], [14, 15], [16, 17]])
     chosen = torch.tensor([[10, 11], [1, 2], [14, 15], [16, 17]])
-    assert torch.equal(StreamRouting(record, rows, recording=False).settle(7, free), chosen)
-    assert record.choices[7][5].tolist() == [UNKNOWN] * 2, "a replay remembers nothing"
-    assert torch.equal(StreamRouting(record, rows, recording=True).settle(7, free), chosen)
+    assert torch.equal(StreamRouting(record, rows, recording=False).replay(7, free), chosen)
+    assert record.choices[7][5].tolist() == [UNKNOWN] * 2, "a replay must not record"
+    assert torch.equal(StreamRouting(record, rows, recording=True).replay(7, free), chosen)
     assert record.choices[7].tolist() == [[1, 2], [1, 2], [1, 2], [-1, -1], [14, 15], [10, 11]]
-    assert torch.equal(StreamRouting(record, rows, recording=True).settle(8, free), free)
+    assert torch.equal(StreamRouting(record, rows, recording=True).replay(8, free), free)
     assert record.choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
 
 
-# ---- one rank ------------------------------------------------------------------------------------------------------------------
+# ---- one rank --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-def test_what_was_recorded_is_chosen_again_with_other_weights(world: None, shapes: dict[str, ModelShape], name: str) -> None:
+def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict[str, ModelShape], name: str) -> None:
     engine, packs = make_engine(shapes[name]), replay_packs()
-    before = passes(engine, packs)
-    recorded = watch(engine, packs, "record")
-    assert all(torch.equal(x, y) for x, y in zip(recorded, before[0])), "recording changes nothing"
+    before = forward_backward(engine, packs)
+    recorded = forward_only(engine, packs, "record")
+    assert all(torch.equal(x, y) for x, y in zip(recorded, before[0])), "recording must not change results"
     experts = shapes[name].experts
     assert experts is not None
     layers = range(experts.num_dense_layers, shapes[name].num_layers)
     records = [{layer: choice.clone() for layer, choice in pack.routing.choices.items()} for pack in packs]
     assert [list(record) for record in records] == [list(layers)] * len(packs)
-    again = passes(engine, packs, "replay")
+    again = forward_backward(engine, packs, "replay")
     assert all(torch.equal(x, y) for x, y in zip(again[0], before[0]))
-    assert all(torch.equal(gradient, before[1][key]) for key, gradient in again[1].items()), "same weights, same gradients"
+    assert all(torch.equal(gradient, before[1][key]) for key, gradient in again[1].items()), (
+        "same weights, same gradients"
+    )
 
-    engine.step()  # lr 1e-2: many tokens now go elsewhere
+    engine.step()  # lr 1e-2: the router now selects other experts for many tokens
     other = replay_packs()
-    free = watch(engine, other, "record")
+    free = forward_only(engine, other, "record")
     moved = sum((a.routing.choices[i] != b[i]).any(-1).sum() for a, b in zip(other, records) for i in b)
-    assert moved > 100, f"{moved} choices moved"
-    replayed = watch(engine, packs, "replay")
+    assert moved > 100, f"only {moved} selections changed"
+    replayed = forward_only(engine, packs, "replay")
     assert all((x - y).abs().max() > 1e-3 for x, y in zip(free, replayed))
-    watch(engine, packs, "record")
+    forward_only(engine, packs, "record")
     assert all(torch.equal(pack.routing.choices[i], record[i]) for pack, record in zip(packs, records) for i in record)
 
 
-def test_replay_equals_transformers_with_that_choice(world: None, checkpoint: Path, shapes: dict[str, ModelShape]) -> None:
-    """Log-probs and gradients under a made-up choice, with free tokens among them; the gradient of the router included."""
+def test_replay_equals_transformers_with_the_same_experts(
+    world: None, checkpoint: Path, shapes: dict[str, ModelShape]
+) -> None:
+    """Log-probs and gradients, the router's included, of random experts; some tokens have no record."""
     engine = make_engine(shapes["qwen3-moe"], checkpoint)
     packs = replay_packs()
     for number, pack in enumerate(packs):
-        pack.routing = made_up_record(len(pack.token_ids), shapes["qwen3-moe"], seed=number)
-    ours, gradients = passes(engine, packs, "replay")
+        pack.routing = random_record(len(pack.token_ids), shapes["qwen3-moe"], seed=number)
+    ours, gradients = forward_backward(engine, packs, "replay")
 
     model = hf_model(checkpoint)
     total = torch.zeros(())
@@ -133,11 +144,13 @@ def test_replay_equals_transformers_with_that_choice(world: None, checkpoint: Pa
 
 
 def force(model: Any, choices: dict[int, Tensor]) -> None:
-    """Tell transformers' routers which experts to take; -1: as they like."""
+    """Make transformers' routers use these experts; -1 lets them select."""
     for number, layer in enumerate(model.model.layers):
         gate = layer.mlp.gate
 
-        def forward(hidden: Tensor, gate: Any = gate, choice: Tensor = choices[number]) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(
+            hidden: Tensor, gate: Any = gate, choice: Tensor = choices[number]
+        ) -> tuple[Tensor, Tensor, Tensor]:
             logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
             scores = logits.softmax(-1)
             indices = torch.where(choice >= 0, choice, scores.topk(choice.shape[1]).indices)
@@ -148,28 +161,31 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}, SELECTIVE | {"recompute_modules": ["moe"]}]
+    "options",
+    [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}, SELECTIVE | {"recompute_modules": ["moe"]}],
 )
-def test_recomputation_replays_too(world: None, shapes: dict[str, ModelShape], options: dict[str, Any]) -> None:
-    """Three micro-batches with their own choices."""
+def test_recomputation_replays_the_same_experts(
+    world: None, shapes: dict[str, ModelShape], options: dict[str, Any]
+) -> None:
+    """Every micro-batch has its own record."""
     results = []
     for overrides in ({}, options):
         engine, packs = make_engine(shapes["deepseek-v3"], overrides=overrides), replay_packs()
         for number, pack in enumerate(packs):
-            pack.routing = made_up_record(len(pack.token_ids), shapes["deepseek-v3"], seed=number)
-        results.append((passes(engine, packs, "replay"), passes(engine, packs)))
+            pack.routing = random_record(len(pack.token_ids), shapes["deepseek-v3"], seed=number)
+        results.append((forward_backward(engine, packs, "replay"), forward_backward(engine, packs)))
     ((plain, gradients), free), ((recomputed, same_gradients), _) = results
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed))
     for name, gradient in gradients.items():
         torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-5, atol=1e-6)
-    assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "the choice matters"
+    assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "replay must change the results"
 
 
-# ---- two ranks -----------------------------------------------------------------------------------------------------------------
+# ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.integration
 def test_replay_under_every_layout_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
-    """Given choices are followed, and recorded ones put together are those of one rank: `replay_ranks.py` compares."""
-    said = run_two_ranks("replay_ranks.py", 120)
-    assert said.count(" ok") == 2 * 6
+    """`replay_ranks.py` compares replayed results, and records of all ranks together, with one rank's."""
+    log = run_two_ranks("replay_ranks.py", 120)
+    assert log.count(" ok") == 2 * 6

@@ -1,4 +1,4 @@
-"""The temporary directory of a process: removed at its exit, and by the next process after a kill."""
+"""The temporary directory of a process: removed at exit, and after a kill by the next process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from engines import scratch
-from engines.scratch import abandoned, remove
+from penstock.engines import scratch
+from penstock.engines.scratch import abandoned, remove
 
 PROGRAM = """
 import sys, tempfile
 from pathlib import Path
-from engines.scratch import keep, own_directory
+from penstock.engines.scratch import keep, own_directory
 directory = own_directory()
 assert own_directory() == directory and tempfile.gettempdir() == str(directory)
 (directory / "left").write_text("a socket, say")
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @contextmanager
 def owner(base: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process with a directory of its own; its output is the directory. Ends by itself when its input is closed."""
+    """A process that prints its temporary directory and ends when its input is closed."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ def owner(base: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A short one: sockets have room for 107 characters."""
+    """A short path: a socket's path has at most 107 characters."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
         yield Path(directory)
 
@@ -61,7 +61,7 @@ def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_leaves_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, first):
         process.kill()
     assert abandoned(tmp_path) == [first]
@@ -70,7 +70,7 @@ def test_what_a_killed_process_leaves_goes_at_the_next_start(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_logs_of_a_failed_process_stay_for_a_day_and_gc_finds_them(tmp_path: Path) -> None:
+def test_the_logs_of_a_failed_process_are_kept_for_a_day_and_gc_finds_them(tmp_path: Path) -> None:
     with owner(tmp_path, "fail") as (_, failed):
         pass
     with owner(tmp_path):
@@ -90,14 +90,14 @@ def test_a_child_uses_the_directory_of_its_living_owner(tmp_path: Path) -> None:
 
 
 def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
-    base = tmp_path / ("x" * scratch.LONGEST_BASE)
+    base = tmp_path / ("x" * scratch.MAX_BASE_PATH)
     base.mkdir()
     with owner(base) as (_, directory):
         assert directory.parent == Path("/tmp")
     assert not directory.exists()
 
 
-def test_other_directories_are_never_taken_for_ours(tmp_path: Path) -> None:
+def test_other_directories_are_never_abandoned(tmp_path: Path) -> None:
     (tmp_path / "penstock-notes").mkdir()
     (tmp_path / "penstock-0123").write_text("a file")
     (tmp_path / "elsewhere").mkdir()
@@ -106,7 +106,7 @@ def test_other_directories_are_never_taken_for_ours(tmp_path: Path) -> None:
     assert abandoned(tmp_path) == []
 
 
-def test_directories_of_other_users_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_other_users_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with owner(tmp_path) as (process, _):
         process.kill()
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)

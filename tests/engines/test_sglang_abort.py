@@ -1,4 +1,4 @@
-"""What a round asks of the client beside plain groups: many prompts in a request, sessions, and an end before the answers."""
+"""The client beyond plain groups: several prompts in a request, sticky sessions, aborts, and the router."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import pytest
 from aiohttp import web
 from small_servers import SmallEngine, echo, with_servers
 
-from engines.sglang.client import EngineClient
+from penstock.engines.sglang.client import SGLangClient
 
 
-def test_each_prompt_with_its_own_parameters_in_one_request() -> None:
+def test_generate_each_sends_one_request_with_parameters_for_each_prompt() -> None:
     engine = SmallEngine()
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls) as client:
+        async with SGLangClient(urls) as client:
             assert await client.generate_each([], []) == []
             return await client.generate_each([[7, 8], [9]], [{"sampling_seed": 1}, {"sampling_seed": 2}])
 
     assert [g.token_ids for g in with_servers([engine], use)] == [[8, 0], [9, 0]]
     [body] = engine.bodies
-    assert body["input_ids"] == [[7, 8], [9]] and body["sampling_params"] == [{"sampling_seed": 1}, {"sampling_seed": 2}]
+    assert body["input_ids"] == [[7, 8], [9]] and body["sampling_params"] == [
+        {"sampling_seed": 1},
+        {"sampling_seed": 2},
+    ]
 
 
 def test_a_session_stays_with_its_engine_while_it_lives() -> None:
@@ -30,17 +33,17 @@ def test_a_session_stays_with_its_engine_while_it_lives() -> None:
 
     async def use(urls: list[str]) -> None:
         listed = list(urls)
-        async with EngineClient(lambda: listed) as client:
+        async with SGLangClient(lambda: listed) as client:
             for _ in range(5):
                 await asyncio.gather(*[client.generate([name], {}, session=f"session {name}") for name in range(8)])
-            homes = [{body["input_ids"][0][0] for body in engine.bodies} for engine in engines]
-            assert not homes[0] & homes[1] and [len(engine.bodies) for engine in engines] == [20, 20]
+            sessions = [{body["input_ids"][0][0] for body in engine.bodies} for engine in engines]
+            assert not sessions[0] & sessions[1] and [len(engine.bodies) for engine in engines] == [20, 20]
             listed.remove(urls[0])
-            await client.generate([0], {}, session=f"session {min(homes[0])}")
+            await client.generate([0], {}, session=f"session {min(sessions[0])}")
             assert len(engines[1].bodies) == 21
             listed.append(urls[0])
-            await client.generate([0], {}, session=f"session {min(homes[0])}")
-            assert len(engines[1].bodies) == 22  # where its beginning is cached now
+            await client.generate([0], {}, session=f"session {min(sessions[0])}")
+            assert len(engines[1].bodies) == 22  # its prefix is cached there now
 
     with_servers([*engines], use)
 
@@ -49,7 +52,7 @@ def test_abort_ends_the_requests_of_this_client_alone() -> None:
     engine = SmallEngine(seconds=20)
 
     async def use(urls: list[str]) -> None:
-        async with EngineClient(urls) as client, EngineClient(urls) as other:
+        async with SGLangClient(urls) as client, SGLangClient(urls) as other:
             running = [asyncio.create_task(client.generate([7, index], {}, n=2)) for index in range(3)]
             elsewhere = asyncio.create_task(other.generate([5], {}))
             await asyncio.sleep(0.1)
@@ -62,19 +65,19 @@ def test_abort_ends_the_requests_of_this_client_alone() -> None:
             assert (late.token_ids, late.finish_reason, late.weight_version) == ([], "abort", "")
             assert not elsewhere.done() and len(engine.aborted) == 6 and len(engine.bodies) == 4
             elsewhere.cancel()
-            await client.abort()  # a second time nothing is to be done
+            await client.abort()  # again: nothing to do
 
     with_servers([engine], use)
 
 
-def test_abort_while_no_engine_lives_and_while_one_fails() -> None:
+def test_abort_works_without_live_engines_and_with_failing_ones() -> None:
     async def failing(request: web.Request) -> web.Response:
         await asyncio.sleep(0.05)
         return web.Response(status=503, text="starting")
 
     async def use(urls: list[str]) -> None:
         for listed in ([], urls):
-            async with EngineClient(lambda listed=listed: listed, num_tries=1 if not listed else 100) as client:
+            async with SGLangClient(lambda listed=listed: listed, num_tries=1 if not listed else 100) as client:
                 running = asyncio.create_task(client.generate([7], {}, n=2))
                 await asyncio.sleep(0.1)
                 await client.abort()
@@ -83,8 +86,8 @@ def test_abort_while_no_engine_lives_and_while_one_fails() -> None:
     with_servers([failing], use)
 
 
-def test_a_request_that_has_not_arrived_yet_is_aborted_too() -> None:
-    """An engine passes over ids that it does not know, so one abort is not enough."""
+def test_abort_reaches_a_request_that_arrives_late() -> None:
+    """An engine ignores ids that it does not know, so one abort is not enough."""
     engine = SmallEngine(seconds=20)
 
     async def slow_to_read(request: web.Request) -> web.StreamResponse:
@@ -93,7 +96,7 @@ def test_a_request_that_has_not_arrived_yet_is_aborted_too() -> None:
         return await engine(request)
 
     async def use(urls: list[str]) -> None:
-        async with EngineClient(urls) as client:
+        async with SGLangClient(urls) as client:
             running = asyncio.create_task(client.generate([7], {}))
             await asyncio.sleep(0.05)
             await client.abort()
@@ -102,8 +105,8 @@ def test_a_request_that_has_not_arrived_yet_is_aborted_too() -> None:
     with_servers([slow_to_read], use)
 
 
-def test_through_a_router() -> None:
-    """It gets the requests, with a key that says what belongs together; aborts go to every engine, for it may have been any."""
+def test_requests_go_through_the_router_and_aborts_to_every_engine() -> None:
+    """Requests carry a routing key per session; aborts go to all engines, because only the router knows which one."""
     engines, keys = [SmallEngine(20), SmallEngine(20)], []
 
     async def router(request: web.Request) -> web.StreamResponse:
@@ -113,7 +116,7 @@ def test_through_a_router() -> None:
 
     async def use(urls: list[str]) -> None:
         away = [True]
-        async with EngineClient(lambda: urls[1:], router=lambda: None if away else urls[0]) as client:
+        async with SGLangClient(lambda: urls[1:], router=lambda: None if away else urls[0]) as client:
             calls = [
                 client.generate([7], {}, n=2, session="one"),
                 client.generate_each([[1], [2]], [{}, {}]),
@@ -132,13 +135,13 @@ def test_through_a_router() -> None:
     with_servers([router, *engines], use)
 
 
-def test_a_router_that_cannot_be_kept_alive_ends_the_wait() -> None:
+def test_a_router_that_failed_for_good_raises_its_error() -> None:
     def hopeless() -> str | None:
-        raise RuntimeError("the router has been started 4 times")
+        raise RuntimeError("the router failed after 3 restarts")
 
     async def use(urls: list[str]) -> None:
-        async with EngineClient(urls, router=hopeless) as client:
+        async with SGLangClient(urls, router=hopeless) as client:
             await client.generate([7], {})
 
-    with pytest.raises(RuntimeError, match="started 4 times"):
+    with pytest.raises(RuntimeError, match="3 restarts"):
         with_servers([echo], use)

@@ -1,4 +1,4 @@
-"""Which architectures the installed SGLang serves, told from its sources."""
+"""The architectures that the installed SGLang serves, read from its sources."""
 
 import subprocess
 import sys
@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from engines.megatron.hf_config import ARCHITECTURES
-from engines.sglang.architectures import check_architecture, check_model, serves
-from storage.errors import EngineError
+from penstock.engines.families import FAMILIES
+from penstock.engines.sglang.architectures import check_architecture, check_model, serves
+from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_supported_architecture_but_the_old_glm_is_served() -> None:
     """As SGLang 0.5.21 has it; `test_sglang_families.py` starts engines of the others."""
-    for architecture in ARCHITECTURES:
+    for architecture in FAMILIES:
         if architecture == "GlmForCausalLM":
-            with pytest.raises(EngineError, match=r"SGLang \d+\.\d+.* does not serve GlmForCausalLM"):
+            with pytest.raises(EngineError, match=r"SGLang \d+\.\d+.*GlmForCausalLM"):
                 check_architecture(architecture)
         else:
             check_architecture(architecture)
@@ -60,15 +60,16 @@ def test_entries_that_sglang_does_not_read_are_refused(
         ("FooForCausalLM = 1", False),
     ],
 )
-def test_the_registry_is_read(source: str, served: bool, tmp_path: Path) -> None:
+def test_serves_reads_the_registry(source: str, served: bool, tmp_path: Path) -> None:
     (tmp_path / "srt" / "models").mkdir(parents=True)
     (tmp_path / "srt" / "models" / "foo.py").write_text(source)
     assert serves("FooForCausalLM", tmp_path) is served
 
 
-def test_asking_imports_neither_torch_nor_sglang() -> None:
+def test_check_architecture_imports_neither_torch_nor_sglang() -> None:
     code = (
-        "import sys\nfrom engines.sglang.architectures import check_architecture\ncheck_architecture('Qwen3ForCausalLM')\n"
+        "import sys\nfrom penstock.engines.sglang.architectures import check_architecture\n"
+        "check_architecture('Qwen3ForCausalLM')\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""SGLang's flags: read from its source without importing it, checked, and turned into a command line its own parser understands."""
+"""SGLang's flags: read from its source without importing it, checked, and turned into a command line its own parser
+understands."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.sglang.args import check_sglang_args, command_line, returning_experts, sglang_flags
+from penstock.engines.sglang.args import check_sglang_args, command_line, returning_experts, sglang_flags
+from penstock.storage.errors import EngineError
 
 DATACLASS = """
 class ServerArgs:
@@ -28,7 +30,9 @@ class ServerArgs:
 def test_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
     (tmp_path / "srt/arg_groups/fields").mkdir(parents=True)
     (tmp_path / "srt/server_args.py").write_text(DATACLASS)
-    (tmp_path / "srt/arg_groups/fields/more.py").write_text("class More:\n    watchdog: Annotated[float, 'Seconds.'] = 3\n")
+    (tmp_path / "srt/arg_groups/fields/more.py").write_text(
+        "class More:\n    watchdog: Annotated[float, 'Seconds.'] = 3\n"
+    )
     found = {name: (flag.flag, flag.switch) for name, flag in sglang_flags(tmp_path).items()}
     assert found == {
         "model_path": ("--model-path", False),
@@ -45,7 +49,10 @@ def test_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
 
 
 def test_installed_sglang_is_read_without_importing_it() -> None:
-    program = "import sys; from engines.sglang.args import sglang_flags; n = len(sglang_flags()); print(n, {'torch', 'sglang'} & set(sys.modules))"
+    program = (
+        "import sys; from penstock.engines.sglang.args import sglang_flags\n"
+        "n = len(sglang_flags()); print(n, {'torch', 'sglang'} & set(sys.modules))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
@@ -59,13 +66,13 @@ def test_check_names_the_nearest_flag() -> None:
         "mem_fraction_static": 0.7,
         "log_level": "info",
     }
-    with pytest.raises(ValueError, match="did you mean --sglang-mem-fraction-static"):
+    with pytest.raises(EngineError, match=r"--sglang-mem-fraction-static\b"):
         check_sglang_args({"mem_fraction_statics": 0.7})
-    with pytest.raises(ValueError, match="--sglang-tp-size was given, but Penstock sets it: use --rollout-num-gpus-per-engine"):
+    with pytest.raises(EngineError, match=r"--sglang-tp-size.*--rollout-num-gpus-per-engine"):
         check_sglang_args({"tp-size": 2})
 
 
-def test_command_line_words() -> None:
+def test_command_line_spells_every_kind_of_value() -> None:
     args = {
         "mem_fraction_static": 0.7,
         "disable_radix_cache": True,
@@ -82,9 +89,9 @@ def test_command_line_words() -> None:
     ]
 
 
-def test_servers_that_return_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returning_experts_needs_a_flag_of_the_installed_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     args = returning_experts({"log_level": "info"})
     assert command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
-    monkeypatch.setattr("engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
-    with pytest.raises(ValueError, match=r"installed SGLang has no enable_return_routed_experts: .* or use --use-routing-replay"):
+    monkeypatch.setattr("penstock.engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
+    with pytest.raises(EngineError, match=r"enable_return_routed_experts.*--use-routing-replay"):
         returning_experts({})

@@ -1,4 +1,4 @@
-"""The client against a small HTTP server that answers as SGLang does, and as a failing one does."""
+"""The client with a small HTTP server that answers like SGLang, or like a failing SGLang."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
-from engines.ports import free_port
-from engines.sglang.client import EngineClient
-from engines.sglang.generation import parse_generation
-from storage.routed_experts import ExpertsFormat
+from penstock.engines.ports import free_port
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.response import parse_generation
+from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
-def test_one_request_for_a_group() -> None:
+def test_generate_sends_one_request_for_a_group() -> None:
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls) as client:
+        async with SGLangClient(urls) as client:
             return await client.generate([7, 8, 9], {"temperature": 1.0}, n=3)
 
     generations = with_servers([echo], use)
     assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
     assert generations[1].logprobs == [-4.5, -0.5]
-    assert (generations[0].finish_reason, generations[0].weight_version, generations[0].cached_tokens) == ("stop", "run/3", 2)
+    assert (generations[0].finish_reason, generations[0].weight_version, generations[0].cached_tokens) == (
+        "stop",
+        "run/3",
+        2,
+    )
 
 
 EXPERTS = ExpertsFormat(num_layers=3, num_dense_layers=1, num_experts=4, top_k=2)
 
 
 def chosen_experts(num_tokens: int) -> dict[str, str]:
-    """As SGLang sends them: int32 for all layers, dense ones too, in base64."""
+    """Routed experts as SGLang sends them: base64 of int32 for all layers, dense ones too."""
     numbers = np.array([[[9, 9], [token % 4, (token + 1) % 4], [3, 0]] for token in range(num_tokens)], dtype=np.int32)
     return {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}
 
 
-def test_experts_are_asked_for_and_made_small() -> None:
+def test_routed_experts_are_requested_and_compressed() -> None:
     async def reply(request: web.Request) -> web.Response:
         body = await request.json()
         assert body["return_routed_experts"]
         return web.json_response([answer([5, 6], **chosen_experts(len(ids) + 1)) for ids in body["input_ids"]])
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls, experts=EXPERTS) as client:
+        async with SGLangClient(urls, experts=EXPERTS) as client:
             return await client.generate([7, 8, 9], {}, n=2)
 
     [first, _] = with_servers([reply], use)
@@ -52,20 +56,20 @@ def test_experts_are_asked_for_and_made_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("meta", "sentence"),
+    ("meta", "message"),
     [
-        ({}, "start it with --sglang-enable-return-routed-experts"),
-        (chosen_experts(3), "returned 18 routed experts for 4 tokens, 3 layers and 2 experts a token"),
+        ({}, "--sglang-enable-return-routed-experts"),
+        (chosen_experts(3), "returned 18 routed experts for 4 tokens, 3 layers and 2 experts per token"),
     ],
 )
-def test_experts_that_are_not_those_of_the_model(meta: dict[str, str], sentence: str) -> None:
-    with pytest.raises(RuntimeError, match=sentence):
+def test_missing_or_misshaped_routed_experts_raise(meta: dict[str, str], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         parse_generation(answer([5, 6], **meta), EXPERTS, num_prompt_tokens=3)
     stopped = parse_generation(answer([5, 6], finish_reason={"type": "abort"}), EXPERTS, num_prompt_tokens=3)
     assert stopped.routed_experts is None
 
 
-def test_spans_of_versions_and_disagreement() -> None:
+def test_parse_generation_reads_version_spans_and_rejects_disagreeing_tokens() -> None:
     spans = [{"version": "run/2", "start": 0, "end": 1}, {"version": "run/3", "start": 1, "end": 2}]
     generation = parse_generation(answer([4, 5], weight_versions=spans))
     assert (generation.first_weight_version, generation.weight_version) == ("run/2", "run/3")
@@ -74,19 +78,19 @@ def test_spans_of_versions_and_disagreement() -> None:
         parse_generation({**answer([4, 5]), "output_ids": [4, 6]})
 
 
-def test_a_failing_engine_is_left_for_another() -> None:
+def test_requests_move_from_a_failing_engine_to_another() -> None:
     async def failing(request: web.Request) -> web.Response:
         return web.Response(status=503, text="starting")
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient([*urls, f"http://127.0.0.1:{free_port()}"]) as client:
+        async with SGLangClient([*urls, f"http://127.0.0.1:{free_port()}"]) as client:
             return [await client.generate([index], {}) for index in range(4)]
 
     groups = with_servers([failing, echo], use)
     assert [group[0].token_ids[0] for group in groups] == [0, 1, 2, 3]
 
 
-def test_gives_up_after_its_tries() -> None:
+def test_raises_connection_error_after_num_tries() -> None:
     calls = []
 
     async def failing(request: web.Request) -> web.Response:
@@ -94,16 +98,16 @@ def test_gives_up_after_its_tries() -> None:
         return web.Response(status=500, text="scheduler died")
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls, num_tries=2) as client:
+        async with SGLangClient(urls, num_tries=2) as client:
             await client.generate([1], {})
 
-    with pytest.raises(ConnectionError, match=r"no engine answered in 2 tries.*scheduler died"):
+    with pytest.raises(ConnectionError, match=r"2 tries.*scheduler died"):
         with_servers([failing], use)
     assert len(calls) == 2
 
 
-def test_a_request_outlives_its_engine() -> None:
-    """The engine dies with the requests in flight; for a while there is none; then another one stands elsewhere."""
+def test_a_request_is_sent_again_after_its_engine_died() -> None:
+    """The engine dies with requests in flight; for a while there is none; then another one starts elsewhere."""
     listed: list[str] = []
     asked = {"dying": 0, "new": 0}
     all_arrived = asyncio.Event()
@@ -124,7 +128,7 @@ def test_a_request_outlives_its_engine() -> None:
 
     async def use(urls: list[str]) -> Any:
         listed.append(urls[0])
-        async with EngineClient(lambda: listed, num_tries=1) as client:
+        async with SGLangClient(lambda: listed, num_tries=1) as client:
             running = [asyncio.create_task(client.generate([7, index], {}, n=2)) for index in range(6)]
             await all_arrived.wait()
             listed.clear()
@@ -138,8 +142,8 @@ def test_a_request_outlives_its_engine() -> None:
     assert asked == {"dying": 6, "new": 6}
 
 
-def test_an_engine_that_is_no_longer_named_is_left() -> None:
-    """The machine is gone and its connection does not even break."""
+def test_a_request_leaves_an_engine_that_disappeared_from_the_list() -> None:
+    """The machine is lost, and the connection stays open."""
 
     async def silent(request: web.Request) -> web.Response:
         await asyncio.sleep(5)
@@ -147,7 +151,7 @@ def test_an_engine_that_is_no_longer_named_is_left() -> None:
 
     async def use(urls: list[str]) -> Any:
         listed = [urls[0]]
-        async with EngineClient(lambda: listed) as client:
+        async with SGLangClient(lambda: listed) as client:
             running = asyncio.create_task(client.generate([7], {}))
             await asyncio.sleep(0.1)
             listed[0] = urls[1]
@@ -158,26 +162,26 @@ def test_an_engine_that_is_no_longer_named_is_left() -> None:
     with_servers([silent, echo], use)
 
 
-def test_when_there_is_no_hope_the_cause_is_raised() -> None:
-    def none() -> list[str]:
-        if hopeless:
-            raise RuntimeError("engine 0 ended with code -9")
+def test_an_error_of_the_engine_list_is_raised() -> None:
+    def list_engines() -> list[str]:
+        if failed:
+            raise RuntimeError("engine 0 died (exit code -9)")
         return []
 
-    hopeless: list[bool] = []
+    failed: list[bool] = []
 
     async def use() -> None:
-        async with EngineClient(none) as client:
+        async with SGLangClient(list_engines) as client:
             running = asyncio.create_task(client.generate([7], {}))
             await asyncio.sleep(0.05)
-            hopeless.append(True)
+            failed.append(True)
             await running
 
-    with pytest.raises(RuntimeError, match="ended with code -9"):
+    with pytest.raises(RuntimeError, match="exit code -9"):
         asyncio.run(use())
 
 
-def test_refusal_and_time_limit_are_not_retried() -> None:
+def test_refusals_and_timeouts_are_not_retried() -> None:
     calls = []
 
     async def refusing(request: web.Request) -> web.Response:
@@ -190,7 +194,7 @@ def test_refusal_and_time_limit_are_not_retried() -> None:
         return web.json_response([])
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls, timeout=limit) as client:
+        async with SGLangClient(urls, timeout=limit) as client:
             await client.generate([1], {})
 
     limit = 60.0
@@ -202,7 +206,7 @@ def test_refusal_and_time_limit_are_not_retried() -> None:
     assert calls in (["refused", "slow"], ["refused"])  # asked at most once
 
 
-def test_least_busy_engine_gets_the_next_group() -> None:
+def test_the_least_busy_engine_gets_the_next_group() -> None:
     served: dict[int, int] = {}
 
     def counting(name: int, seconds: float) -> Handler:
@@ -214,7 +218,7 @@ def test_least_busy_engine_gets_the_next_group() -> None:
         return handle
 
     async def use(urls: list[str]) -> Any:
-        async with EngineClient(urls) as client:
+        async with SGLangClient(urls) as client:
             gate = asyncio.Semaphore(4)
 
             async def one() -> None:

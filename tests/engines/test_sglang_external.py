@@ -1,4 +1,4 @@
-"""Engines that somebody else has started: found, checked, watched and waited for; nothing here starts or ends them."""
+"""External engines: checked, waited for and supervised, but never started or stopped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 from small_servers import serve_json
 
-from engines.sglang import external, supervisor
-from engines.sglang.external import ExternalEngine, is_on_this_machine, url_of
-from engines.sglang.server import ServerSpec
-from engines.sglang.supervisor import HealthCheck, Supervisor
+from penstock.engines.backends import engine_backend
+from penstock.engines.options import HealthCheck
+from penstock.engines.serving import external, supervisor
+from penstock.engines.serving.addresses import is_on_this_machine, url_of
+from penstock.engines.serving.external import ExternalReplica
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.serving.supervisor import Supervisor
+from penstock.storage.errors import EngineError
 
 VERSION = "run/3"
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32}
 
 
-class SomebodysEngine:
-    """What an engine's HTTP side says of itself; it can go away and come back."""
+class ExternalServer:
+    """The HTTP answers of an external engine, which can die and restart."""
 
     def __init__(self, model_path: str) -> None:
         self.facts: dict[str, Any] = {
@@ -38,7 +42,7 @@ class SomebodysEngine:
         self.http = serve_json(lambda path: {**self.facts, "weight_version": self.version}, self.port)
         self.port = self.http.server_port
 
-    def go_away(self) -> None:
+    def die(self) -> None:
         self.http.shutdown()
         self.http.server_close()
 
@@ -54,82 +58,88 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def somebodys(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SomebodysEngine]:
+def external_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExternalServer]:
     monkeypatch.setattr(supervisor, "TICK", 0.01)
-    monkeypatch.setattr(external, "LOOK_EVERY", 0.01)
-    engine = SomebodysEngine(str(model))
+    monkeypatch.setattr(external, "POLL_SECONDS", 0.01)
+    engine = ExternalServer(str(model))
     yield engine
-    engine.go_away()
+    engine.die()
 
 
-def engine_at(somebodys: SomebodysEngine, model: Path, timeout: float = 10) -> ExternalEngine:
-    return ExternalEngine(somebodys.address, ServerSpec(model_path=str(model), start_timeout=timeout), 0)
+def engine_at(external_server: ExternalServer, model: Path, timeout: float = 10) -> ExternalReplica:
+    return ExternalReplica(
+        external_server.address, ServerSpec(model_path=str(model), start_timeout=timeout), 0, engine_backend()
+    )
 
 
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened in 10 s"
+        assert time.monotonic() < deadline, "timed out after 10 s"
         time.sleep(0.01)
 
 
-def test_it_is_given_the_weights_and_given_them_again_when_it_comes_back(somebodys: SomebodysEngine, model: Path) -> None:
+def test_an_external_engine_gets_the_weights_again_after_its_restart(
+    external_server: ExternalServer, model: Path
+) -> None:
     published: list[list[str]] = []
     lives: list[list[str]] = []
 
     def publish(urls: list[str]) -> None:
         published.append(urls)
-        somebodys.version = VERSION
+        external_server.version = VERSION
 
-    url = f"http://{somebodys.address}"
-    running = Supervisor([engine_at(somebodys, model)], VERSION, publish, HealthCheck(interval=0.05), lives.append)
+    url = f"http://{external_server.address}"
+    running = Supervisor(
+        [engine_at(external_server, model)], VERSION, publish, HealthCheck(interval=0.05), lives.append
+    )
     running.bring_up()
     with running:
         assert running.live() == [url] and published == [[url]]
-        somebodys.go_away()
+        external_server.die()
         eventually(lambda: running.live() == [])
-        somebodys.start()
+        external_server.start()
         eventually(lambda: running.live() == [url])
-    assert published == [[url], [url]] and lives == [[url], [], [url]], "a router is told of every change"
+    assert published == [[url], [url]] and lives == [[url], [], [url]], "the listener gets every change"
 
 
-def test_it_is_waited_for_and_then_named(somebodys: SomebodysEngine, model: Path) -> None:
-    somebodys.go_away()
-    engine = engine_at(somebodys, model, timeout=0.2)
-    with pytest.raises(ConnectionError, match=f"the engine at {somebodys.address}.*for 0 s: start it again, or take it out of"):
+def test_an_external_engine_that_stays_dead_is_named_in_the_error(external_server: ExternalServer, model: Path) -> None:
+    external_server.die()
+    engine = engine_at(external_server, model, timeout=0.2)
+    with pytest.raises(ConnectionError, match=f"{external_server.address}.*0 s.*--rollout-external-engine-addrs"):
         engine.url()
     running = Supervisor([engine], VERSION, lambda urls: None, HealthCheck())
     engine.begin()
     with pytest.raises(ConnectionError, match="--rollout-external-engine-addrs"):
         running.bring_up()
-    somebodys.start()
+    external_server.start()
     engine.begin()
-    assert engine.url() == f"http://{somebodys.address}" and engine.alive() and engine.answers()
+    assert engine.url() == f"http://{external_server.address}" and engine.alive() and engine.answers()
 
 
-def test_another_model_is_refused(somebodys: SomebodysEngine, model: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(external_server: ExternalServer, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 65}))
-    somebodys.facts["model_path"] = str(other)
-    with pytest.raises(
-        ValueError, match=r"serves a model with vocab_size 65, but --hf-checkpoint .* has 64: start it with that model"
-    ):
-        engine_at(somebodys, model).url()
-    somebodys.facts |= {"model_path": "/gone", "architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(ValueError, match=r"architectures \['LlamaForCausalLM'\]"):
-        engine_at(somebodys, model).url()
-    somebodys.facts |= {"architectures": MODEL["architectures"], "version": "0.4.9.post2"}
-    with pytest.raises(RuntimeError, match=r"runs SGLang 0\.4\.9: Penstock needs"):
-        engine_at(somebodys, model).url()
+    external_server.facts["model_path"] = str(other)
+    with pytest.raises(EngineError, match=r"vocab_size 65.*--hf-checkpoint .* 64"):
+        engine_at(external_server, model).url()
+    external_server.facts |= {"model_path": "/gone", "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(EngineError, match=r"architectures \['LlamaForCausalLM'\]"):
+        engine_at(external_server, model).url()
+    external_server.facts |= {"architectures": MODEL["architectures"], "version": "0.4.9.post2"}
+    with pytest.raises(RuntimeError, match=r"SGLang 0\.4\.9"):
+        engine_at(external_server, model).url()
 
 
-@pytest.mark.parametrize(("address", "url"), [("10.0.0.7:30000", "http://10.0.0.7:30000"), ("https://host:1/", "https://host:1")])
-def test_addresses(address: str, url: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "url"), [("10.0.0.7:30000", "http://10.0.0.7:30000"), ("https://host:1/", "https://host:1")]
+)
+def test_url_of_accepts_host_port_and_urls(address: str, url: str) -> None:
     assert url_of(address) == url and not is_on_this_machine(address) and is_on_this_machine("localhost:1")
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", "ftp://host:1", "host:1/generate", ""])
-def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(ValueError, match="an engine's address is host:port"):
+def test_url_of_refuses_other_addresses(address: str) -> None:
+    with pytest.raises(EngineError, match="--rollout-external-engine-addrs"):
         url_of(address)

@@ -20,15 +20,15 @@ from families import FAMILIES, hf_model, make_family
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
-# Measured 2e-6, but 8e-5 for the two with latent attention and rms_norm_eps 1e-5: SGLang gives that epsilon to the norms of the
-# compressed queries and keys too, where transformers has 1e-6.
+# Measured 2e-6, but 8e-5 for the two with latent attention and rms_norm_eps 1e-5: SGLang gives that epsilon to the
+# norms of the compressed queries and keys too, where transformers has 1e-6.
 TOLERANCE = 2e-4
 PREDICTING = ("glm4.5", "deepseek-v3")  # their files hold a prediction layer (MTP), as the hub's do; it is not served
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """With NAME/first, NAME/second (checkpoints) and NAME.json (what SGLang made of them) for every family."""
+    """Return a directory with NAME/first, NAME/second (checkpoints) and NAME.json (SGLang's results) per family."""
     directory = tmp_path_factory.mktemp("sglang-families")
     environment = {
         **os.environ,
@@ -66,7 +66,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def change_weights(checkpoint: Path, target: Path) -> Path:
-    """The same model with other weights: the rows of each tensor one further."""
+    """Return the model with other weights: the rows of each tensor rotated by one."""
     shutil.copytree(checkpoint, target)
     file = target / "model.safetensors"
     changed = {name: tensor.roll(1, 0) for name, tensor in load_file(file).items()}
@@ -75,7 +75,7 @@ def change_weights(checkpoint: Path, target: Path) -> Path:
 
 
 def worst_difference(model: Any, prompts: list[list[int]], result: dict[str, Any]) -> float:
-    """Largest difference between SGLang's log-probs and transformers', over all tokens of prompts and continuations."""
+    """Return the largest difference between SGLang's and transformers' log-probs, over prompts and continuations."""
     worst = 0.0
     for prompt, generated, *theirs in zip(
         prompts, result["generated"], result["prompt_logprobs"], result["generated_logprobs"], strict=True
@@ -96,7 +96,9 @@ def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str
     config = json.loads((directory / name / "first/config.json").read_text())
     assert answer["model"].startswith("sglang.srt.models.") and answer["model"].endswith(config["architectures"][0])
     models = [hf_model(directory / name / which) for which in ("first", "second")]
-    differences = [[worst_difference(model, answer["prompts"], result) for model in models] for result in answer["passes"]]
+    differences = [
+        [worst_difference(model, answer["prompts"], result) for model in models] for result in answer["passes"]
+    ]
     print(name, differences)
     assert max(differences[0][0], differences[1][1]) < TOLERANCE
     assert min(differences[0][1], differences[1][0]) > 1000 * TOLERANCE  # the check can fail

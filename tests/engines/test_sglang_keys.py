@@ -1,4 +1,4 @@
-"""Every server and the router have a key: who has it is served, nobody else, and no command line shows it."""
+"""Every server and the router have an API key: requests without it are refused, and no command line shows it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ import pytest
 from aiohttp import web
 from small_servers import answer, with_servers
 
-from engines.sglang import control
-from engines.sglang.args import check_sglang_args
-from engines.sglang.client import EngineClient
-from engines.sglang.external import ExternalEngine, url_of
-from engines.sglang.pool import EnginePool
-from engines.sglang.router import Router
-from engines.sglang.server import ServerSpec, last_lines
-from storage.errors import EngineError
+from penstock.engines.backends import engine_backend
+from penstock.engines.serving import keys
+from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.external import ExternalReplica
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec, read_log_tail
+from penstock.engines.sglang import control
+from penstock.engines.sglang.args import check_sglang_args
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.router import SGLangRouter
+from penstock.storage.errors import EngineError
 
-CONTROL = ("/flush_cache", "/pause_generation", "/update_weights_from_disk", "/update_weights_from_tensor", "/abort_request")
+CONTROL = (
+    "/flush_cache",
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/abort_request",
+)
 
 
 def status(url: str, key: str | None = None, *, post: bool = False) -> int:
@@ -37,7 +46,7 @@ def command_lines() -> str:
     return " ".join(word for process in psutil.Process().children(recursive=True) for word in process.cmdline())
 
 
-def test_a_key_goes_to_its_own_server_alone_and_through_the_router_to_each_engine(tmp_path: Path) -> None:
+def test_each_server_gets_only_its_own_key_also_through_the_router(tmp_path: Path) -> None:
     seen: list[list[str | None]] = [[], []]
 
     def engine(number: int) -> object:
@@ -50,43 +59,45 @@ def test_a_key_goes_to_its_own_server_alone_and_through_the_router_to_each_engin
         return handle
 
     async def use(urls: list[str]) -> None:
-        control.use_keys(dict(zip(urls, ("first-key", "second-key"))))
-        async with EngineClient([urls[0]]) as client:
+        keys.use_keys(dict(zip(urls, ("first-key", "second-key"))))
+        async with SGLangClient([urls[0]]) as client:
             await client.generate([1], {})
-        async with EngineClient(["http://127.0.0.1:9"], num_tries=1) as client:
-            assert control.headers("http://127.0.0.1:9") == {}
-        with Router({}, str(tmp_path)) as router:
-            router.lead_to(urls)
-            async with EngineClient(urls, router=router.address, timeout=60) as client:
+        async with SGLangClient(["http://127.0.0.1:9"], num_tries=1) as client:
+            assert keys.headers("http://127.0.0.1:9") == {}
+        with SGLangRouter({}, str(tmp_path)) as router:
+            router.set_backends(urls)
+            async with SGLangClient(urls, router=router.address, timeout=60) as client:
                 for number in range(8):
                     await client.generate([number], {})
                 address = router.address()
                 assert address is not None
-                key = control.keys_of([address])[address]
+                key = keys.keys_of([address])[address]
                 assert [status(f"{address}/workers", given) for given in (None, "first-key", key)] == [401, 401, 200]
                 assert status(f"{address}/generate", post=True) == 401
                 assert key not in command_lines() and "first-key" not in command_lines()
         for url in urls:
-            control.use_key(url, None)
+            keys.use_key(url, None)
 
     with_servers([engine(0), engine(1)], use)  # type: ignore[list-item]
     assert set(seen[0]) == {"Bearer first-key"} and set(seen[1]) == {"Bearer second-key"}
 
 
-def test_what_a_log_says_of_a_key_is_not_shown(tmp_path: Path) -> None:
-    control.use_key("http://127.0.0.1:8", "a-key-of-a-test")
+def test_read_log_tail_redacts_keys(tmp_path: Path) -> None:
+    keys.use_key("http://127.0.0.1:8", "a-key-of-a-test")
     log = tmp_path / "log"
     log.write_text("server_args=ServerArgs(api_key='a-key-of-a-test')\n")
-    assert last_lines(log, 5) == "server_args=ServerArgs(api_key='***')"
-    control.use_key("http://127.0.0.1:8", None)
+    assert read_log_tail(log, 5) == "server_args=ServerArgs(api_key='***')"
+    keys.use_key("http://127.0.0.1:8", None)
 
 
-def test_external_engines_take_the_given_key_and_no_credentials_in_their_address(tiny_model: Path) -> None:
+def test_external_engines_use_sglang_api_key_and_refuse_credentials_in_addresses(tiny_model: Path) -> None:
     spec = ServerSpec(model_path=str(tiny_model), args={"api_key": "given-key"})
-    ExternalEngine("127.0.0.1:7", spec, 0)
-    ExternalEngine("127.0.0.1:7", ServerSpec(model_path=str(tiny_model)), 0)  # no key is given: the known one stays
-    assert control.headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
-    control.use_key("http://127.0.0.1:7", None)
+    ExternalReplica("127.0.0.1:7", spec, 0, engine_backend())
+    ExternalReplica(
+        "127.0.0.1:7", ServerSpec(model_path=str(tiny_model)), 0, engine_backend()
+    )  # without a key the known one stays
+    assert keys.headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
+    keys.use_key("http://127.0.0.1:7", None)
     with pytest.raises(EngineError) as refused:
         url_of("http://me:hunter22@127.0.0.1:7")
     assert "hunter22" not in str(refused.value)
@@ -95,9 +106,9 @@ def test_external_engines_take_the_given_key_and_no_credentials_in_their_address
 
 
 @pytest.mark.integration
-def test_a_real_engine_serves_nobody_without_its_key(engine_pool: EnginePool) -> None:
+def test_a_real_engine_answers_401_without_its_key(engine_pool: EnginePool) -> None:
     [url] = engine_pool.urls
-    key = control.keys_of([url])[url]
+    key = keys.keys_of([url])[url]
     assert len(key) == 64 and key not in command_lines()
     for path in ("/generate", *CONTROL):
         assert status(url + path, post=True) == status(url + path, "guess", post=True) == 401, path

@@ -1,4 +1,4 @@
-"""Who may take a server over, and what is said of a dead one. The server's process is a stand-in: none of this asks what it does."""
+"""Adoption of servers by another driver, and the report of a dead one. The server's process is a `sleep`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.sglang.server import ServerSpec, SGLangServer, last_lines
+from penstock.engines.serving.server import ServerSpec, read_log_tail
+from penstock.engines.sglang.server import SGLangServer
 
 SPEC = ServerSpec(model_path="/model")
 
@@ -23,11 +24,11 @@ def server(tmp_path: Path) -> Iterator[SGLangServer]:
     server.stop()
 
 
-def test_a_server_of_an_equal_spec_is_taken_over_and_then_denies_its_first_owner(server: SGLangServer) -> None:
+def test_a_server_with_an_equal_spec_is_adopted_and_refuses_its_first_owner(server: SGLangServer) -> None:
     assert server.alive("first")
     assert server.adopt("second", SPEC.digest(("0",))) == server.url()
     assert server.alive("second") and server.alive()
-    with pytest.raises(RuntimeError, match="another driver has taken over"):
+    with pytest.raises(RuntimeError, match="another driver"):
         server.alive("first")
 
 
@@ -40,18 +41,20 @@ def test_a_server_of_an_equal_spec_is_taken_over_and_then_denies_its_first_owner
     ],
     ids=["other GPU", "other flags", "other model"],
 )
-def test_another_spec_wants_another_server(server: SGLangServer, digest: str) -> None:
+def test_a_server_with_another_spec_is_not_adopted(server: SGLangServer, digest: str) -> None:
     assert server.adopt("second", digest) is None
 
 
-def test_a_dead_server_is_not_taken_over_and_says_how_it_ended(server: SGLangServer) -> None:
+def test_a_dead_server_is_not_adopted_and_reports_its_exit_code_and_log_tail(server: SGLangServer) -> None:
     assert server._process is not None
     server._process.kill()
     server._process.wait()
     assert server.adopt("second", SPEC.digest(("0",))) is None
-    words = server.last_words()
-    assert "ended with code -9" in words and words.endswith("line 99") and "line 74\n" not in words and "line 75\n" in words
+    report = server.exit_report()
+    assert (
+        "exit code -9" in report and report.endswith("line 99") and "line 74\n" not in report and "line 75\n" in report
+    )
 
 
-def test_a_log_that_is_not_here_has_no_last_lines(tmp_path: Path) -> None:
-    assert last_lines(None, 5) == last_lines(tmp_path / "gone.log", 5) == ""
+def test_read_log_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
+    assert read_log_tail(None, 5) == read_log_tail(tmp_path / "gone.log", 5) == ""

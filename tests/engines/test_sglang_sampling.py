@@ -1,23 +1,25 @@
-"""Sampling parameters are checked by SGLang's own list, and what makes log-probs inexact is known."""
+"""Sampling parameters are checked against SGLang's own list; those that bias the policy gradient are known."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from engines.sglang.sampling import check_sampling, check_seeds, inexact, sampling_names
-from flows.flags import parse
-from flows.preflight import preflight, warnings
+from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds, sampling_names
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.preflight import preflight, warnings
+from penstock.storage.errors import EngineError, InputError
 
 
-def test_names_of_the_installed_sglang() -> None:
+def test_sampling_names_of_the_installed_sglang() -> None:
     assert {"min_p", "frequency_penalty", "logit_bias", "stop_regex", "ignore_eos"} <= sampling_names()
     assert not any(name.startswith(("stop_str", "is_")) for name in sampling_names()), "SGLang fills these in itself"
 
 
-def test_names_of_an_older_one(tmp_path: Path) -> None:
+def test_sampling_names_of_an_older_release(tmp_path: Path) -> None:
     (tmp_path / "srt/sampling").mkdir(parents=True)
     source = "class SamplingParams:\n    def __init__(self, max_new_tokens=128, min_p=0.0, *, n=1):\n        pass\n"
     (tmp_path / "srt/sampling/sampling_params.py").write_text(source)
@@ -25,51 +27,62 @@ def test_names_of_an_older_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "hint"),
     [
-        ("min_pp", "min_pp is not a sampling parameter of the installed SGLang: did you mean min_p?"),
-        ("temperature", "use --rollout-temperature"),
-        ("sampling_seed", "use --rollout-sampling-seeds"),
-        ("logit_bias", "does not pass SGLang's router"),
+        ("min_pp", "min_p?"),
+        ("temperature", "--rollout-temperature"),
+        ("sampling_seed", "--rollout-sampling-seeds"),
+        ("logit_bias", "--use-router"),
     ],
 )
-def test_refusals(name: str, sentence: str) -> None:
+def test_unsuitable_parameters_are_refused(name: str, hint: str) -> None:
     check_sampling({"min_p": 0.1, "ignore_eos": True}, routed=True)
     check_sampling({"logit_bias": {"1": 1.0}}, routed=False)
-    with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
+    with pytest.raises(EngineError, match=f"--rollout-sampling {name} .*{re.escape(hint)}"):
         check_sampling({name: 1}, routed=True)
 
 
-def test_seeds_and_deterministic_engines_belong_together() -> None:
+def test_sampling_seeds_and_deterministic_engines_require_each_other() -> None:
     check_seeds(True, {}, {"enable-deterministic-inference": True})
     check_seeds(False, {"min_p": 0.1}, {})
-    with pytest.raises(ValueError, match="all samples of a prompt are equal"):
+    with pytest.raises(EngineError, match=r"--sglang-enable-deterministic-inference .*--rollout-sampling-seeds"):
         check_seeds(False, {}, {"enable-deterministic-inference": True})
-    with pytest.raises(ValueError, match="leave one out"):
+    with pytest.raises(EngineError, match=r"min_p=0.1 .*--rollout-sampling-seeds"):
         check_seeds(True, {"min_p": 0.1}, {})
 
 
-def test_what_makes_log_probs_inexact() -> None:
-    assert inexact({"top_p": 1.0, "top_k": -1, "min_p": 0, "ignore_eos": True, "temperature": 0.5}) == []
-    assert inexact({"top_p": 0.9, "repetition_penalty": 1.1}) == ["top_p=0.9", "repetition_penalty=1.1"]
+def test_biased_sampling_lists_only_parameters_that_change_the_distribution() -> None:
+    assert biased_sampling({"top_p": 1.0, "top_k": -1, "min_p": 0, "ignore_eos": True, "temperature": 0.5}) == []
+    assert biased_sampling({"top_p": 0.9, "repetition_penalty": 1.1}) == ["top_p=0.9", "repetition_penalty=1.1"]
 
 
-def test_preflight(tmp_path: Path, tiny_model: Path) -> None:
+def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input": f"{i}+1="}) + "\n" for i in range(32)))
-    words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model), "--rm-type", "random"]
+    words = [
+        "--run",
+        "r",
+        "--store",
+        str(tmp_path / "store"),
+        "--hf-checkpoint",
+        str(tiny_model),
+        "--rm-type",
+        "random",
+    ]
     words += ["--num-rollout", "1", "--prompt-data", str(tmp_path / "rows.jsonl")]
     words += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
-    for more, sentence in (
-        (["--router-polcy", "random"], "did you mean --router-policy"),
-        (["--rollout-sampling", "minp=0.1"], "did you mean min_p"),
+    for more, hint in (
+        (["--router-polcy", "random"], "--router-policy"),
+        (["--rollout-sampling", "minp=0.1"], "min_p"),
         (["--rollout-external-engine-addrs", "here"], "host:port"),
-        (["--rollout-external-engine-addrs", "a:1", "b:2", "--sglang-log-level", "info"], "are started already"),
+        (["--rollout-external-engine-addrs", "a:1", "b:2", "--sglang-log-level", "info"], "--sglang-log-level"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(InputError, match=hint):
             preflight("post_train", parse([*words, *more]))
-    config = parse([*words, "--router-policy", "cache_aware", "--router-cache-threshold", "0.5", "--rollout-top-p", "0.9"])
+    config = parse(
+        [*words, "--router-policy", "cache_aware", "--router-cache-threshold", "0.5", "--rollout-top-p", "0.9"]
+    )
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
     preflight("post_train", config)
     [warning] = warnings("post_train", config)
-    assert warning.startswith("top_p=0.9: tokens come from another distribution") and not warnings("evaluate", config)
+    assert warning.startswith("top_p=0.9: ") and not warnings("evaluate", config)
     assert not warnings("post_train", parse(words))

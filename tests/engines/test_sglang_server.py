@@ -1,4 +1,5 @@
-"""A real SGLang server, on the GPU if there is one: generation, weights from memory and from disk, death and replacement."""
+"""A real SGLang server, on the GPU if there is one: generation, weights from memory and from disk, death and
+restart."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines.cluster import Cluster
-from engines.sglang import control
-from engines.sglang.client import EngineClient, Generation
-from engines.sglang.pool import EnginePool
-from engines.sglang.server import ServerSpec, SGLangServer
-from engines.weights.publisher import make_publisher
+from penstock.engines.cluster import Cluster
+from penstock.engines.generation import EngineGone, Generation, WeightTransport
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang import control
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -32,8 +34,10 @@ PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
 
 def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]:
     async def call() -> list[Generation]:
-        async with EngineClient(pool.urls, timeout=120) as client:
-            return await client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}, n=num)
+        async with SGLangClient(pool.urls, timeout=120) as client:
+            return await client.generate(
+                PROMPT, {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}, n=num
+            )
 
     return asyncio.run(call())
 
@@ -60,7 +64,7 @@ def weights(model_path: Path) -> dict[str, torch.Tensor]:
 def test_publish_changes_weights_and_version(
     engine_pool: EnginePool, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
 ) -> None:
-    make_publisher(engine_pool.urls).publish(weights(tiny_model).items(), "test/1")
+    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/1")
     first = sample(engine_pool)
     assert engine_pool.weight_versions() == ["test/1"]
     assert {g.weight_version for g in first} == {"test/1"}
@@ -68,14 +72,14 @@ def test_publish_changes_weights_and_version(
     assert len({tuple(g.token_ids) for g in first}) > 1  # samples of a group differ
     assert worst_difference(tiny_model, first) < TOLERANCE
 
-    make_publisher(engine_pool.urls).publish(weights(other_tiny_model).items(), "test/2")
+    SGLangClient(engine_pool.urls).update_weights(weights(other_tiny_model).items(), "test/2")
     second = sample(engine_pool)
     assert {g.weight_version for g in second} == {"test/2"}
     assert worst_difference(other_tiny_model, second) < TOLERANCE
     assert worst_difference(tiny_model, second) > 3 * TOLERANCE  # the check can fail
 
-    disk = make_publisher(engine_pool.urls, "disk", model_path=str(tiny_model), directory=str(tmp_path))
-    disk.publish(weights(tiny_model).items(), "test/3")
+    over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
+    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/3", over_disk)
     third = sample(engine_pool)
     assert {g.weight_version for g in third} == {"test/3"} == set(engine_pool.weight_versions())
     assert worst_difference(tiny_model, third) < TOLERANCE
@@ -83,15 +87,15 @@ def test_publish_changes_weights_and_version(
 
 
 def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tiny_model: Path) -> None:
-    """Requests in flight go on under the new weights, and each says under which ones it began and ended."""
-    publisher = make_publisher(engine_pool.urls)
-    publisher.publish(weights(tiny_model).items(), "test/4")
+    """Requests in flight continue with the new weights; each reports its first and its last version."""
+    publisher = SGLangClient(engine_pool.urls)
+    publisher.update_weights(weights(tiny_model).items(), "test/4")
 
     async def both() -> list[Generation]:
-        async with EngineClient(engine_pool.urls, timeout=120) as client:
+        async with SGLangClient(engine_pool.urls, timeout=120) as client:
             running = asyncio.create_task(client.generate(PROMPT, {"max_new_tokens": 200, "ignore_eos": True}, n=4))
             await asyncio.sleep(0.15)
-            await asyncio.to_thread(publisher.publish, weights(tiny_model).items(), "test/5")
+            await asyncio.to_thread(publisher.update_weights, weights(tiny_model).items(), "test/5")
             return await running
 
     generations = asyncio.run(both())
@@ -100,15 +104,22 @@ def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tin
     assert worst_difference(tiny_model, generations) < TOLERANCE
 
 
-def test_abort_ends_what_runs_and_leaves_what_others_asked(engine_pool: EnginePool, tiny_model: Path) -> None:
-    make_publisher(engine_pool.urls).publish(weights(tiny_model).items(), "test/5")
+def test_abort_ends_the_requests_of_its_client_alone(engine_pool: EnginePool, tiny_model: Path) -> None:
+    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/5")
     long = {"max_new_tokens": 240, "ignore_eos": True}
 
     async def both() -> tuple[list[Generation], list[Generation]]:
-        async with EngineClient(engine_pool.urls, timeout=120) as client, EngineClient(engine_pool.urls, timeout=120) as other:
+        async with (
+            SGLangClient(engine_pool.urls, timeout=120) as client,
+            SGLangClient(engine_pool.urls, timeout=120) as other,
+        ):
             others = asyncio.create_task(other.generate(PROMPT, {"max_new_tokens": 150, "ignore_eos": True}, n=2))
-            groups = [client.generate_each([PROMPT, PROMPT[:4]], [long, long | {"temperature": 0.5}]) for _ in range(60)]
-            running = [asyncio.create_task(group) for group in groups]  # more than the cache holds: some wait in the queue
+            groups = [
+                client.generate_each([PROMPT, PROMPT[:4]], [long, long | {"temperature": 0.5}]) for _ in range(60)
+            ]
+            running = [
+                asyncio.create_task(group) for group in groups
+            ]  # more than the cache holds: some wait in the queue
             await asyncio.sleep(0.3)
             start = time.monotonic()
             await client.abort()
@@ -123,16 +134,16 @@ def test_abort_ends_what_runs_and_leaves_what_others_asked(engine_pool: EnginePo
     assert [g.finish_reason for g in sample(engine_pool)] == ["length"] * 4
 
 
-def test_an_engine_that_somebody_else_has_started(
+def test_an_external_engine_gets_weights_and_survives_the_pool(
     engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Other weights come to it over disk, and it still runs when the pool that used it has ended."""
+    """It gets other weights over disk, and still runs after the pool has stopped."""
     address = engine_pool.urls[0].removeprefix("http://")
     pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model)), external=[address])
 
     def publish(urls: list[str]) -> None:
-        disk = make_publisher(urls, "disk", model_path=str(tiny_model), directory=str(tmp_path))
-        disk.publish(weights(tiny_model).items(), "other/7")
+        over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
+        SGLangClient(urls).update_weights(weights(tiny_model).items(), "other/7", over_disk)
 
     with pool.serving("other/7", publish) as live:
         assert live() == engine_pool.urls
@@ -141,21 +152,20 @@ def test_an_engine_that_somebody_else_has_started(
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
-def test_a_broken_publish_never_passes_for_a_version(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_a_failed_update_leaves_no_version(engine_pool: EnginePool, tiny_model: Path) -> None:
     def broken():
         yield from list(weights(tiny_model).items())[:3]
         raise RuntimeError("the trainer died")
 
-    publisher = make_publisher(engine_pool.urls)
-    publisher.bucket_bytes = 1  # every tensor travels alone
+    publisher = SGLangClient(engine_pool.urls)
     with pytest.raises(RuntimeError, match="the trainer died"):
-        publisher.publish(broken(), "test/6")
+        publisher.update_weights(broken(), "test/6", WeightTransport(bucket_bytes=1))  # each tensor alone
     assert engine_pool.weight_versions() == ["updating:test/6"]
-    publisher.publish(weights(tiny_model).items(), "test/6")
+    publisher.update_weights(weights(tiny_model).items(), "test/6")
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
-def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path) -> None:
     assert not engine_pool.ensure_alive()
     old = engine_pool.pids()[0]
     family = psutil.Process(old).children(recursive=True)
@@ -167,7 +177,7 @@ def test_killed_server_is_replaced(engine_pool: EnginePool, tiny_model: Path) ->
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
-def test_a_hung_scheduler_is_seen_although_the_server_answers(engine_pool: EnginePool) -> None:
+def test_a_hung_scheduler_is_unhealthy_although_the_server_answers(engine_pool: EnginePool) -> None:
     url = engine_pool.urls[0]
     family = psutil.Process(engine_pool.pids()[0]).children(recursive=True)
     assert control.generates(url, timeout=30)
@@ -182,9 +192,9 @@ def test_a_hung_scheduler_is_seen_although_the_server_answers(engine_pool: Engin
     assert control.generates(url, timeout=60)
 
 
-def test_supervision_costs_next_to_nothing(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_supervision_has_no_measurable_cost(engine_pool: EnginePool, tiny_model: Path) -> None:
     def publish(urls: list[str]) -> None:
-        make_publisher(urls).publish(weights(tiny_model).items(), "test/7")
+        SGLangClient(urls).update_weights(weights(tiny_model).items(), "test/7")
 
     engine_pool.bring_to("test/7", publish)
     spent = []
@@ -198,9 +208,10 @@ def test_supervision_costs_next_to_nothing(engine_pool: EnginePool, tiny_model: 
 
 
 def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
-    """Also when it is killed in the middle of the start, before SGLang has any say."""
+    """Also if the parent is killed during the start, before SGLang runs."""
     program = (
-        "import os, signal; from engines.sglang.server import *\n"
+        "import signal; from penstock.engines.serving.server import ServerSpec\n"
+        "from penstock.engines.sglang.server import SGLangServer\n"
         f"server = SGLangServer(ServerSpec(model_path={str(tiny_model)!r}, log_dir={str(tmp_path)!r}))\n"
         "server._launch(); print(server.pid(), flush=True); signal.pause()"
     )
@@ -225,17 +236,17 @@ def test_stop_ends_a_server_that_is_still_starting(cluster: Cluster, tiny_model:
 
 
 def servers_of(model: Path) -> list[psutil.Process]:
-    """Every process with the model on its command line."""
+    """Return the processes with the model on their command line."""
     return [process for process in psutil.process_iter(["cmdline"]) if str(model) in (process.info["cmdline"] or [])]
 
 
 def test_failed_start_shows_the_log(tmp_path: Path) -> None:
     server = SGLangServer(ServerSpec(model_path=str(tmp_path / "nothing"), log_dir=str(tmp_path), start_timeout=120))
-    with pytest.raises(RuntimeError, match=r"(?s)ended with code 1 while starting.*nothing"):
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*nothing"):
         server.start()
     assert not server.alive()
 
 
-def test_no_answer_is_server_gone() -> None:
-    with pytest.raises(control.ServerGone, match="did not answer"):
+def test_a_refused_connection_raises_engine_gone() -> None:
+    with pytest.raises(EngineGone, match=r"127\.0\.0\.1:9"):
         control.weight_version("http://127.0.0.1:9", timeout=1)

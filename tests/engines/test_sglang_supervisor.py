@@ -1,4 +1,4 @@
-"""The supervisor over small servers that die, hang and start when a test says so."""
+"""The supervisor with small servers that die, hang and start as scripted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 from small_servers import serve_json
 
-from engines.sglang import control, supervisor
-from engines.sglang.engine import GivenUp
-from engines.sglang.supervisor import HealthCheck, Supervisor
+from penstock.engines.backends import engine_backend
+from penstock.engines.generation import EngineGone
+from penstock.engines.options import HealthCheck
+from penstock.engines.serving import supervisor
+from penstock.engines.serving.replica import Replica, StartCancelled
+from penstock.engines.serving.supervisor import Supervisor
 
 VERSION = "run/3"
 QUICK = HealthCheck(interval=0.05, timeout=0.2, failures=2, max_restarts=2)
 
 
 class SmallServer:
-    """What an engine's HTTP side says of itself."""
+    """The HTTP answers of an engine."""
 
     def __init__(self) -> None:
         self.version = "run/0"
@@ -37,18 +40,19 @@ class SmallServer:
         self.http.server_close()
 
 
-class SmallEngine:
-    """An engine's place without Ray: as the real one, but its servers are threads of the test."""
+class SmallReplica(Replica):
+    """A replica without Ray, whose servers are threads of the test."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.num_begun = 0
+        self.client = engine_backend().connect(lambda: [])
+        self.num_starts = 0
         self.starts = True  # whether servers come up
         self.start_seconds = 0.0
         self.begin()
 
     def begin(self) -> None:
-        self.num_begun += 1
+        self.num_starts += 1
         self.server: SmallServer | None = SmallServer()
         self._url: str | None = self.server.url
         self._ready = time.monotonic() + self.start_seconds
@@ -56,16 +60,16 @@ class SmallEngine:
     def settle(self) -> None:
         pass
 
-    def url(self, given_up: Callable[[], bool] = lambda: False) -> str:
+    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         if self._url is None:
             self.begin()
         while time.monotonic() < self._ready:
-            if given_up():
-                raise GivenUp
+            if cancelled():
+                raise StartCancelled
             time.sleep(0.01)
         if not self.starts:
             self.kill()
-            raise RuntimeError("the server ended with code 1 while starting: no such model")
+            raise RuntimeError("the server failed to start: no such model")
         assert self._url is not None
         return self._url
 
@@ -76,10 +80,22 @@ class SmallEngine:
         return self.alive()
 
     def generates(self, timeout: float) -> bool:
-        return self.alive() and control.generates(self.url(), timeout)
+        return self.alive() and self.client.health(self.url(), timeout)
 
-    def last_words(self) -> str:
-        return f"engine {self.index} ended with code -9. The end of its log:\nthe last line"
+    def version(self) -> str:
+        return self.client.version(self.url())
+
+    def pid(self) -> int:
+        return 0
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        return "the last line"
+
+    def release(self) -> None:
+        self.kill()
+
+    def exit_report(self) -> str:
+        return f"engine {self.index} died (exit code -9); tail of its log:\nthe last line"
 
     def die(self) -> None:
         if self.server is not None:
@@ -92,10 +108,10 @@ class SmallEngine:
 
 
 class World:
-    """Two engines and what was published to whom."""
+    """Two engines, and the addresses of every publish."""
 
     def __init__(self) -> None:
-        self.engines = [SmallEngine(0), SmallEngine(1)]
+        self.engines = [SmallReplica(0), SmallReplica(1)]
         self.published: list[list[str]] = []
         self.before_publish: Callable[[], None] = lambda: None
 
@@ -128,11 +144,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened in 10 s"
+        assert time.monotonic() < deadline, "timed out after 10 s"
         time.sleep(0.01)
 
 
-def test_only_those_with_other_weights_are_published_to(world: World) -> None:
+def test_only_engines_with_other_weights_are_published_to(world: World) -> None:
     world.publish([world.urls[1]])
     with world.supervisor() as running:
         assert running.live() == world.urls
@@ -141,7 +157,7 @@ def test_only_those_with_other_weights_are_published_to(world: World) -> None:
     assert len(world.published) == 2, "all of them serve it already"
 
 
-def test_a_dead_engine_leaves_the_list_and_comes_back_with_the_weights(world: World) -> None:
+def test_a_dead_engine_is_delisted_and_returns_with_the_weights(world: World) -> None:
     with world.supervisor() as running:
         stays, goes = world.urls
         world.engines[1].start_seconds = 0.3
@@ -152,69 +168,71 @@ def test_a_dead_engine_leaves_the_list_and_comes_back_with_the_weights(world: Wo
         assert world.published[-1] == [world.urls[1]]
 
 
-def test_an_engine_that_makes_no_tokens_is_replaced_after_so_many_looks(world: World) -> None:
+def test_an_engine_without_tokens_is_restarted_after_failed_checks(world: World) -> None:
     with world.supervisor() as running:
         hung = world.engines[0].server
         assert hung is not None
         hung.hangs = True
         eventually(lambda: hung.url not in running.live() and len(running.live()) == 2)
-    assert [engine.num_begun for engine in world.engines] == [2, 1]
+    assert [engine.num_starts for engine in world.engines] == [2, 1]
 
 
-def test_the_budget_ends_in_the_cause(world: World) -> None:
+def test_too_many_restarts_raise_with_the_last_cause(world: World) -> None:
     with world.supervisor(max_restarts=1) as running:
         world.engines[0].die()
-        eventually(lambda: world.engines[0].num_begun == 2 and len(running.live()) == 2)
+        eventually(lambda: world.engines[0].num_starts == 2 and len(running.live()) == 2)
         world.engines[1].die()
 
-        def hopeless() -> bool:
+        def failed() -> bool:
             try:
                 running.live()
             except RuntimeError as error:
-                return "--engine-restarts" in str(error) and "ended with code -9" in str(error) and "the last line" in str(error)
+                return (
+                    "--engine-restarts" in str(error) and "exit code -9" in str(error) and "the last line" in str(error)
+                )
             return False
 
-        eventually(hopeless)
-    assert [engine.num_begun for engine in world.engines] == [2, 1]
+        eventually(failed)
+    assert [engine.num_starts for engine in world.engines] == [2, 1]
 
 
-def test_engines_that_do_not_start_any_more_spend_the_budget(world: World) -> None:
+def test_failed_starts_count_as_restarts(world: World) -> None:
     with world.supervisor(max_restarts=2) as running:
         world.engines[0].starts = False
         world.engines[0].die()
-        eventually(lambda: world.engines[0].num_begun == 3)
+        eventually(lambda: world.engines[0].num_starts == 3)
         eventually(lambda: running._failure is not None)
-        with pytest.raises(RuntimeError, match=r"(?s)2 replacements.*while starting: no such model"):
+        with pytest.raises(RuntimeError, match=r"(?s)2 of 2.*--engine-restarts.*no such model"):
             running.live()
 
 
-def test_an_engine_found_dead_costs_nothing(world: World) -> None:
+def test_an_engine_that_is_dead_at_entry_does_not_count_as_a_restart(world: World) -> None:
     world.engines[0].die()
     with world.supervisor(max_restarts=0) as running:
         assert running.live() == world.urls and len(world.urls) == 2
 
 
-def test_an_engine_that_dies_while_it_is_published_to_is_replaced(world: World) -> None:
+def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
     def kill_once() -> None:
         world.before_publish = lambda: None
         world.engines[1].die()
-        raise control.ServerGone("hung up")
+        raise EngineGone("hung up")
 
     world.before_publish = kill_once
     assert world.supervisor().live() == world.urls
-    assert [engine.num_begun for engine in world.engines] == [1, 2]
+    assert [engine.num_starts for engine in world.engines] == [1, 2]
     world.publish = lambda urls: (_ for _ in ()).throw(ValueError("/dev/shm is too small"))  # type: ignore[method-assign]
     world.engines[0].die()
     with pytest.raises(ValueError, match="too small"):
         world.supervisor()
 
 
-def test_after_the_block_nothing_is_changed_any_more(world: World) -> None:
+def test_nothing_changes_after_the_block(world: World) -> None:
     with world.supervisor() as running:
         world.engines[0].start_seconds = 60
         world.engines[0].die()
-        eventually(lambda: world.engines[0].num_begun == 2)
+        eventually(lambda: world.engines[0].num_starts == 2)
         start = time.monotonic()
-    assert time.monotonic() - start < 30, "nobody waits for a server that is not needed"
+    assert time.monotonic() - start < 30, "the exit does not wait for a starting server"
     eventually(lambda: not any(thread.name.startswith("engine-") for thread in threading.enumerate()))
     assert running._failure is None and len(world.published) == 1

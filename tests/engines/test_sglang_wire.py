@@ -1,4 +1,4 @@
-"""What a weight update owes to SGLang and to torch: tensors that travel together, and patience with shared memory's manager."""
+"""Details of weight updates: fused tensors stay together, and a slow shared-memory manager is retried."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engines.sglang import wire
-from engines.sglang.wire import FlatBucket, buckets
+from penstock.engines.sglang import weight_update
+from penstock.engines.sglang.weight_update import FlatBucket
+from penstock.engines.weights.buckets import buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 10_000])
 @pytest.mark.parametrize("latent", [QUERY_KEY, QUERY_KEY[::-1], QUERY_KEY[1:]], ids=" ".join)
-def test_what_sglang_fuses_stays_in_one_bucket(latent: tuple[str, ...], max_bytes: int) -> None:
-    """Every tensor comes once, whatever comes between the two of a layer, and also if there is only one."""
+def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: int) -> None:
+    """Every tensor comes once, whatever comes between the two of a layer, also if there is only one of them."""
     between = "input_layernorm"
     names = [f"model.layers.{n}.{part}.weight" for n in range(3) for part in (latent[0], between, *latent[1:])]
     cut = [[name for name, _ in bucket] for bucket, _ in buckets(((name, torch.zeros(8)) for name in names), max_bytes)]
@@ -27,10 +28,12 @@ def test_what_sglang_fuses_stays_in_one_bucket(latent: tuple[str, ...], max_byte
             assert sum(f"layers.{number}." in name and between not in name for name in bucket) in (0, len(latent))
 
 
-@pytest.mark.parametrize("message, num_tries", [("Shared memory manager connection has timed out", 3), ("something else", 1)])
-def test_a_slow_manager_of_shared_memory_is_asked_again(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch gives its daemon a second to answer; any other failure is told at once."""
-    pickled, tries = wire.ForkingPickler.dumps, []
+@pytest.mark.parametrize(
+    "message, num_tries", [("Shared memory manager connection has timed out", 3), ("something else", 1)]
+)
+def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives its daemon a second to answer; other errors are raised at once."""
+    pickled, tries = weight_update.ForkingPickler.dumps, []
 
     def dumps(content: object) -> memoryview:
         tries.append(content)
@@ -38,7 +41,7 @@ def test_a_slow_manager_of_shared_memory_is_asked_again(message: str, num_tries:
             raise RuntimeError(message)
         return pickled(content)
 
-    monkeypatch.setattr(wire, "ForkingPickler", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(weight_update, "ForkingPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
         assert bucket.payload()

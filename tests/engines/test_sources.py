@@ -1,4 +1,4 @@
-"""Sources are parsed whatever other threads do."""
+"""Sources are parsed reliably, whatever other threads do."""
 
 import ast
 import threading
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines import sources
-from engines.sources import parsed
+from penstock.engines import sources
+from penstock.engines.sources import parse_source
 
 
 def test_threads_that_parse_at_the_same_time_do_not_fail() -> None:
@@ -16,7 +16,7 @@ def test_threads_that_parse_at_the_same_time_do_not_fail() -> None:
     found: list[str] = []
 
     def parse() -> None:
-        found.extend(ast.dump(parsed(source)) for _ in range(150) for source in (text, deep))
+        found.extend(ast.dump(parse_source(source)) for _ in range(150) for source in (text, deep))
 
     threads = [threading.Thread(target=parse) for _ in range(4)]
     for thread in threads:
@@ -26,8 +26,10 @@ def test_threads_that_parse_at_the_same_time_do_not_fail() -> None:
     assert len(found) == 4 * 150 * 2 and len(set(found)) == 2
 
 
-def test_a_failure_of_the_moment_is_tried_again_and_a_lasting_one_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PAUSE", 0.0)
+def test_a_transient_system_error_is_retried_and_a_lasting_one_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "RETRY_SECONDS", 0.0)
     failures = [SystemError("AST constructor recursion depth mismatch")] * 3
     original = ast.parse
 
@@ -37,9 +39,9 @@ def test_a_failure_of_the_moment_is_tried_again_and_a_lasting_one_is_not_hidden(
         return original(*args)
 
     monkeypatch.setattr(ast, "parse", parse)
-    assert isinstance(parsed("x = 1"), ast.Module)
+    assert isinstance(parse_source("x = 1"), ast.Module)
     failures += [SystemError("always")] * sources.NUM_TRIES
     with pytest.raises(SystemError, match="always"):
-        parsed("x = 1")
+        parse_source("x = 1")
     with pytest.raises(SyntaxError):
-        parsed("x =")
+        parse_source("x =")

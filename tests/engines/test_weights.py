@@ -1,4 +1,4 @@
-"""Buckets and payloads of weights, and the order of calls of an update, without a server."""
+"""Buckets and payloads of weights, and the calls of an update, without a real server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engines.sglang.wire import FlatBucket, buckets
-from engines.weights.disk import write_weights
-from engines.weights.publisher import make_publisher
-from engines.weights.tensor import TensorPublisher
+from penstock.engines.generation import WeightTransport
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.weight_update import FlatBucket
+from penstock.engines.weights.buckets import buckets
+from penstock.engines.weights.hf_directory import write_weights
+from penstock.storage.errors import EngineError
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
@@ -24,12 +26,13 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     sizes = [(3, 4), (1,), (16, 2), (5,), (2, 2, 2)]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
     return [
-        (f"layer.{i}", torch.randn(size, generator=generator).to(dtype)) for i, (size, dtype) in enumerate(zip(sizes, dtypes))
+        (f"layer.{i}", torch.randn(size, generator=generator).to(dtype))
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes))
     ]
 
 
 @pytest.mark.parametrize("max_bytes", [1, 10, 60, 140, 10_000])
-def test_buckets_keep_order_and_bound(max_bytes: int) -> None:
+def test_buckets_keep_the_order_and_the_size_limit(max_bytes: int) -> None:
     named = tensors()
     cut = list(buckets(iter(named), max_bytes))
     assert [name for bucket, _ in cut for name, _ in bucket] == [name for name, _ in named]
@@ -39,7 +42,7 @@ def test_buckets_keep_order_and_bound(max_bytes: int) -> None:
         assert size <= max_bytes or len(bucket) == 1
 
 
-def test_payload_carries_the_tensors_bit_for_bit() -> None:
+def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -53,11 +56,13 @@ def test_payload_carries_the_tensors_bit_for_bit() -> None:
             flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
         ).reconstruct_tensors()
         assert {name for name, _ in received} == {name for name, _ in named}
-        assert all(got.dtype == dict(named)[name].dtype and torch.equal(got, dict(named)[name]) for name, got in received)
+        assert all(
+            got.dtype == dict(named)[name].dtype and torch.equal(got, dict(named)[name]) for name, got in received
+        )
     assert torch.multiprocessing.get_sharing_strategy() == before
 
 
-def test_disk_weights_are_a_model_directory(tmp_path: Path) -> None:
+def test_write_weights_writes_a_model_directory(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     source = tmp_path / "source"
@@ -72,13 +77,13 @@ def test_disk_weights_are_a_model_directory(tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor)
 
 
-def test_publishers_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name both"):
-        make_publisher(["http://x"], "disk")
+def test_an_update_over_disk_without_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        SGLangClient(["http://x"]).update_weights([], "run/7", WeightTransport("disk"))
 
 
-class Engine:
-    """Answers an update's calls like SGLang of one release, and remembers them."""
+class FakeServer:
+    """Answers the calls of an update like SGLang of one release, and records them."""
 
     def __init__(self, release: str, refuse_bucket: int | None = None) -> None:
         self.release, self.refuse_bucket = release, refuse_bucket
@@ -129,17 +134,17 @@ class Engine:
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(*request.param)
+def engine(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    engine = FakeServer(*request.param)
     yield engine
     engine.server.shutdown()
     engine.server.server_close()
 
 
 @pytest.mark.parametrize("engine", [("0.5.21",), ("0.5.15.post1",), ("0.5.22.dev3",)], indirect=True, ids=str)
-def test_calls_of_an_update(engine: Engine) -> None:
+def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
     engine.session_open = engine.release != "0.5.15.post1"  # left by a trainer that died
-    TensorPublisher([engine.url], bucket_bytes=100).publish(iter(tensors()), "run/7")
+    SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
     begin, end = ["/begin_weight_update", "/end_weight_update"], ["/end_weight_update"]
     if engine.release == "0.5.15.post1":
         begin, end = [], []
@@ -154,15 +159,15 @@ def test_calls_of_an_update(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_a_refused_bucket_leaves_no_version_and_no_pause(engine: Engine) -> None:
+def test_a_refused_bucket_leaves_no_version_and_resumes(engine: FakeServer) -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        TensorPublisher([engine.url], bucket_bytes=1).publish(iter(tensors()), "run/7")
+        SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"
     assert engine.calls[-2:] == ["/end_weight_update", "/continue_generation"]
 
 
-def test_foreign_classes_are_refused_by_the_wire() -> None:
-    """Why a bucket describes itself in plain namespaces: SGLang's unpickler takes few classes."""
+def test_sglang_refuses_to_unpickle_other_classes() -> None:
+    """The reason for plain namespaces as metadata: SGLang's unpickler accepts few classes."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):

@@ -1,4 +1,4 @@
-"""One of two processes that `test_megatron_value.py` starts: a critic under every layout of two ranks is the critic of one rank.
+"""Run as two processes by `test_megatron_value.py`: a critic under every layout of two ranks equals that of one rank.
 
 usage: value_ranks.py RANK DIRECTORY
 """
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from engines.megatron.shape import Experts, ModelShape
+from penstock.engines.families.shape import Experts, ModelShape
+from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack
 
-MIXTURE = SHAPE.model_copy(update={"tied_embeddings": False, "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24)})
+MIXTURE = SHAPE.model_copy(
+    update={"tied_embeddings": False, "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24)}
+)
 SHAPES = {"dense": SHAPE, "mixture": MIXTURE}
 LAYOUTS: dict[str, tuple[ParallelLayout, list[str]]] = {
     "data": (ParallelLayout(), ["dense"]),
@@ -33,13 +35,13 @@ OPTIONS: dict[str, Any] = {"dtype": "fp32", "optimizer": OPTIMIZER | {"adam_eps"
 
 
 def critic(shape: ModelShape, layout: ParallelLayout) -> Any:
-    from engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(shape, layout, role="value", **OPTIONS)
 
 
 def step(engine: Any) -> tuple[float, float]:
-    """Loss over all ranks, and the norm of its gradient."""
+    """Return the loss over all ranks, and the gradient's norm."""
     rank, size = engine.data_parallel
 
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
@@ -51,59 +53,60 @@ def step(engine: Any) -> tuple[float, float]:
     outputs = engine.forward_backward(PACKS[rank::size], squared_error)
     total = torch.stack([output["loss"] for output in outputs]).sum() if outputs else torch.zeros(())
     dist.all_reduce(total)
-    alike = engine.tensor_group.size() if engine.tensor_group else 1
-    return total.item() / alike, engine.step()[1]
+    copies = engine.tensor_group.size() if engine.tensor_group else 1
+    return total.item() / copies, engine.step()[1]
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_weights()}
 
 
-def alone(name: str, rank: int, directory: Path) -> dict[str, Any]:
-    """What one rank computes, in a world of its own: four steps from a policy's weights."""
+def run_one_rank(name: str, rank: int, directory: Path) -> dict[str, Any]:
+    """Return the results of four steps from a policy's weights, in a world of one rank."""
     init_parallel(0, 1, f"file://{directory}/alone-{name}-{rank}")
-    from engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.engine import MegatronEngine
 
     base = directory / f"base-{name}-{rank}"
     MegatronEngine(SHAPES[name], overrides={"init_method_std": 0.15}, **OPTIONS).save_weights(base)
     engine = critic(SHAPES[name], ParallelLayout())
     engine.load_weights(base)
-    begun, first, after = weights(engine), step(engine), weights(engine)
+    initial, first, after = weights(engine), step(engine), weights(engine)
     steps = [first, *(step(engine) for _ in range(3))]
     shutdown_parallel()
-    return {"begun": begun, "steps": steps, "weights": after}
+    return {"initial": initial, "steps": steps, "weights": after}
 
 
 def close(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
     return all(abs(a - b) < 2e-5 * abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
-def check(case: str, name: str, rank: int, directory: Path, known: dict[str, Any], before: str | None) -> None:
-    """From the base, then from the checkpoint that the layout `before` left behind."""
+def check(case: str, name: str, rank: int, directory: Path, expected: dict[str, Any], before: str | None) -> None:
+    """Compare with one rank, from the base and then from the checkpoint of the layout `before`."""
     init_parallel(rank, 2, f"file://{directory}/{case}-{name}", LAYOUTS[case][0])
     engine = critic(SHAPES[name], LAYOUTS[case][0])
     engine.load_weights(directory / f"base-{name}-0")
     for key, tensor in weights(engine).items():
-        assert torch.equal(tensor, known["begun"][key]), (case, key)
+        assert torch.equal(tensor, expected["initial"][key]), (case, key)
     first = step(engine)
-    assert close(first, known["steps"][0]), (case, first, known["steps"][0])
+    assert close(first, expected["steps"][0]), (case, first, expected["steps"][0])
     for key, tensor in weights(engine).items():
-        assert (tensor - known["weights"][key]).abs().max() < 2e-5, (case, key)
+        assert (tensor - expected["weights"][key]).abs().max() < 2e-5, (case, key)
     if before:
         assert engine.load(directory / f"saved-{name}-{before}") == {"version": 1}
     engine.save(directory / f"saved-{name}-{case}", {"version": 1})
-    for expected in known["steps"][1:]:
-        assert close(found := step(engine), expected), (case, found, expected)
+    for expected_step in expected["steps"][1:]:
+        result = step(engine)
+        assert close(result, expected_step), (case, result, expected_step)
     shutdown_parallel()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
-    known = {name: alone(name, rank, directory) for name in SHAPES}
+    expected = {name: run_one_rank(name, rank, directory) for name in SHAPES}
     before: dict[str, str] = {}
     for case, (_, names) in LAYOUTS.items():
         for name in names:
-            check(case, name, rank, directory, known[name], before.get(name))
+            check(case, name, rank, directory, expected[name], before.get(name))
             print(case, name, "ok", flush=True)
             before[name] = case

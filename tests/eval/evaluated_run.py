@@ -1,34 +1,42 @@
-"""Runs with evaluations whose responses are written here: real data source, real shards, real commits, no engine."""
+"""Make runs with evaluations of given responses: real data source, shards and commits, no engine."""
 
 import json
 from pathlib import Path
 
-from flows.config import PostTrainConfig
-from flows.flags import parse
-from flows.runs import open_run
-from stages.eval.score import score
-from stages.rewards.grading import Grader
-from stages.rollout.prompts.source import PromptSource
-from storage.refs import CheckpointRef, Commit, RunKeys
-from storage.sample import Sample, Status
-from storage.shards import write_shards
-from storage.store import Store
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import open_run
+from penstock.stages.eval.score import score
+from penstock.stages.rewards.grading import Grader
+from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import write_shards
+from penstock.storage.store import Store
 
 LIMIT = 8  # tokens of a response
 
 
 def write_sums(path: Path, rows: int = 4) -> Path:
-    path.write_text("".join(json.dumps({"input": f"{row} + {row} =", "label": str(2 * row)}) + "\n" for row in range(rows)))
+    path.write_text(
+        "".join(json.dumps({"input": f"{row} + {row} =", "label": str(2 * row)}) + "\n" for row in range(rows))
+    )
     return path
 
 
 def config_of(store: Store, data: Path, run: str, *words: str) -> PostTrainConfig:
     where = ["--run", run, "--store", store.root, "--hf-checkpoint", "model", "--eval-prompt-data", "sums", str(data)]
-    return parse([*where, "--label-key", "label", "--rm-type", "exact_number", "--rollout-max-response-len", str(LIMIT), *words])
+    return parse(
+        [*where, "--label-key", "label", "--rm-type", "exact_number", "--rollout-max-response-len", str(LIMIT), *words]
+    )
 
 
-def evaluate(store: Store, config: PostTrainConfig, version: int, responses: list[list[str]], name: str = "sums") -> Commit:
-    """Commit an evaluation: `responses` of each prompt, graded as the config says. "" was not generated, "?" not graded."""
+def evaluate(
+    store: Store, config: PostTrainConfig, version: int, responses: list[list[str]], name: str = "sums"
+) -> Commit:
+    """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
+    for a failed grader."""
     keys = open_run(store, "evaluate", config)
     if not store.exists(keys.origin("base")):
         store.commit("models/abc", Commit(kind="model", policy_version=0))
@@ -39,18 +47,26 @@ def evaluate(store: Store, config: PostTrainConfig, version: int, responses: lis
     prompts, after = source.take(source.restore(None), len(source))
     prefix = f"eval-{version:06d}-{name}-"
     samples = [
-        sample_of(f"{prefix}{prompt.issue:09d}", index, version, prompt.label, response, (prompt.epoch, prompt.file, prompt.row))
+        sample_of(
+            f"{prefix}{prompt.issue:09d}",
+            index,
+            version,
+            prompt.label,
+            response,
+            (prompt.epoch, prompt.file, prompt.row),
+        )
         for prompt, of_prompt in zip(prompts, responses, strict=True)
         for index, response in enumerate(of_prompt)
     ]
-    with Grader("exact_number") as grader:
+    with Grader(RewardSettings("exact_number")) as grader:
         grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
     attempt = store.new_attempt(keys.eval(version, name))
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
     commit = Commit(
         kind="eval", run=keys.run, index=version, policy_version=version, attempt=attempt, files=out.files,
-        inputs={"prompt_data/0": path}, summary=score(samples, name), state={"data_source": after.model_dump(mode="json")},
+        inputs={"prompt_data/0": path}, summary=score(samples, name),
+        state={"data_source": after.model_dump(mode="json")},
     )  # fmt: skip
     return store.commit(keys.eval(version, name), commit)
 

@@ -1,4 +1,4 @@
-"""Two policies side by side: `penstock eval --compare`, as people call it."""
+"""Comparison of two policies by `penstock eval --compare`."""
 
 import random
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from evaluated_run import config_of, evaluate, write_sums
 
-from flows import cli
-from stages.eval.compare import compare
-from stages.eval.intervals import intervals
-from storage.store import Store
+from penstock.flows import cli
+from penstock.stages.eval.compare import compare
+from penstock.stages.eval.intervals import intervals
+from penstock.storage.store import Store
 
 WORSE = [["0", "1"], ["1", "1"], ["4", "4"], ["5", "5"]]
 BETTER = [["0", "0"], ["2", "1"], ["4", "1"], ["5", "?"]]
@@ -30,7 +30,7 @@ def command(store: Store, *words: str) -> int:
     return cli.main(["eval", "--compare", *words, "--store", store.root])
 
 
-def test_two_versions_of_a_run(store: Store, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_of_two_versions_of_a_run(store: Store, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(store, data, "r")
     evaluate(store, config, 20, WORSE)
     evaluate(store, config, 40, BETTER)
@@ -48,7 +48,9 @@ def test_two_versions_of_a_run(store: Store, data: Path, capsys: pytest.CaptureF
     assert row[2:] == ["0.500", "0.500", "+0.000", "+0.000", "to", "+0.000", "0", "0", "4"]
 
 
-def test_two_runs_and_what_only_one_has(store: Store, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_of_two_runs_with_different_data_sets(
+    store: Store, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = config_of(store, data, "a", "--eval-prompt-data", "more", str(data))
     evaluate(store, more, 0, WORSE)
     evaluate(store, more, 0, WORSE, name="more")
@@ -61,7 +63,7 @@ def test_two_runs_and_what_only_one_has(store: Store, data: Path, tmp_path: Path
 
 
 def test_pairing_narrows_the_interval() -> None:
-    """Hard prompts are hard for both; a small step of every prompt is seen although the prompts differ widely."""
+    """A small improvement on every prompt is significant, although the prompts differ widely in difficulty."""
     rng = random.Random(0)
     a = {prompt: rng.random() for prompt in range(200)}
     b = {prompt: reward + 0.02 + 0.01 * rng.random() for prompt, reward in a.items()}
@@ -75,21 +77,28 @@ def test_pairing_narrows_the_interval() -> None:
 
 def test_only_common_prompts_count() -> None:
     found = compare({0: 1.0, 1: 0.0, 2: 0.0}, {1: 1.0, 2: 0.0, 3: 0.0})
-    assert (found.num_prompts, found.mean_a, found.mean_b, found.wins, found.losses, found.ties) == (2, 0.0, 0.5, 1, 0, 1)
+    assert (found.num_prompts, found.mean_a, found.mean_b, found.wins, found.losses, found.ties) == (
+        2,
+        0.0,
+        0.5,
+        1,
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["r/20"], "needs two policies"),
-        (["r/20", "r/30"], "has no evaluation of version '30' (it has: 20, 40)"),
+        (["r/20", "r/30"], "has no evaluation of version '30': choose one of 20, 40"),
         (["r/20", "r/x"], "has no evaluation of version 'x'"),
         (["r/20", "q/20"], "has no run 'q' (it has: other, r)"),
-        (["r/20", "r/40"], "the data set sums differs between the two: 4 rows here, 4 rows there, with other content"),
-        (["r/20", "other"], "have nothing in common"),
+        (["r/20", "r/40"], "the data set sums has 4 rows in one evaluation and 4 rows of other content"),
+        (["r/20", "other"], "without a common data set"),
     ],
 )
-def test_wrong_requests_are_one_sentence(
+def test_invalid_requests_print_one_sentence(
     store: Store, data: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(store, data, "r")

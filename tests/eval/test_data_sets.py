@@ -1,12 +1,13 @@
-"""The file of --eval-config: who says what, and what is wrong with it in one sentence."""
+"""The file of --eval-config: precedence of settings, and one error sentence for each kind of mistake."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from flows.config import PostTrainConfig, part, validated
-from flows.flags import parse, values_of
+from penstock.flows.config import PostTrainConfig, part, validated
+from penstock.flows.options.flags import parse, values_of
+from penstock.storage.errors import OptionError
 
 FILE = """
 [defaults]
@@ -40,7 +41,7 @@ def read(file: Path, *words: str) -> PostTrainConfig:
     return parse(["--eval-config", str(file), *words])
 
 
-def test_the_nearest_word_counts(file: Path) -> None:
+def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file: Path) -> None:
     evals = read(
         file,
         *("--eval-prompt-data", "mine", "mine.jsonl", "--eval-temperature", "0.9", "--eval-top-p", "0.7"),
@@ -62,7 +63,7 @@ def test_the_nearest_word_counts(file: Path) -> None:
     assert [evals.settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
 
 
-def test_a_run_keeps_what_the_file_said(file: Path) -> None:
+def test_a_config_keeps_the_content_of_a_deleted_file(file: Path) -> None:
     config = read(file, "--eval-prompt-data", "mine", "mine.jsonl")
     file.unlink()
     for dumped in (config.model_dump(mode="json"), json.loads(config.model_dump_json()), config.model_dump()):
@@ -102,14 +103,14 @@ SET = '[[datasets]]\nname = "a"\npath = "p"\n'
         ("x =", "this file is not TOML"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "evals.toml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=f"^--eval-config .*{message}") as raised:
+    with pytest.raises(OptionError, match=f"^--eval-config .*{message}") as raised:
         read(file, "--eval-prompt-data", "mine", "mine.jsonl")
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--eval-config '.*none.toml': this file does not exist"):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^--eval-config '.*none.toml'"):
         read(tmp_path / "none.toml")

@@ -1,13 +1,13 @@
-"""majority@k, against the hypergeometric distribution, and what counts as an answer."""
+"""majority@k, compared with the hypergeometric distribution, and the extraction of answers."""
 
 import math
 
 import numpy as np
 import pytest
 
-from stages.eval.majority import MOST_DRAWS, answer_of, majority_rates, winner_passes
-from stages.eval.score import score
-from storage.sample import Sample, Status
+from penstock.stages.eval.majority import MAX_SUBSETS, answer_of, majority_rates, winner_passes
+from penstock.stages.eval.score import score
+from penstock.storage.samples.sample import Sample, Status
 
 
 def make(response: str, label: str = "", **fields) -> Sample:
@@ -35,16 +35,18 @@ def test_what_counts_as_the_answer(response: str, label: str, answer: str | None
     assert answer_of(make(response, label)) == answer
 
 
-def test_an_answer_that_somebody_has_extracted_goes_first() -> None:
+def test_an_extracted_answer_has_priority() -> None:
     assert answer_of(make(r"\boxed{1}", rewards={"answer": 1234567.0})) == "1234567.0"
     assert answer_of(make(r"\boxed{1}", metadata={"extracted_answer": " Yes "})) == "yes"
-    assert answer_of(make(r"\boxed{1}", metadata={"answer": "5"})) == "1", "a row's own answer column is the label, not an answer"
+    assert answer_of(make(r"\boxed{1}", metadata={"answer": "5"})) == "1", (
+        "a row's own answer column is the label, not an answer"
+    )
 
 
 @pytest.mark.parametrize(("n", "right", "k"), [(4, 3, 4), (8, 5, 4), (8, 3, 8), (9, 4, 8), (9, 6, 4)])
-def test_two_answers_are_a_draw_without_replacement(n: int, right: int, k: int) -> None:
+def test_two_answers_are_drawn_without_replacement(n: int, right: int, k: int) -> None:
     votes = [("r", True)] * right + [("w", False)] * (n - right)
-    assert math.comb(n, k) <= MOST_DRAWS
+    assert math.comb(n, k) <= MAX_SUBSETS
     expected = 0.0
     for drawn in range(max(0, k - (n - right)), min(k, right) + 1):
         chance = math.comb(right, drawn) * math.comb(n - right, k - drawn) / math.comb(n, k)
@@ -52,7 +54,7 @@ def test_two_answers_are_a_draw_without_replacement(n: int, right: int, k: int) 
     assert majority_rates([votes])[k][0] == pytest.approx(expected)
 
 
-def test_many_sets_are_sampled_and_always_the_same_ones() -> None:
+def test_many_subsets_are_sampled_with_a_fixed_seed() -> None:
     votes = [("r", True)] * 10 + [("w", False)] * 6
     found, again = majority_rates([votes] * 2), majority_rates([votes])
     assert list(found) == [4, 8, 16] and found[16][0] == 1.0
@@ -61,10 +63,10 @@ def test_many_sets_are_sampled_and_always_the_same_ones() -> None:
     assert np.array_equal(found[4], [again[4][0]] * 2)
 
 
-def test_ties_and_silence() -> None:
+def test_ties_and_missing_answers() -> None:
     assert winner_passes([("a", True), ("b", False)]) == 0.5
     assert winner_passes([("a", True), ("a", False), ("b", False)]) == 0.5, "graders need not agree about an answer"
-    assert winner_passes([(None, True), (None, True), ("b", False)]) == 0.0, "who says nothing does not vote"
+    assert winner_passes([(None, True), (None, True), ("b", False)]) == 0.0, "samples without an answer do not vote"
     assert winner_passes([(None, True)]) == 0.0
 
 
@@ -82,4 +84,4 @@ def test_a_majority_can_be_right_where_half_of_the_samples_are() -> None:
     for sample in samples:
         sample.response = "a\nb"
         sample.label = ""
-    assert not any("majority" in name for name in score(samples, "x")), "nobody votes"
+    assert not any("majority" in name for name in score(samples, "x")), "no sample has an answer"

@@ -1,4 +1,4 @@
-"""Stored samples graded again: `penstock eval --rescore`, as people call it."""
+"""Rescoring of stored samples by `penstock eval --rescore`."""
 
 import hashlib
 import json
@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from evaluated_run import config_of, evaluate, keys_of, write_sums
 
-from flows import cli, rescore
-from stages.eval.rescore import Scoring
-from storage.audit import audit
-from storage.refs import RunKeys
-from storage.sample import Status
-from storage.shards import read_samples
-from storage.store import Store
+from penstock.flows import cli
+from penstock.flows.commands import rescore
+from penstock.stages.eval.rescore import Scoring
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.refs import RunKeys
+from penstock.storage.samples.sample import Status
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 
@@ -36,10 +37,10 @@ def scored_again(store: Store, version: int) -> list[str]:
     return [name.removesuffix(".commit.json") for name in names if "@" in name and name.endswith(".commit.json")]
 
 
-def test_another_reward_lies_beside_the_old_one(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     before = {found.key: store.read(found.key) for found in store.walk("")}
     problems = audit(store, RunKeys("r")).problems
-    assert problems == ["eval 20 is of a policy that was not trained: the run has 0 rounds"], "as this run was made"
+    assert problems == ["eval 20 has a policy version that was not trained: the run has 0 rounds"], "by construction"
     assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0
     shown = capsys.readouterr().out
     assert {key: store.read(key) for key in before} == before, "nothing that was committed has changed"
@@ -58,7 +59,7 @@ def test_another_reward_lies_beside_the_old_one(store: Store, capsys: pytest.Cap
     assert audit(store, keys).problems == problems
 
 
-def test_what_had_failed_to_be_graded_is_graded(store: Store) -> None:
+def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:
     assert command(store, "--version", "0", "--eval-rm-type", "boxed_exact_number") == 0
     commit = store.committed(RunKeys("r").eval(0, scored_again(store, 0)[0]))
     assert commit is not None
@@ -69,7 +70,7 @@ def test_what_had_failed_to_be_graded_is_graded(store: Store) -> None:
     assert (graded_now.status, "error" in graded_now.metadata) == (Status.COMPLETED, False)
 
 
-def test_again_is_the_same_and_an_edited_function_is_another(store: Store, tmp_path: Path) -> None:
+def test_repeated_rescoring_reuses_the_commit_unless_the_function_changed(store: Store, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def reward_func(args, sample):\n    return float('or' in sample.response)\n")
     for _ in range(2):
@@ -84,11 +85,13 @@ def test_again_is_the_same_and_an_edited_function_is_another(store: Store, tmp_p
     assert len(scored_again(store, 0)) == 3, "what passes belongs to how it is scored"
 
 
-def test_the_command_line_goes_before_the_file_of_the_run(tmp_path: Path) -> None:
+def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     file = tmp_path / "evals.toml"
     data = write_sums(tmp_path / "sums.jsonl")
-    file.write_text(f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n')
+    file.write_text(
+        f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n'
+    )
     config = config_of(store, data, "r", "--eval-config", str(file))
     plain, _ = rescore.scoring_of(config, rescore.scoring_options([]), "own")
     assert plain == Scoring(rm_type="dapo", reward_key="acc", pass_threshold=1.0)
@@ -108,8 +111,11 @@ def test_the_command_line_goes_before_the_file_of_the_run(tmp_path: Path) -> Non
 
 
 def test_scoring_without_evaluated_integers_keeps_its_name() -> None:
-    """Commits of earlier versions are found again: their hash did not know of the option."""
-    parts = [{key: None for key in ("rm_type", "custom_rm_path", "reward_key", "rm_model_path", "rm_url", "pass_threshold")}, ""]
+    """Commits of earlier versions are found, since the option's default does not change the hash."""
+    parts = [
+        {key: None for key in ("rm_type", "custom_rm_path", "reward_key", "rm_model_path", "rm_url", "pass_threshold")},
+        "",
+    ]
     assert Scoring().hash == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -121,13 +127,13 @@ def test_scoring_without_evaluated_integers_keeps_its_name() -> None:
         (["--temperature", "0"], "unknown flag --temperature"),
         (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on scoring"),
         (["--version", "7"], "has no such evaluation (it has: 0 sums, 20 sums)"),
-        (["--version", "x"], "--version takes a whole number"),
+        (["--version", "x"], "--version takes an integer"),
         (["--dataset", "aime"], "has no such evaluation"),
         (["--eval-rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
         (["--custom-rm-path", "none.py"], "none.py does not exist"),
     ],
 )
-def test_wrong_requests_are_one_sentence(
+def test_invalid_requests_print_one_sentence(
     store: Store, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(store, *words) == 2
@@ -136,11 +142,13 @@ def test_wrong_requests_are_one_sentence(
     assert scored_again(store, 0) == scored_again(store, 20) == []
 
 
-def test_pass_rates_that_are_insisted_on(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_required_pass_rates_that_are_undefined_fail(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def reward_func(args, sample):\n    return 0.5\n")
     assert command(store, "--custom-rm-path", str(reward), "--log-passrate") == 2
-    assert "has the reward 0.5, and pass@k needs 0 and 1" in capsys.readouterr().err
+    assert "has the reward 0.5, but pass@k needs rewards of 0 and 1" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_for_every_sample_commits_nothing(
@@ -153,6 +161,6 @@ def test_a_reward_that_fails_for_every_sample_commits_nothing(
     assert scored_again(store, 0) == []
 
 
-def test_an_unknown_run(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_is_an_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", "--rescore", "x", "--store", store.root]) == 2
     assert "has no run 'x' (it has: r)" in capsys.readouterr().err

@@ -1,17 +1,17 @@
-"""Scores of an evaluation, against brute force."""
+"""Metrics of an evaluation, compared with brute force."""
 
 import itertools
 import random
 
 import pytest
 
-from stages.eval.config import EvalConfig
-from stages.eval.score import pass_at_k, pass_rates, score
-from storage.sample import Sample, Status
+from penstock.stages.eval.config import EvalConfig
+from penstock.stages.eval.score import pass_at_k, pass_rates, score
+from penstock.storage.samples.sample import Sample, Status
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(n: int) -> None:
+def test_pass_at_k_is_the_fraction_of_draws_with_a_pass(n: int) -> None:
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -28,7 +28,9 @@ def make(group: str, reward: float | None, status: Status = Status.COMPLETED, to
 
 
 def test_score() -> None:
-    found = score([make("a", 1.0), make("a", 0.0, Status.TRUNCATED, 6), make("b", None, Status.FAILED), make("b", 1.0)], "aime")
+    found = score(
+        [make("a", 1.0), make("a", 0.0, Status.TRUNCATED, 6), make("b", None, Status.FAILED), make("b", 1.0)], "aime"
+    )
     assert found["eval/aime"] == 0.5
     assert found["eval/aime-truncated_ratio"] == found["eval/aime-failed_ratio"] == 0.25
     assert found["eval/aime/response_len/mean"] == 3 and found["eval/aime/response_len/max"] == 6
@@ -43,7 +45,7 @@ def test_order_of_samples_does_not_matter() -> None:
     assert score(samples, "x") == pytest.approx(expected)
 
 
-def test_pass_is_never_guessed() -> None:
+def test_undefined_pass_rates_are_omitted_or_an_error() -> None:
     graded = [make("a", -1.0), make("a", 1.0)]
     assert not any("pass@" in name for name in score(graded, "x"))
     with pytest.raises(ValueError, match=r"data set x has the reward -1.*--pass-threshold"):
@@ -54,27 +56,29 @@ def test_pass_is_never_guessed() -> None:
 @pytest.mark.parametrize(
     "given", [[["a", "x.jsonl"], ["b", "y.jsonl"]], ["a", "x.jsonl", "b", "y.jsonl"], {"a": "x.jsonl", "b": "y.jsonl"}]
 )
-def test_data_sets_in_every_spelling(given: object) -> None:
+def test_data_sets_are_accepted_in_every_spelling(given: object) -> None:
     assert EvalConfig(eval_prompt_data=given).eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
 
 
 @pytest.mark.parametrize(
     ("given", "message"), [(["a"], "NAME PATH"), (["a/b", "x"], "cannot name"), (["a", "x", "a", "y"], "two data sets")]
 )
-def test_data_sets_that_are_none(given: object, message: str) -> None:
+def test_invalid_data_sets_are_refused(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EvalConfig(eval_prompt_data=given)
 
 
-def test_what_is_not_said_is_inherited() -> None:
+def test_missing_settings_are_inherited_from_the_rollout() -> None:
     fixed = {"prompt_data": ["x.jsonl"], "rollout_shuffle": False, "n_samples_per_prompt": 1, "group_rm": False}
     assert EvalConfig().overrides("x.jsonl") == fixed
-    said = EvalConfig(eval_temperature=0.0, eval_top_p=0.7, n_samples_per_eval_prompt=16, eval_max_response_len=9).overrides("x")
+    said = EvalConfig(
+        eval_temperature=0.0, eval_top_p=0.7, n_samples_per_eval_prompt=16, eval_max_response_len=9
+    ).overrides("x")
     assert (said["rollout_temperature"], said["rollout_top_p"], said["rollout_max_response_len"]) == (0.0, 0.7, 9)
     assert said["n_samples_per_prompt"] == 16
 
 
-def test_a_part_named_correct_says_what_passes() -> None:
+def test_a_reward_entry_correct_defines_passing() -> None:
     samples = [make("a", -1.0), make("a", 1.0), make("b", None, Status.FAILED), make("b", -1.0)]
     for sample, correct in zip(samples, (0.0, 1.0, None, 1.0)):
         sample.rewards = {} if correct is None else {"correct": correct}
@@ -92,7 +96,7 @@ def test_every_mean_has_an_interval_around_it() -> None:
     for name in ("eval/x", "eval/x-pass@1", "eval/x-pass@2", "eval/x-pass@4"):
         assert found[f"{name}-ci_low"] < found[name] < found[f"{name}-ci_high"]
     assert found["eval/x-ci_low"] == found["eval/x-pass@1-ci_low"], "the same numbers, the same interval"
-    assert not any("ci_" in name for name in score(samples[:1], "x")), "one prompt says nothing about others"
+    assert not any("ci_" in name for name in score(samples[:1], "x")), "one prompt has no interval"
 
 
 def test_means_of_uneven_groups_are_over_samples() -> None:

@@ -1,7 +1,9 @@
-"""The table of bad inputs: every row is a command line that must be refused in one line with exit code 2 (test_bad_inputs.py).
+"""The table of bad inputs: every row is a command line that must be refused in one line with exit code 2
+(test_bad_inputs.py).
 
-`{root}` in a word stands for the directory of bad_place.py. A row's `culprit` must be named in the message. Rows that follow a rule are
-made from the config's own fields (`rows_of_fields`, `rows_of_toml`); all others are written by hand, by command and by subject.
+`{root}` in a word stands for the directory of bad_place.py. A row's `culprit` must be named in the message. Rows that
+follow a rule are made from the config's own fields (`rows_of_fields`, `rows_of_toml`); all others are written by hand,
+by command and by subject.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from typing import Any
 import annotated_types
 from bad_place import MODELS, TOKENIZERS, WEIGHTS
 
-from flows.config import flag, options
-from flows.option_values import leaf_types
+from penstock.flows.config import flag, options
+from penstock.flows.options.values import leaf_types
 
 TRAIN = {
-    "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model", "--prompt-data": "{root}/prompts.jsonl",
+    "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model",
+    "--prompt-data": "{root}/prompts.jsonl",
     "--input-key": "prompt", "--label-key": "label", "--rm-type": "exact_number", "--num-rollout": "1",
     "--n-samples-per-prompt": "2", "--rollout-batch-size": "4", "--rollout-max-response-len": "8",
 }  # fmt: skip
@@ -28,7 +31,8 @@ SFT = {
     "--input-key": "messages", "--num-rollout": "1", "--rollout-batch-size": "4", "--loss-type": "sft_loss",
 }  # fmt: skip
 EVAL = {
-    "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model", "--eval-prompt-data": "sums {root}/prompts.jsonl",
+    "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model",
+    "--eval-prompt-data": "sums {root}/prompts.jsonl",
     "--input-key": "prompt", "--label-key": "label", "--rm-type": "exact_number", "--eval-max-response-len": "8",
 }  # fmt: skip
 CONVERT = {"--hf-checkpoint": "{root}/model", "--store": "{root}/store"}
@@ -54,7 +58,8 @@ class Bad:
 
 
 def on(command: str, *words: str, culprit: str = "", without: str = "", toml: str | bytes | None = None) -> Bad:
-    """A good request of `command` but for `words`, which replace the base's flags of the same name; `without` lists flags left out."""
+    """A good request of `command` but for `words`, which replace the base's flags of the same name; `without` lists
+    flags left out."""
     left_out = {word.partition("=")[0] for word in words} | set(without.split())
     base = [(name, value) for name, value in BASES[command].items() if name not in left_out]
     good = [word for name, value in base for word in (name, *value.split(" "))]
@@ -73,7 +78,7 @@ def toml(content: str | bytes, culprit: str = "row.toml", command: str = "train"
     return on(command, culprit=culprit, without=without, toml=content)
 
 
-# ---- made from the fields -----------------------------------------------------------------------------------------------------
+# ---- made from the fields --------------------------------------------------------------------------------------------
 
 
 def rows_of_models() -> Iterator[Bad]:
@@ -83,7 +88,10 @@ def rows_of_models() -> Iterator[Bad]:
         yield on(command, "--hf-checkpoint", f"{{root}}/models/{number}-{name}", culprit=culprit)
     for number, kind in enumerate(WEIGHTS):
         yield on(
-            ("train", "convert")[number % 2], "--hf-checkpoint", f"{{root}}/weights/{kind}", culprit=f"{{root}}/weights/{kind}"
+            ("train", "convert")[number % 2],
+            "--hf-checkpoint",
+            f"{{root}}/weights/{kind}",
+            culprit=f"{{root}}/weights/{kind}",
         )
     for name, _, culprit in TOKENIZERS:
         yield train("--hf-checkpoint", f"{{root}}/tokenizers/{name}", culprit=culprit)
@@ -144,9 +152,13 @@ def rows_of_toml() -> Iterator[Bad]:
 
 def _choices(annotation: Any) -> list[Any]:
     alternatives = (
-        typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        else (annotation,)
     )
-    return [choice for one in alternatives if typing.get_origin(one) is typing.Literal for choice in typing.get_args(one)]
+    return [
+        choice for one in alternatives if typing.get_origin(one) is typing.Literal for choice in typing.get_args(one)
+    ]
 
 
 def _is_list(annotation: Any) -> bool:
@@ -162,64 +174,111 @@ def _below_bound(metadata: Iterable[Any]) -> float | None:
     return None
 
 
-# ---- written by hand ---------------------------------------------------------------------------------------------------------
+# ---- written by hand -------------------------------------------------------------------------------------------------
 
 LONG = "x" * 300
 
 
 def rows_of_commands() -> Iterator[Bad]:
     """Words that are not a command, and commands' own words."""
-    for word in ("trian", "Train", "", " ", "-v", "--trian", "tr\u0430in", "train\n", LONG, "--config", "runs/x", "train=1"):
+    for word in (
+        "trian",
+        "Train",
+        "",
+        " ",
+        "-v",
+        "--trian",
+        "tr\u0430in",
+        "train\n",
+        LONG,
+        "--config",
+        "runs/x",
+        "train=1",
+    ):
         yield Bad((word,), repr(word)[:30].strip("'").replace("\\\\", "\\") or "''")
     run = ("--store", "{root}/runs")
     for words, culprit in (
-        (("resume",), "resume"), (("resume", *run), "resume"), (("resume", "a", "b", *run), "a b"), (("resume", "ghost", *run), "ghost"),
-        (("resume", "", *run), "''"), (("resume", "../old", *run), "../old"), (("resume", LONG, *run), "xxx"), (("resume", "a b", *run), "a b"),
-        (("resume", "old", "--store", "{root}/file"), "{root}/file"), (("resume", "old", "--store", "{root}/nowhere"), "{root}/nowhere"),
+        (("resume",), "resume"), (("resume", *run), "resume"), (("resume", "a", "b", *run), "a b"),
+        (("resume", "ghost", *run), "ghost"),
+        (("resume", "", *run), "''"), (("resume", "../old", *run), "../old"), (("resume", LONG, *run), "xxx"),
+        (("resume", "a b", *run), "a b"),
+        (("resume", "old", "--store", "{root}/file"), "{root}/file"),
+        (("resume", "old", "--store", "{root}/nowhere"), "{root}/nowhere"),
         (("resume", "old", "--store="), "--store"), (("resume", "old", "--stor", "x"), "--stor"),
-        (("replay",), "replay"), (("replay", "ghost", *run), "ghost"), (("replay", "old", "--from", "x", *run), "--from"),
+        (("replay",), "replay"), (("replay", "ghost", *run), "ghost"), (("replay", "old", "--from", "x", *run),
+        "--from"),
         (("replay", "old", "--from", "-1", *run), "--from"), (("replay", "old", "--from", *run), "--from"),
         (("replay", "old", "--from", "\u00b2", *run), "--from"), (("replay", "old", "--to", "1.5", *run), "--to"),
         (("replay", "old", "--to", "9", *run), "--to"), (("replay", "old", "--from", "2", "--to", "2", *run), "--from"),
-        (("replay", "old", "--to", "9" * 400, *run), "--to"), (("replay", "old", "--from", "1", "--from", "2", *run), "--from"),
-        (("replay", "old", "--json", *run), "--json"), (("replay", "old", "--json", "{root}/directory", *run), "--json"),
-        (("replay", "old", "--json", "{root}/nowhere/x.json", *run), "--json"), (("replay", "old", "--lr", "1e-3", *run), "--lr"),
-        (("replay", "old", "extra", *run), "extra"), (("replay", "../old", *run), "../old"), (("replay", LONG, *run), "xxx"),
+        (("replay", "old", "--to", "9" * 400, *run), "--to"), (("replay", "old", "--from", "1", "--from", "2", *run),
+        "--from"),
+        (("replay", "old", "--json", *run), "--json"), (("replay", "old", "--json", "{root}/directory", *run),
+        "--json"),
+        (("replay", "old", "--json", "{root}/nowhere/x.json", *run), "--json"),
+        (("replay", "old", "--lr", "1e-3", *run), "--lr"),
+        (("replay", "old", "extra", *run), "extra"), (("replay", "../old", *run), "../old"), (("replay", LONG, *run),
+        "xxx"),
         (("fork",), "fork"), (("fork", "old", *run), "--at"), (("fork", "old", "--at", "1", *run), "--name"),
-        (("fork", "old", "--at", "x", "--name", "n", *run), "--at"), (("fork", "old", "--at", "1.5", "--name", "n", *run), "--at"),
-        (("fork", "old", "--at", "-1", "--name", "n", *run), "--at"), (("fork", "old", "--at", "inf", "--name", "n", *run), "--at"),
-        (("fork", "old", "--at", "nan", "--name", "n", *run), "--at"), (("fork", "old", "--at", "4", "--name", "n", *run), "--at"),
-        (("fork", "old", "--at", "1", "--name", "a/b", *run), "--name"), (("fork", "old", "--at", "1", "--name", "", *run), "--name"),
-        (("fork", "old", "--at", "1", "--name", LONG, *run), "--name"), (("fork", "old", "--at", "1", "--name", "old", *run), "old"),
-        (("fork", "ghost", "--at", "1", "--name", "n", *run), "ghost"), (("fork", "../old", "--at", "1", "--name", "n", *run), "../old"),
-        (("fork", "old", "--at", "1", "--name", "n", "--name", "m", *run), "--name"), (("fork", "old", "--at", "1", "--name", "--store", "x"), "--name"),
-        (("fork", "old", "--at", "1", "--name", "n", "--run", "m", *run), "--run"), (("fork", "old", "--at", "1", "--name", "n", "--lr", "-1", *run), "--lr"),
+        (("fork", "old", "--at", "x", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "1.5", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "-1", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "inf", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "nan", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "4", "--name", "n", *run), "--at"),
+        (("fork", "old", "--at", "1", "--name", "a/b", *run), "--name"),
+        (("fork", "old", "--at", "1", "--name", "", *run), "--name"),
+        (("fork", "old", "--at", "1", "--name", LONG, *run), "--name"),
+        (("fork", "old", "--at", "1", "--name", "old", *run), "old"),
+        (("fork", "ghost", "--at", "1", "--name", "n", *run), "ghost"),
+        (("fork", "../old", "--at", "1", "--name", "n", *run), "../old"),
+        (("fork", "old", "--at", "1", "--name", "n", "--name", "m", *run), "--name"),
+        (("fork", "old", "--at", "1", "--name", "--store", "x"), "--name"),
+        (("fork", "old", "--at", "1", "--name", "n", "--run", "m", *run), "--run"),
+        (("fork", "old", "--at", "1", "--name", "n", "--lr", "-1", *run), "--lr"),
         (("fork", "old", "--at", "2", "--name", "n", "--num-rollout", "1", *run), "--num-rollout"),
         (("fork", "old", "--at", "1", "--name", "n", "--store-single-writer", "maybe", *run), "--store-single-writer"),
-        (("verify",), "verify"), (("verify", "ghost", *run), "ghost"), (("verify", "a", "b", *run), "a b"), (("verify", "../old", *run), "../old"),
-        (("verify", "old", "--no-hashes=1", *run), "--no-hashes"), (("verify", "old", "--lr", "1", *run), "--lr"), (("verify", LONG, *run), "xxx"),
-        (("verify", "old", "--nohashes", *run), "--nohashes"), (("verify", "old", "--store", "{root}/file"), "{root}/file"),
-        (("gc", "a", "b", *run), "a b"), (("gc", "ghost", *run), "ghost"), (("gc", "../old", *run), "../old"), (("gc", LONG, *run), "xxx"),
+        (("verify",), "verify"), (("verify", "ghost", *run), "ghost"), (("verify", "a", "b", *run), "a b"),
+        (("verify", "../old", *run), "../old"),
+        (("verify", "old", "--no-hashes=1", *run), "--no-hashes"), (("verify", "old", "--lr", "1", *run), "--lr"),
+        (("verify", LONG, *run), "xxx"),
+        (("verify", "old", "--nohashes", *run), "--nohashes"), (("verify", "old", "--store", "{root}/file"),
+        "{root}/file"),
+        (("gc", "a", "b", *run), "a b"), (("gc", "ghost", *run), "ghost"), (("gc", "../old", *run), "../old"),
+        (("gc", LONG, *run), "xxx"),
         (("gc", "--older-than", "x", *run), "--older-than"), (("gc", "--older-than", "-1", *run), "--older-than"),
         (("gc", "--older-than", "inf", *run), "--older-than"), (("gc", "--older-than", "nan", *run), "--older-than"),
         (("gc", "--older-than", "\uff11", *run), "--older-than"), (("gc", "--older-than", *run), "--older-than"),
-        (("gc", "--delete=yes", *run), "--delete"), (("gc", "--delete", "--delete", *run), "--delete"), (("gc", "--force", *run), "--force"),
+        (("gc", "--delete=yes", *run), "--delete"), (("gc", "--delete", "--delete", *run), "--delete"),
+        (("gc", "--force", *run), "--force"),
         (("gc", "--lr", "1", *run), "--lr"), (("gc", "--store", "{root}/file"), "{root}/file"),
-        (("runs", "old", *run), "old"), (("runs", "--lr", "1", *run), "--lr"), (("runs", "--stor", "x"), "--stor"), (("runs", "--store"), "--store"),
-        (("runs", "--store", "{root}/file"), "{root}/file"), (("runs", "--store", "nothing://x"), "nothing"), (("runs", "--store-options", "x", *run), "--store-options"),
-        (("runs", "--config", "{root}/nowhere.toml"), "nowhere.toml"), (("runs", "--config", "{root}/directory"), "{root}/directory"),
-        (("runs", "--config"), "--config"), (("runs", "--config="), "--config"), (("runs", "--config", "{root}/loop"), "{root}/loop"),
+        (("runs", "old", *run), "old"), (("runs", "--lr", "1", *run), "--lr"), (("runs", "--stor", "x"), "--stor"),
+        (("runs", "--store"), "--store"),
+        (("runs", "--store", "{root}/file"), "{root}/file"), (("runs", "--store", "nothing://x"), "nothing"),
+        (("runs", "--store-options", "x", *run), "--store-options"),
+        (("runs", "--config", "{root}/nowhere.toml"), "nowhere.toml"), (("runs", "--config", "{root}/directory"),
+        "{root}/directory"),
+        (("runs", "--config"), "--config"), (("runs", "--config="), "--config"),
+        (("runs", "--config", "{root}/loop"), "{root}/loop"),
         (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store", "x"), "--store"),
-        (("demo", "now"), "now"), (("demo", "--seed", "x"), "--seed"), (("demo", "--seed"), "--seed"), (("demo", "--num-rollout", "many"), "--num-rollout"),
-        (("demo", "--num-rollout", "-1"), "--num-rollout"), (("demo", "--num-rollout", "1.5"), "--num-rollout"), (("demo", "--sed", "1"), "--sed"),
-        (("demo", "--directory"), "--directory"), (("demo", "--directory", "{root}/file"), "{root}/file"), (("demo", "--fresh=1"), "--fresh"),
-        (("demo", "--fresh", "--directory", "{root}/not-empty"), "{root}/not-empty"), (("demo", "--seed", "-1"), "--seed"),
-        (("deploy", "nightly"), "nightly"), (("deploy", "train", "--name", "n"), "train"), (("deploy", "post-train"), "--name"), (("deploy", "a", "b"), "deploy"),
-        (("deploy", "--name", "n"), "deploy"), (("deploy", "post-train", "--name", "n", "--cron", "never"), "--cron"), (("deploy", "post-train", "--name="), "--name"),
-        (("deploy", "post-train", "--name", "n", "--timezone", "Europe/Berlin"), "--timezone"), (("deploy", "sft", "--name", "n", "--lr", "x"), "--lr"),
+        (("demo", "now"), "now"), (("demo", "--seed", "x"), "--seed"), (("demo", "--seed"), "--seed"),
+        (("demo", "--num-rollout", "many"), "--num-rollout"),
+        (("demo", "--num-rollout", "-1"), "--num-rollout"), (("demo", "--num-rollout", "1.5"), "--num-rollout"),
+        (("demo", "--sed", "1"), "--sed"),
+        (("demo", "--directory"), "--directory"), (("demo", "--directory", "{root}/file"), "{root}/file"),
+        (("demo", "--fresh=1"), "--fresh"),
+        (("demo", "--fresh", "--directory", "{root}/not-empty"), "{root}/not-empty"), (("demo", "--seed", "-1"),
+        "--seed"),
+        (("deploy", "nightly"), "nightly"), (("deploy", "train", "--name", "n"), "train"), (("deploy", "post-train"),
+        "--name"), (("deploy", "a", "b"), "deploy"),
+        (("deploy", "--name", "n"), "deploy"), (("deploy", "post-train", "--name", "n", "--cron", "never"),
+        "--cron"), (("deploy", "post-train", "--name="), "--name"),
+        (("deploy", "post-train", "--name", "n", "--timezone", "Europe/Berlin"), "--timezone"),
+        (("deploy", "sft", "--name", "n", "--lr", "x"), "--lr"),
         (("deploy", "post-train", "--name", "n", "--cron", "0 2 * * *", "--timezone", "Mars/Base"), "Mars/Base"),
-        (("deploy", "post-train", "--name", "n", "--cron"), "--cron"), (("deploy", "post-train", "--name", "n", "--lr", "inf"), "--lr"),
-        (("deploy", "post-train", "--name", "n", "--run", "x"), "--num-rollout"), (("deploy", "convert", "--name", "n"), "--hf-checkpoint"),
+        (("deploy", "post-train", "--name", "n", "--cron"), "--cron"),
+        (("deploy", "post-train", "--name", "n", "--lr", "inf"), "--lr"),
+        (("deploy", "post-train", "--name", "n", "--run", "x"), "--num-rollout"),
+        (("deploy", "convert", "--name", "n"), "--hf-checkpoint"),
     ):  # fmt: skip
         yield Bad(words, culprit)
 
@@ -228,42 +287,69 @@ def rows_of_evaluations() -> Iterator[Bad]:
     """`penstock eval`, its further forms, and the file of --eval-config."""
     run = ("--store", "{root}/runs")
     for words, culprit in (
-        (("--compare",), "--compare"), (("--compare", "old", *run), "--compare"), (("--compare", "a", "b", "c", *run), "a b c"),
-        (("--compare", "old/0", "ghost/0", *run), "ghost"), (("--compare", "old/0", "old/7", *run), "7"), (("--compare", "old/0", "old/\u00b2", *run), "old"),
-        (("--compare", "old/0", "old/x", *run), "x"), (("--compare", "old/0", "../old/0", *run), ".."), (("--compare", "old/0", "", *run), "--compare"),
-        (("--compare", "old/0", "other", *run), "nothing in common"), (("--compare=1", "a", "b", *run), "--compare"), (("--compare", "old/0", "old/2", "--lr", "1", *run), "--lr"),
+        (("--compare",), "--compare"), (("--compare", "old", *run), "--compare"),
+        (("--compare", "a", "b", "c", *run), "a b c"),
+        (("--compare", "old/0", "ghost/0", *run), "ghost"), (("--compare", "old/0", "old/7", *run), "7"),
+        (("--compare", "old/0", "old/\u00b2", *run), "old"),
+        (("--compare", "old/0", "old/x", *run), "x"), (("--compare", "old/0", "../old/0", *run), ".."),
+        (("--compare", "old/0", "", *run), "--compare"),
+        (("--compare", "old/0", "other", *run), "evaluated on sums and other/0 on more"),
+        (("--compare=1", "a", "b", *run), "--compare"), (("--compare", "old/0", "old/2", "--lr", "1", *run), "--lr"),
         (("--compare", "old", LONG, *run), "xxx"), (("--compare", "old/0", "old/00", *run), "00"),
-        (("--rescore",), "--rescore"), (("--rescore", "ghost", *run), "ghost"), (("--rescore", "../old", *run), "../old"), (("--rescore=", *run), "--rescore"),
-        (("--rescore", "scored", "--version", "x", *run), "--version"), (("--rescore", "scored", "--version", "7", *run), "--version"),
-        (("--rescore", "scored", "--version", "\u00b2", *run), "--version"), (("--rescore", "scored", "--dataset", "ghost", *run), "--dataset"),
-        (("--rescore", "scored", "--lr", "1", *run), "--lr"), (("--rescore", "scored", "extra", *run), "extra"), (("--rescore", "scored", "--rescore", "old", *run), "--rescore"),
-        (("--rescore", "scored", "--rm-type", "exact_nmber", *run), "exact_nmber"), (("--rescore", "scored", "--pass-threshold", "inf", *run), "--pass-threshold"),
-        (("--rescore", "scored", "--rm-type", "dapo", *run), "--reward-key"), (("--rescore", "scored", "--custom-rm-path", "{root}/nowhere.py", *run), "nowhere.py"),
-        (("--rescore", "scored", "--eval-rm-type", "math", "--custom-rm-path", "{root}/reward.py", *run), "--eval-rm-type"),
+        (("--rescore",), "--rescore"), (("--rescore", "ghost", *run), "ghost"), (("--rescore", "../old", *run),
+        "../old"), (("--rescore=", *run), "--rescore"),
+        (("--rescore", "scored", "--version", "x", *run), "--version"),
+        (("--rescore", "scored", "--version", "7", *run), "--version"),
+        (("--rescore", "scored", "--version", "\u00b2", *run), "--version"),
+        (("--rescore", "scored", "--dataset", "ghost", *run), "--dataset"),
+        (("--rescore", "scored", "--lr", "1", *run), "--lr"), (("--rescore", "scored", "extra", *run), "extra"),
+        (("--rescore", "scored", "--rescore", "old", *run), "--rescore"),
+        (("--rescore", "scored", "--rm-type", "exact_nmber", *run), "exact_nmber"),
+        (("--rescore", "scored", "--pass-threshold", "inf", *run), "--pass-threshold"),
+        (("--rescore", "scored", "--rm-type", "dapo", *run), "--reward-key"),
+        (("--rescore", "scored", "--custom-rm-path", "{root}/nowhere.py", *run), "nowhere.py"),
+        (("--rescore", "scored", "--eval-rm-type", "math", "--custom-rm-path", "{root}/reward.py", *run),
+        "--eval-rm-type"),
     ):  # fmt: skip
         yield Bad(("eval", *words), culprit)
     for words, culprit in (
-        (("--eval-prompt-data", "sums"), "--eval-prompt-data"), (("--eval-prompt-data", "a", "b", "c"), "--eval-prompt-data"),
-        (("--eval-prompt-data", "a/b", "{root}/prompts.jsonl"), "a/b"), (("--eval-prompt-data", LONG, "{root}/prompts.jsonl"), "xxx"),
-        (("--eval-prompt-data", "..", "{root}/prompts.jsonl"), ".."), (("--eval-prompt-data", "sums", "{root}/nowhere.jsonl"), "nowhere.jsonl"),
-        (("--eval-prompt-data", "sums", "{root}/directory"), "{root}/directory"), (("--eval-prompt-data", "sums", "{root}/empty.jsonl"), "empty.jsonl"),
-        (("--eval-prompt-data", "a", "x", "--eval-prompt-data", "a", "y"), "named a"), (("--eval-config", "{root}/nowhere.toml"), "nowhere.toml"),
-        (("--eval-config", "{root}/directory"), "{root}/directory"), (("--eval-config", "{root}/binary.toml"), "binary.toml"), (("--eval-config", "{root}/good.toml"), "train"),
-        (("--eval-config", "{root}/loop"), "{root}/loop"), (("--eval-config", "{root}/huge.toml"), "huge.toml"), (("--eval-config", "{root}/evals.toml"), "sums"),
-        (("--eval-input-key", "question"), "question"), (("--eval-rm-type", "maths"), "maths"), (("--eval-rm-type", "dapo"), "--reward-key"),
-        (("--eval-max-response-len", "256"), "--eval-max-response-len"), (("--eval-max-response-len", "100000"), "--eval-max-response-len"),
-        (("--group-rm", "--custom-rm-path", "{root}/reward.py"), "--group-rm"), (("--rm-type", "remote_rm"), "--rm-url"),
+        (("--eval-prompt-data", "sums"), "--eval-prompt-data"), (("--eval-prompt-data", "a", "b", "c"),
+        "--eval-prompt-data"),
+        (("--eval-prompt-data", "a/b", "{root}/prompts.jsonl"), "a/b"),
+        (("--eval-prompt-data", LONG, "{root}/prompts.jsonl"), "xxx"),
+        (("--eval-prompt-data", "..", "{root}/prompts.jsonl"), ".."),
+        (("--eval-prompt-data", "sums", "{root}/nowhere.jsonl"), "nowhere.jsonl"),
+        (("--eval-prompt-data", "sums", "{root}/directory"), "{root}/directory"),
+        (("--eval-prompt-data", "sums", "{root}/empty.jsonl"), "empty.jsonl"),
+        (("--eval-prompt-data", "a", "x", "--eval-prompt-data", "a", "y"), "named a"),
+        (("--eval-config", "{root}/nowhere.toml"), "nowhere.toml"),
+        (("--eval-config", "{root}/directory"), "{root}/directory"), (("--eval-config", "{root}/binary.toml"),
+        "binary.toml"), (("--eval-config", "{root}/good.toml"), "train"),
+        (("--eval-config", "{root}/loop"), "{root}/loop"), (("--eval-config", "{root}/huge.toml"), "huge.toml"),
+        (("--eval-config", "{root}/evals.toml"), "sums"),
+        (("--eval-input-key", "question"), "question"), (("--eval-rm-type", "maths"), "maths"),
+        (("--eval-rm-type", "dapo"), "--reward-key"),
+        (("--eval-max-response-len", "256"), "--eval-max-response-len"), (("--eval-max-response-len", "100000"),
+        "--eval-max-response-len"),
+        (("--group-rm", "--custom-rm-path", "{root}/reward.py"), "--group-rm"), (("--rm-type", "remote_rm"),
+        "--rm-url"),
     ):  # fmt: skip
         yield on("eval", *words, culprit=culprit, without="--rm-type" if "--group-rm" in words else "")
     yield on("eval", culprit="--eval-prompt-data", without="--eval-prompt-data")
     for content in (
-        "", "x = 1", "[datasets]\nname = 'a'", "datasets = 5", "datasets = []", "[[datasets]]", "[[datasets]]\nname = 'a'", "[[datasets]]\npath = 'p'",
-        "[[datasets]]\nname = 5\npath = 'p'", "[[datasets]]\nname = ['a']\npath = 'p'", "[[datasets]]\nname = 'a'\npath = 5", "[[datasets]]\nname = 'a b'\npath = 'p'",
-        "[[datasets]]\nname = 'a'\npath = 'p'\ntemperature = inf", "[[datasets]]\nname = 'a'\npath = 'p'\ntemperature = true",
+        "", "x = 1", "[datasets]\nname = 'a'", "datasets = 5", "datasets = []", "[[datasets]]",
+        "[[datasets]]\nname = 'a'", "[[datasets]]\npath = 'p'",
+        "[[datasets]]\nname = 5\npath = 'p'", "[[datasets]]\nname = ['a']\npath = 'p'",
+        "[[datasets]]\nname = 'a'\npath = 5", "[[datasets]]\nname = 'a b'\npath = 'p'",
+        "[[datasets]]\nname = 'a'\npath = 'p'\ntemperature = inf",
+        "[[datasets]]\nname = 'a'\npath = 'p'\ntemperature = true",
         "[[datasets]]\nname = 'a'\npath = 'p'\ntop_p = 2", "[[datasets]]\nname = 'a'\npath = 'p'\nmax_response_len = 0",
-        "[[datasets]]\nname = 'a'\npath = 'p'\nrm_type = ''", "[[datasets]]\nname = 'a'\npath = 'p'\ntop_pp = 1", "defaults = 5\n[[datasets]]\nname = 'a'\npath = 'p'",
-        "[[defaults]]\ntop_p = 1\n[[datasets]]\nname = 'a'\npath = 'p'", "[defaults]\nname = 'a'\n[[datasets]]\nname = 'a'\npath = 'p'",
-        "[[datasets]]\nname = 'a'\npath = 'p'\n[[datasets]]\nname = 'a'\npath = 'p'", "[[datasets]]\nname = '" + LONG + "'\npath = 'p'", "[[datasets]]\nname = 'a'\npath = ''",
+        "[[datasets]]\nname = 'a'\npath = 'p'\nrm_type = ''", "[[datasets]]\nname = 'a'\npath = 'p'\ntop_pp = 1",
+        "defaults = 5\n[[datasets]]\nname = 'a'\npath = 'p'",
+        "[[defaults]]\ntop_p = 1\n[[datasets]]\nname = 'a'\npath = 'p'",
+        "[defaults]\nname = 'a'\n[[datasets]]\nname = 'a'\npath = 'p'",
+        "[[datasets]]\nname = 'a'\npath = 'p'\n[[datasets]]\nname = 'a'\npath = 'p'",
+        "[[datasets]]\nname = '" + LONG + "'\npath = 'p'", "[[datasets]]\nname = 'a'\npath = ''",
     ):  # fmt: skip
         words = ("--eval-config", "{root}/row.toml")
         base = on("eval", *words, without="--eval-prompt-data").words
@@ -273,23 +359,42 @@ def rows_of_evaluations() -> Iterator[Bad]:
 def rows_of_toml_shapes() -> Iterator[Bad]:
     """`--config` files that are no table of sections and options."""
     for content, culprit in (
-        ("", "row.toml"), ("\n\n# only a comment\n", "row.toml"), ("lr = 1e-6", "lr"), ("x = 1", "x"), ("train = 5", "train"), ("train = []", "train"),
-        ("train = 'x'", "train"), ("[[train]]\nlr = 1e-6", "train"), ("[[train]]\nlr = 1\n[[train]]\nlr = 2", "train"), ("[trian]\nlr = 1", "trian"),
-        ("[train.lr]\nx = 1", "--lr"), ("[train]\nlearning_rate = 1", "learning_rate"), ("[train]\nlr = 1\nlr = 2", "row.toml"), ("[train]\n[train]", "row.toml"),
-        ("[train]\nuse-kl-loss = true", "use-kl-loss"), ("[rollout]\nlr = 1", "lr"), ("[train]\nlr =", "row.toml"), ("lr: 1", "row.toml"), ("{\"train\": {}}", "row.toml"),
-        ("[train]\nlr = 1979-05-27", "--lr"), ("[rollout.sglang]\nx = 1979-05-27T07:32:00Z", "--sglang-x"), ("[rollout.sglang]\nmem_fraction_static = nan", "--sglang-mem-fraction-static"),
-        ("[train.megatron]\nhidden_dropout = inf", "--hidden-dropout"), ("[train.megatron]\nx = 1", "'x'"), ("[train]\nmegatron = [1]", "--megatron"),
-        ("[run]\nnum_rollout = 3.5", "--num-rollout"), ("[run]\nnum_rollout = 99999999999999999999", "--num-rollout"), ("[run]\nrun = 5", "--run"), ("[run]\nrun = ['a']", "--run"),
-        ("[run]\nrun = \"a\\u0000b\"", "--run"), ("[rollout]\nrollout_stop = [\"a\\u0000\"]", "--rollout-stop"), ("[rollout]\nrollout_stop = ['']", "--rollout-stop"),
-        ("[rollout]\nrollout_stop = [['a']]", "--rollout-stop"), ("[rollout]\nrollout_stop_token_ids = ['x']", "--rollout-stop-token-ids"),
-        ("[rollout]\nprompt_data_weights = [nan]", "--prompt-data-weights"), ("[rollout]\nprompt_data_weights = [true]", "--prompt-data-weights"),
-        ("[eval]\neval_prompt_data = [['a']]", "--eval-prompt-data"), ("[eval]\neval_prompt_data = ['a']", "--eval-prompt-data"), ("[eval]\neval_prompt_data = [1, 2]", "--eval-prompt-data"),
-        ("[eval]\neval_prompt_data = { a = 5 }", "--eval-prompt-data"), ("[eval]\neval_prompt_data = 5", "--eval-prompt-data"), ("[eval.eval_config]\nx = 1", "--eval-config"),
-        ("[run]\nstore_options = 5", "--store-options"), ("[run.store_options]\nx = inf", "--store-options"), ("[rollout.rollout_sampling]\ntop_pp = 1", "top_pp"),
-        ("[convert]\nmtp = 'maybe'", "--mtp"), ("[convert]\nhf_checkpoint = 5", "--hf-checkpoint"), ("x = " + "[" * 3000, "row.toml"), ("x" * 70000 + " = 1", "row.toml"),
-        ("[train.megatron]\nx = " + "[" * 40 + "]" * 40, "--x"), ("[" + "x." * 200 + "y]\nz = 1", "row.toml"), ("[train]\nlr = '" + "9" * 5000 + "'", "--lr"),
-        ("\ufeff[train]\nlr = 1e-6", "row.toml"), (b"[train]\nlr = 1e-6 # \xe9\n", "UTF-8"), (bytes(range(256)), "row.toml"), (b"\xff\xfe[\x00t\x00]\x00", "row.toml"),
-        (b"[train]\r\rlr = 1", "row.toml"), ("[ train ]\n[run]\nrun = 'a'\n[train]", "row.toml"), ("[train]\nlr = 0x1G", "row.toml"),
+        ("", "row.toml"), ("\n\n# only a comment\n", "row.toml"), ("lr = 1e-6", "lr"), ("x = 1", "x"),
+        ("train = 5", "train"), ("train = []", "train"),
+        ("train = 'x'", "train"), ("[[train]]\nlr = 1e-6", "train"),
+        ("[[train]]\nlr = 1\n[[train]]\nlr = 2", "train"), ("[trian]\nlr = 1", "trian"),
+        ("[train.lr]\nx = 1", "--lr"), ("[train]\nlearning_rate = 1", "learning_rate"),
+        ("[train]\nlr = 1\nlr = 2", "row.toml"), ("[train]\n[train]", "row.toml"),
+        ("[train]\nuse-kl-loss = true", "use-kl-loss"), ("[rollout]\nlr = 1", "lr"), ("[train]\nlr =", "row.toml"),
+        ("lr: 1", "row.toml"), ("{\"train\": {}}", "row.toml"),
+        ("[train]\nlr = 1979-05-27", "--lr"), ("[rollout.sglang]\nx = 1979-05-27T07:32:00Z", "--sglang-x"),
+        ("[rollout.sglang]\nmem_fraction_static = nan", "--sglang-mem-fraction-static"),
+        ("[train.megatron]\nhidden_dropout = inf", "--hidden-dropout"), ("[train.megatron]\nx = 1", "'x'"),
+        ("[train]\nmegatron = [1]", "--megatron"),
+        ("[run]\nnum_rollout = 3.5", "--num-rollout"),
+        ("[run]\nnum_rollout = 99999999999999999999", "--num-rollout"), ("[run]\nrun = 5", "--run"),
+        ("[run]\nrun = ['a']", "--run"),
+        ("[run]\nrun = \"a\\u0000b\"", "--run"), ("[rollout]\nrollout_stop = [\"a\\u0000\"]", "--rollout-stop"),
+        ("[rollout]\nrollout_stop = ['']", "--rollout-stop"),
+        ("[rollout]\nrollout_stop = [['a']]", "--rollout-stop"),
+        ("[rollout]\nrollout_stop_token_ids = ['x']", "--rollout-stop-token-ids"),
+        ("[rollout]\nprompt_data_weights = [nan]", "--prompt-data-weights"),
+        ("[rollout]\nprompt_data_weights = [true]", "--prompt-data-weights"),
+        ("[eval]\neval_prompt_data = [['a']]", "--eval-prompt-data"),
+        ("[eval]\neval_prompt_data = ['a']", "--eval-prompt-data"),
+        ("[eval]\neval_prompt_data = [1, 2]", "--eval-prompt-data"),
+        ("[eval]\neval_prompt_data = { a = 5 }", "--eval-prompt-data"),
+        ("[eval]\neval_prompt_data = 5", "--eval-prompt-data"), ("[eval.eval_config]\nx = 1", "--eval-config"),
+        ("[run]\nstore_options = 5", "--store-options"), ("[run.store_options]\nx = inf", "--store-options"),
+        ("[rollout.rollout_sampling]\ntop_pp = 1", "top_pp"),
+        ("[convert]\nmtp = 'maybe'", "--mtp"), ("[convert]\nhf_checkpoint = 5", "--hf-checkpoint"),
+        ("x = " + "[" * 3000, "row.toml"), ("x" * 70000 + " = 1", "row.toml"),
+        ("[train.megatron]\nx = " + "[" * 40 + "]" * 40, "--x"), ("[" + "x." * 200 + "y]\nz = 1", "row.toml"),
+        ("[train]\nlr = '" + "9" * 5000 + "'", "--lr"),
+        ("\ufeff[train]\nlr = 1e-6", "row.toml"), (b"[train]\nlr = 1e-6 # \xe9\n", "UTF-8"), (bytes(range(256)),
+        "row.toml"), (b"\xff\xfe[\x00t\x00]\x00", "row.toml"),
+        (b"[train]\r\rlr = 1", "row.toml"), ("[ train ]\n[run]\nrun = 'a'\n[train]", "row.toml"),
+        ("[train]\nlr = 0x1G", "row.toml"),
     ):  # fmt: skip
         yield toml(
             content,
@@ -307,21 +412,36 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
 def rows_of_words() -> Iterator[Bad]:
     """How flags are written."""
     for words, culprit in (
-        (("--",), "--"), (("---lr", "1"), "---lr"), (("--=5",), "--"), (("\u2014lr", "1"), "\u2014lr"), (("\u2013\u2013lr", "1"), "\u2013\u2013lr"), (("--lr\u200b", "1"), "--lr"),
-        (("--l\u0433", "1"), "--l"), (("--LR", "1"), "--LR"), (("--lr", "1e-6", "2e-6"), "--lr"), (("--lr", "\uff11"), "--lr"), (("--lr", "1,5"), "--lr"), (("--lr", "1e-6x"), "--lr"),
-        (("--lr", "0x1"), "--lr"), (("--lr", "1e400"), "--lr"), (("--lr", "-inf"), "--lr"), (("--lr", "Infinity"), "--lr"), (("--lr", "nan"), "--lr"), (("--lr", "NaN"), "--lr"),
-        (("--lr=",), "--lr"), (("--lr", " "), "--lr"), (("--lr", "-1e-6"), "--lr"), (("--lr", "none"), "--lr"), (("--no-lr",), "--no-lr"), (("--no-lr", "1"), "--no-lr"),
-        (("--num-rollout", "1_0x"), "--num-rollout"), (("--num-rollout", "1.5"), "--num-rollout"), (("--num-rollout", "9" * 30), "--num-rollout"), (("--num-rollout", "9" * 5000), "--num-rollout"),
-        (("--num-rollout", "\u0663"), "--num-rollout"), (("--num-rollout", "1", "2"), "--num-rollout"), (("--num-rollout", "true"), "--num-rollout"),
-        (("--use-kl-loss", "1"), "--use-kl-loss"), (("--use-kl-loss=",), "--use-kl-loss"), (("--use-kl-loss", "true", "false"), "--use-kl-loss"),
-        (("--no-use-kl-loss=true",), "--no-use-kl-loss"), (("--no-no-use-kl-loss",), "--no-no-use-kl-loss"), (("--no-use-kl-los",), "--no-use-kl-los"), (("--no-",), "--no-"),
-        (("--use-kl-los",), "--use-kl-loss"), (("--rollout-batchsize", "6"), "--rollout-batch-size"), (("--unheard-of", "6"), "--unheard-of"), (("--" + LONG, "6"), "--xxx"),
-        (("--caf\u00e9",), "--caf"), (("--lr\udcff", "1"), "--lr"), (("--input-key", "a\udcffb"), "--input-key"), (("--input-key", "a\0b"), "--input-key"), (("--run", "a\nb"), "--run"),
-        (("--sglang-",), "--sglang-"), (("--router-",), "--router-"), (("--sglang-mem-fraction", "0.3"), "--sglang-mem-fraction-static"), (("--sglang-mem-fraction-static", "inf"), "--sglang-mem-fraction-static"),
-        (("--router-polcy", "random"), "--router-policy"), (("--tensor-model-parallel", "2"), "--tensor-model-parallel-size"), (("--store-options", "=x"), "--store-options"),
-        (("--store-options", "a=1", "b"), "--store-options"), (("--rollout-sampling", "min_p"), "--rollout-sampling"), (("--rollout-sampling", "top_p=inf"), "top_p"),
-        (("--rollout-sampling", "top_p="), "top_p"), (("--rollout-stop", "a", ""), "--rollout-stop"), (("--rollout-stop-token-ids", "1", "x"), "--rollout-stop-token-ids"),
-        (("--prompt-data-weights", "1", "2"), "--prompt-data-weights"), (("--prompt-data-weights", "0"), "--prompt-data-weights"), (("--prompt-data-weights", "-1"), "--prompt-data-weights"),
+        (("--",), "--"), (("---lr", "1"), "---lr"), (("--=5",), "--"), (("\u2014lr", "1"), "\u2014lr"),
+        (("\u2013\u2013lr", "1"), "\u2013\u2013lr"), (("--lr\u200b", "1"), "--lr"),
+        (("--l\u0433", "1"), "--l"), (("--LR", "1"), "--LR"), (("--lr", "1e-6", "2e-6"), "--lr"),
+        (("--lr", "\uff11"), "--lr"), (("--lr", "1,5"), "--lr"), (("--lr", "1e-6x"), "--lr"),
+        (("--lr", "0x1"), "--lr"), (("--lr", "1e400"), "--lr"), (("--lr", "-inf"), "--lr"), (("--lr", "Infinity"),
+        "--lr"), (("--lr", "nan"), "--lr"), (("--lr", "NaN"), "--lr"),
+        (("--lr=",), "--lr"), (("--lr", " "), "--lr"), (("--lr", "-1e-6"), "--lr"), (("--lr", "none"), "--lr"),
+        (("--no-lr",), "--no-lr"), (("--no-lr", "1"), "--no-lr"),
+        (("--num-rollout", "1_0x"), "--num-rollout"), (("--num-rollout", "1.5"), "--num-rollout"),
+        (("--num-rollout", "9" * 30), "--num-rollout"), (("--num-rollout", "9" * 5000), "--num-rollout"),
+        (("--num-rollout", "\u0663"), "--num-rollout"), (("--num-rollout", "1", "2"), "--num-rollout"),
+        (("--num-rollout", "true"), "--num-rollout"),
+        (("--use-kl-loss", "1"), "--use-kl-loss"), (("--use-kl-loss=",), "--use-kl-loss"),
+        (("--use-kl-loss", "true", "false"), "--use-kl-loss"),
+        (("--no-use-kl-loss=true",), "--no-use-kl-loss"), (("--no-no-use-kl-loss",), "--no-no-use-kl-loss"),
+        (("--no-use-kl-los",), "--no-use-kl-los"), (("--no-",), "--no-"),
+        (("--use-kl-los",), "--use-kl-loss"), (("--rollout-batchsize", "6"), "--rollout-batch-size"),
+        (("--unheard-of", "6"), "--unheard-of"), (("--" + LONG, "6"), "--xxx"),
+        (("--caf\u00e9",), "--caf"), (("--lr\udcff", "1"), "--lr"), (("--input-key", "a\udcffb"), "--input-key"),
+        (("--input-key", "a\0b"), "--input-key"), (("--run", "a\nb"), "--run"),
+        (("--sglang-",), "--sglang-"), (("--router-",), "--router-"), (("--sglang-mem-fraction", "0.3"),
+        "--sglang-mem-fraction-static"), (("--sglang-mem-fraction-static", "inf"), "--sglang-mem-fraction-static"),
+        (("--router-polcy", "random"), "--router-policy"), (("--tensor-model-parallel", "2"),
+        "--tensor-model-parallel-size"), (("--store-options", "=x"), "--store-options"),
+        (("--store-options", "a=1", "b"), "--store-options"), (("--rollout-sampling", "min_p"),
+        "--rollout-sampling"), (("--rollout-sampling", "top_p=inf"), "top_p"),
+        (("--rollout-sampling", "top_p="), "top_p"), (("--rollout-stop", "a", ""), "--rollout-stop"),
+        (("--rollout-stop-token-ids", "1", "x"), "--rollout-stop-token-ids"),
+        (("--prompt-data-weights", "1", "2"), "--prompt-data-weights"), (("--prompt-data-weights", "0"),
+        "--prompt-data-weights"), (("--prompt-data-weights", "-1"), "--prompt-data-weights"),
     ):  # fmt: skip
         yield train(*words, culprit=culprit)
     yield Bad(("train", "word", "--lr", "1"), "'word'")
@@ -359,8 +479,10 @@ OTHER_CULPRITS = {  # of a row whose first flag is not the one that is named
 
 def rows_of_requests() -> Iterator[Bad]:
     """What belongs to a run and is missing, contradicts itself, or cannot be done with this model."""
-    for left_out, culprit in (("--run", "--run"), ("--hf-checkpoint", "--hf-checkpoint"), ("--num-rollout", "--num-rollout"), ("--prompt-data", "--prompt-data"),
-                              ("--n-samples-per-prompt", "--n-samples-per-prompt"), ("--rm-type", "--rm-type"), ("--label-key", "--label-key"), ("--input-key", "'input'")):  # fmt: skip
+    for left_out, culprit in (("--run", "--run"), ("--hf-checkpoint", "--hf-checkpoint"),
+    ("--num-rollout", "--num-rollout"), ("--prompt-data", "--prompt-data"),
+                              ("--n-samples-per-prompt", "--n-samples-per-prompt"), ("--rm-type", "--rm-type"),
+                              ("--label-key", "--label-key"), ("--input-key", "'input'")):  # fmt: skip
         yield on("train", culprit=culprit, without=left_out)
     for left_out in ("--run", "--hf-checkpoint", "--num-rollout", "--prompt-data", "--loss-type"):
         yield on("sft", culprit=left_out, without=left_out)
@@ -376,33 +498,57 @@ def rows_of_requests() -> Iterator[Bad]:
         culprit="--n-samples-per-prompt",
     )
     for words in (
-        "--rollout-batch-size 3 --global-batch-size 4", "--global-batch-size 16", "--num-steps-per-rollout 3", "--num-steps-per-rollout 9", "--global-batch-size 8 --num-steps-per-rollout 2",
-        "--actor-num-gpus-per-node 16", "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "--expert-model-parallel-size 3", "--over-sampling-batch-size 3",
-        "--num-rollout 0", "--rollout-max-response-len 256", "--rollout-max-response-len 100000", "--rollout-max-context-len 10000",
-        "--sglang-context-length 8", "--keep-best eval/x", "--keep-best eval/x --keep-checkpoints 2", "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout",
-        "--kl-loss-coef 0.1", "--kl-coef 0.1", "--eps-clip-c 3 --advantage-estimator cispo", "--use-unbiased-kl", "--advantage-estimator reinforce_plus_plus",
-        "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo", "--loss-type custom_loss", "--custom-loss-function-path x.py", "--use-opd",
-        "--opd-teacher-load {root}/model", "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py", "--tis-clip-low 3", "--ref-load {root}/model", "--ref-update-interval 2",
-        "--num-critic-only-steps 2", "--use-routing-replay --use-rollout-routing-replay", "--use-routing-replay", "--use-rollout-routing-replay", "--gamma 2",
-        "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 5 --lr-warmup-iters 5", "--min-lr 1", "--critic-lr 1e-9 --min-lr 1e-8", "--loss-type sft_loss",
-        "--lr-decay-style linear --lr-decay-iters 3 --critic-lr-warmup-iters 9", "--virtual-pipeline-model-parallel-size 2", "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3",
-        "--tensor-model-parallel-size 16 --actor-num-gpus-per-node 16 --rollout-batch-size 16", "--expert-model-parallel-size 2 --actor-num-gpus-per-node 2",
-        "--sglang-port 99999", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--ray-address nowhere", "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
+        "--rollout-batch-size 3 --global-batch-size 4", "--global-batch-size 16", "--num-steps-per-rollout 3",
+        "--num-steps-per-rollout 9", "--global-batch-size 8 --num-steps-per-rollout 2",
+        "--actor-num-gpus-per-node 16", "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2",
+        "--expert-model-parallel-size 3", "--over-sampling-batch-size 3",
+        "--num-rollout 0", "--rollout-max-response-len 256", "--rollout-max-response-len 100000",
+        "--rollout-max-context-len 10000",
+        "--sglang-context-length 8", "--keep-best eval/x", "--keep-best eval/x --keep-checkpoints 2",
+        "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout",
+        "--kl-loss-coef 0.1", "--kl-coef 0.1", "--eps-clip-c 3 --advantage-estimator cispo", "--use-unbiased-kl",
+        "--advantage-estimator reinforce_plus_plus",
+        "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo", "--loss-type custom_loss",
+        "--custom-loss-function-path x.py", "--use-opd",
+        "--opd-teacher-load {root}/model", "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py",
+        "--tis-clip-low 3", "--ref-load {root}/model", "--ref-update-interval 2",
+        "--num-critic-only-steps 2", "--use-routing-replay --use-rollout-routing-replay", "--use-routing-replay",
+        "--use-rollout-routing-replay", "--gamma 2",
+        "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 5 --lr-warmup-iters 5", "--min-lr 1",
+        "--critic-lr 1e-9 --min-lr 1e-8", "--loss-type sft_loss",
+        "--lr-decay-style linear --lr-decay-iters 3 --critic-lr-warmup-iters 9",
+        "--virtual-pipeline-model-parallel-size 2", "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3",
+        "--tensor-model-parallel-size 16 --actor-num-gpus-per-node 16 --rollout-batch-size 16",
+        "--expert-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--sglang-port 99999", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--ray-address nowhere",
+        "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=OTHER_CULPRITS.get(words, words.split(" ")[0]))
     for words, culprit in (
-        ("--recompute-granularity ful", "--recompute-granularity"), ("--recompute-granularity full", "--recompute-method"), ("--recompute-method uniform", "--recompute-method"),
-        ("--recompute-granularity selective --recompute-modules x", "--recompute-modules"), ("--hidden-dropout x", "--hidden-dropout"), ("--hidden-dropout 2", "--hidden-dropout"),
-        ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type"), ("--moe-token-dispatcher-type alltoal", "alltoall"), ("--attention-backend flsh", "flash"),
-        ("--overlap-grad-reduce yes", "--overlap-grad-reduce"), ("--init-method f", "--init-method"), ("--init-method-std x", "--init-method-std"), ("--fp16", "--fp16"),
-        ("--optimizer sgd", "--optimizer"), ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"), ("--optimizer-offload-fraction 2", "--optimizer-offload-fraction"),
-        ("--num-layers 7", "num_layers"), ("--hidden-size 7", "hidden_size"), ("--num-layers x", "--num-layers"), ("--swiglu 3", "--swiglu"), ("--rotary-base x", "--rotary-base"),
-        ("--transformer-impl te", "--transformer-impl"), ("--vocab-size 5", "vocab_size"), ("--num-experts 8", "num_moe_experts"), ("--moe-layer-freq zz", "moe_layer_freq"),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "--recompute-num-layers"), ("--position-embedding-type learned", "position_embedding_type"),
-        ("--sglang-tp-size 2", "--sglang-tp-size"), ("--sglang-model-path x", "--sglang-model-path"), ("--sglang-host 0.0.0.0", "--sglang-host"), ("--router-host x", "--router-host"),
-        ("--rollout-sampling top_pp=0.9", "top_p"), ("--rollout-sampling temperature=0.5", "temperature"), ("--rollout-sampling-seeds --rollout-sampling seed=1", "--rollout-sampling"),
-        ("--rollout-external-engine-addrs nowhere", "nowhere"), ("--rollout-external-engine-addrs host:x", "host:x"), ("--rollout-external-engine-addrs 127.0.0.1:1 --sglang-log-level info", "--sglang-log-level"),
-        ("--rm-type exact_nmber", "exact_nmber"), ("--rm-type dapo", "--reward-key"), ("--rm-type remote_rm", "--rm-url"), ("--rm-type math --custom-rm-path {root}/reward.py", "--custom-rm-path"),
+        ("--recompute-granularity ful", "--recompute-granularity"),
+        ("--recompute-granularity full", "--recompute-method"), ("--recompute-method uniform", "--recompute-method"),
+        ("--recompute-granularity selective --recompute-modules x", "--recompute-modules"),
+        ("--hidden-dropout x", "--hidden-dropout"), ("--hidden-dropout 2", "--hidden-dropout"),
+        ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type"),
+        ("--moe-token-dispatcher-type alltoal", "alltoall"), ("--attention-backend flsh", "flash"),
+        ("--overlap-grad-reduce yes", "--overlap-grad-reduce"), ("--init-method f", "--init-method"),
+        ("--init-method-std x", "--init-method-std"), ("--fp16", "--fp16"),
+        ("--optimizer sgd", "--optimizer"), ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
+        ("--optimizer-offload-fraction 2", "--optimizer-offload-fraction"),
+        ("--num-layers 7", "num_layers"), ("--hidden-size 7", "hidden_size"), ("--num-layers x", "--num-layers"),
+        ("--swiglu 3", "--swiglu"), ("--rotary-base x", "--rotary-base"),
+        ("--transformer-impl te", "--transformer-impl"), ("--vocab-size 5", "vocab_size"),
+        ("--num-experts 8", "num_moe_experts"), ("--moe-layer-freq zz", "moe_layer_freq"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+        "--recompute-num-layers"), ("--position-embedding-type learned", "position_embedding_type"),
+        ("--sglang-tp-size 2", "--sglang-tp-size"), ("--sglang-model-path x", "--sglang-model-path"),
+        ("--sglang-host 0.0.0.0", "--sglang-host"), ("--router-host x", "--router-host"),
+        ("--rollout-sampling top_pp=0.9", "top_p"), ("--rollout-sampling temperature=0.5", "temperature"),
+        ("--rollout-sampling-seeds --rollout-sampling seed=1", "--rollout-sampling"),
+        ("--rollout-external-engine-addrs nowhere", "nowhere"), ("--rollout-external-engine-addrs host:x", "host:x"),
+        ("--rollout-external-engine-addrs 127.0.0.1:1 --sglang-log-level info", "--sglang-log-level"),
+        ("--rm-type exact_nmber", "exact_nmber"), ("--rm-type dapo", "--reward-key"),
+        ("--rm-type remote_rm", "--rm-url"), ("--rm-type math --custom-rm-path {root}/reward.py", "--custom-rm-path"),
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
     for path in (
@@ -419,10 +565,14 @@ def rows_of_requests() -> Iterator[Bad]:
     ):
         yield train("--custom-rm-path", f"{{root}}/{path}", culprit=path.partition(":")[0], without="--rm-type")
     for path in ("no.such.module:f", "json", "", ":", "os:"):
-        yield train("--custom-rm-path", path, culprit=path.partition(":")[0] or path or "--custom-rm-path", without="--rm-type")
+        yield train(
+            "--custom-rm-path", path, culprit=path.partition(":")[0] or path or "--custom-rm-path", without="--rm-type"
+        )
     for word, path in (
-        ("--custom-generate-function-path", "one"), ("--rollout-generate-func-path", "gone"), ("--dynamic-sampling-filter-path", "one"), ("--data-source-path", "Empty"),
-        ("--buffer-filter-path", "many"), ("--rollout-sample-hook-path", "one"), ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
+        ("--custom-generate-function-path", "one"), ("--rollout-generate-func-path", "gone"),
+        ("--dynamic-sampling-filter-path", "one"), ("--data-source-path", "Empty"),
+        ("--buffer-filter-path", "many"), ("--rollout-sample-hook-path", "one"),
+        ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
         ("--rollout-all-samples-process-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
@@ -431,8 +581,10 @@ def rows_of_requests() -> Iterator[Bad]:
 def rows_of_data() -> Iterator[Bad]:
     """Prompt files."""
     for name in (
-        "nowhere.jsonl", "directory", "empty.jsonl", "blank.jsonl", "broken.jsonl", "array.jsonl", "number.jsonl", "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl",
-        "messages.jsonl", "no-label.jsonl", "binary.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet", "prompts.csv", "loop", "file", "*.nothing", "prompts.jsonl@[9:]",
+        "nowhere.jsonl", "directory", "empty.jsonl", "blank.jsonl", "broken.jsonl", "array.jsonl", "number.jsonl",
+        "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl",
+        "messages.jsonl", "no-label.jsonl", "binary.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet",
+        "prompts.csv", "loop", "file", "*.nothing", "prompts.jsonl@[9:]",
         "prompts.jsonl@[3:3]", "prompts.jsonl@[x:y]", "prompts.jsonl/x.jsonl", LONG + ".jsonl",
     ):  # fmt: skip
         yield train("--prompt-data", f"{{root}}/{name}", culprit=name[:20])
@@ -454,10 +606,14 @@ def rows_of_data() -> Iterator[Bad]:
     for store in ("{root}/file", "/dev/null/store", "nothing://x"):
         yield on("convert", "--store", store, culprit=store)
     for words, culprit in (
-        (("--load", "{root}/nowhere", "--save", "{root}/out"), "--load"), (("--load", "old/9", "--save", "{root}/out", "--store", "{root}/runs"), "old/9"), (("--load", "old"), "--save"),
-        (("--verify=1",), "--convert-verify"), (("--export-dtype", "fp9"), "--export-dtype"), (("--origin-hf-dir", "{root}/model"), "--origin-hf-dir"), (("--convert-ranks", "0"), "--convert-ranks"),
-        (("--load", "old", "--save", "{root}/out", "--verify"), "--verify"), (("--mtp", "maybe"), "--mtp"), (("--save", ""), "--convert-save"), (("--num-layers", "9"), "num_layers"),
-        (("--load", "{root}/directory", "--save", "{root}/out"), "{root}/directory"), (("--load", "{root}/file", "--save", "{root}/out"), "--load"),
+        (("--load", "{root}/nowhere", "--save", "{root}/out"), "--load"),
+        (("--load", "old/9", "--save", "{root}/out", "--store", "{root}/runs"), "old/9"), (("--load", "old"), "--save"),
+        (("--verify=1",), "--convert-verify"), (("--export-dtype", "fp9"), "--export-dtype"),
+        (("--origin-hf-dir", "{root}/model"), "--origin-hf-dir"), (("--convert-ranks", "0"), "--convert-ranks"),
+        (("--load", "old", "--save", "{root}/out", "--verify"), "--verify"), (("--mtp", "maybe"), "--mtp"),
+        (("--save", ""), "--convert-save"), (("--num-layers", "9"), "num_layers"),
+        (("--load", "{root}/directory", "--save", "{root}/out"), "{root}/directory"),
+        (("--load", "{root}/file", "--save", "{root}/out"), "--load"),
     ):  # fmt: skip
         yield on("convert", *words, culprit=culprit, without="--hf-checkpoint" if "--load" in words else "")
 
@@ -481,9 +637,13 @@ def rest_of_rows() -> list[Bad]:
 
 
 def real_rows() -> list[Bad]:
-    """Return 20 rows that are tried as processes too, from every subject: most are refused early, some after reading the model."""
+    """Return 20 rows that are tried as processes too, from every subject: most are refused early, some after reading
+    the model."""
     sources = (rows_of_commands(), rows_of_toml_shapes(), rows_of_words(), rows_of_requests(), rows_of_data())
     chosen = [
-        row for source in sources for row in [*source][::24] if not any("\0" in word or "\udcff" in word for word in row.words)
+        row
+        for source in sources
+        for row in [*source][::24]
+        if not any("\0" in word or "\udcff" in word for word in row.words)
     ]
     return chosen[:20]

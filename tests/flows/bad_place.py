@@ -1,4 +1,4 @@
-"""The files that the table of bad inputs names: good and bad data, configs, models and tokenizers, and a store with three runs."""
+"""The files that the bad inputs name: valid and invalid data, configs, models and tokenizers, and a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ GOOD_ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]
 SOURCES = {  # file -> content
     "prompts.jsonl": "".join(json.dumps(row) + "\n" for row in GOOD_ROWS),
     "chats.jsonl": "".join(
-        json.dumps({"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}) + "\n"
+        json.dumps({"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]})
+        + "\n"
         for i in range(8)
     ),
     "empty.jsonl": "",
@@ -37,7 +38,8 @@ SOURCES = {  # file -> content
     "two.py": "def one(args, sample): return 0.0\ndef two(args, sample): return 0.0\n",
     "broken.py": "def reward_func(:\n",
     "raises.py": "raise RuntimeError('at import')\n",
-    "functions.py": "value = 5\ndef one(only): ...\ndef many(a, b, c, d, e, f): ...\nclass Empty: ...\ndef gen(args, sample):\n    yield 1\n",
+    "functions.py": "value = 5\ndef one(only): ...\ndef many(a, b, c, d, e, f): ...\nclass Empty: ...\n"
+    "def gen(args, sample):\n    yield 1\n",
     "evals.toml": '[[datasets]]\nname = "sums"\npath = "{root}/sums.jsonl"\n',
     "file": "a file\n",
     "binary.toml": bytes(range(256)),
@@ -46,12 +48,13 @@ SOURCES = {  # file -> content
 
 
 def make_place(root: Path, model: Path) -> None:
-    """Fill `root` with what the rows name: good and bad files, models whose config.json is wrong, and a store with two runs."""
+    """Fill `root` with what the rows name: good and bad files, models whose config.json is wrong, and a store with
+    two runs."""
     from evaluated_run import config_of as config_of_evaluated
     from evaluated_run import evaluate
     from made_run import config_of, make_run
 
-    from storage.store import Store
+    from penstock.storage.store import Store
 
     shutil.copytree(model, root / "model")
     for name, content in SOURCES.items():
@@ -77,9 +80,12 @@ def make_place(root: Path, model: Path) -> None:
     data = root / "data.jsonl"
     data.write_text("".join(json.dumps({"input": f"prompt {row}", "label": "x"}) + "\n" for row in range(5)))
     make_run(store, config_of(store, data, "old"), 3, save=(2,), score=(0, 2))
-    evaluate(store, config_of_evaluated(store, write_sums(root / "sums.jsonl"), "scored"), 0, [["0"], ["2"], ["4"], ["6"]])
+    evaluate(
+        store, config_of_evaluated(store, write_sums(root / "sums.jsonl"), "scored"), 0, [["0"], ["2"], ["4"], ["6"]]
+    )
     other = config_of_evaluated(store, write_sums(root / "other.jsonl"), "other")
-    evaluate(store, other.model_copy(update={"eval": other.eval.model_copy(update={"eval_prompt_data": [("more", str(root / "other.jsonl"))]})}), 0, [["0"], ["2"], ["4"], ["6"]], "more")  # fmt: skip
+    evals = other.eval.model_copy(update={"eval_prompt_data": [("more", str(root / "other.jsonl"))]})
+    evaluate(store, other.model_copy(update={"eval": evals}), 0, [["0"], ["2"], ["4"], ["6"]], "more")
 
 
 def write_sums(path: Path) -> Path:

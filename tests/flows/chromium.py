@@ -39,7 +39,9 @@ class Page:
         deadline = time.monotonic() + SECONDS
         while True:
             while b"\0" not in self._buffer:
-                assert select.select([self._receive], [], [], max(0.0, deadline - time.monotonic()))[0], f"{method}: no answer"
+                assert select.select([self._receive], [], [], max(0.0, deadline - time.monotonic()))[0], (
+                    f"{method}: no answer"
+                )
                 chunk = os.read(self._receive, 1 << 16)
                 assert chunk, "the browser has ended"
                 self._buffer += chunk
@@ -53,7 +55,9 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        return self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def wait_for(self, condition: str) -> None:
         deadline = time.monotonic() + SECONDS
@@ -67,7 +71,9 @@ class Page:
 
     def press_enter(self) -> None:
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+            )
 
 
 @contextmanager
@@ -83,7 +89,9 @@ def browser(directory: Path) -> Iterator[Page]:
     # The browser reads messages from descriptor 3 and writes to 4.
     command = ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{to_us}', "chromium", *words]
     with (directory / "chromium.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(to_browser, to_us))
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(to_browser, to_us)
+        )
     os.close(to_browser)
     os.close(to_us)
     try:

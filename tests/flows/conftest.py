@@ -1,16 +1,17 @@
-"""What must hold of any run, on a CPU and on a GPU."""
+"""Checks that hold for every run, on a CPU and on a GPU."""
 
 from collections.abc import Callable
 
 import pytest
 
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 
 @pytest.fixture
 def agrees() -> Callable[..., None]:
-    """Checks that in every round trainer and engine held the same policy, and that the reference stayed where the run began."""
+    """Checks that in every round trainer and engine held the same policy, and that the reference stayed where the
+    run began."""
 
     def check(store: Store, keys: RunKeys, *, num_rounds: int, gap: float) -> None:
         for r in range(num_rounds):

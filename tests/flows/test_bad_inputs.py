@@ -1,4 +1,4 @@
-"""Every row of the table of bad inputs ends in one line and exit code 2, starts nothing and writes nothing."""
+"""Every bad input ends in one line and exit code 2, starts nothing and writes nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ import pytest
 from bad_inputs import BASES, Bad, quick_rows, real_rows, rest_of_rows
 from bad_place import make_place
 
-from flows.cli import main
-from flows.deploy import checked_schedule
-from flows.flags import parse
+from penstock.flows.cli import main
+from penstock.flows.options.flags import parse
+from penstock.flows.services.deploy import parse_schedule
 
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "socket.connect"}
+STARTS = {
+    "subprocess.Popen",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+    "os.exec",
+    "os.spawn",
+    "socket.connect",
+}
 PREFLIGHT = (
-    "stages.rewards.check_form",
+    "penstock.stages.rewards.check_custom_reward",
     "template_process",
-    "stages.rewards.worker",
+    "penstock.stages.rewards.worker",
 )  # look at what users give, in a process each
 MAX_CHARACTERS = 400
 
@@ -48,50 +57,56 @@ sys.addaudithook(watch)  # cannot be removed again: it is on only while a row ru
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     root = tmp_path_factory.mktemp("bad")
     make_place(root, tiny_model)
-    checked_schedule({"--cron": "0 2 * * *"})  # Prefect's imports for it run a program
+    parse_schedule({"--cron": "0 2 * * *"})  # Prefect's imports for it run a program
     return root
 
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every door through which an engine is started: Ray, the trainer's process group, SGLang's servers, Prefect's."""
-    import engines.cluster
-    import flows.prefect_api
+    import penstock.engines.cluster
+    import penstock.flows.runtime.prefect_api
 
     def started(*arguments: object, **more: object) -> None:
         raise Tripwire("an engine was started")
 
-    monkeypatch.setattr(engines.cluster.Cluster, "start", started)
-    monkeypatch.setattr(flows.prefect_api, "ensure_prefect_api", started)
+    monkeypatch.setattr(penstock.engines.cluster.Cluster, "start", started)
+    monkeypatch.setattr(penstock.flows.runtime.prefect_api, "ensure_prefect_api", started)
     if torch := sys.modules.get("torch"):
         monkeypatch.setattr(torch.distributed, "init_process_group", started)
     yield
     assert not watch.on
 
 
-def test_the_table_is_large_and_its_rows_differ() -> None:
+def test_table_of_bad_inputs_is_large_and_has_no_duplicates() -> None:
     rows = [*quick_rows(), *rest_of_rows()]
     assert len(list(quick_rows())) >= 400 and len(list(real_rows())) >= 20
     assert len({(row.words, row.toml) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("command", sorted(BASES))
-def test_the_request_that_rows_change_is_good(command: str, place: Path) -> None:
-    from flows.preflight import preflight
+def test_unchanged_base_request_passes_preflight(command: str, place: Path) -> None:
+    from penstock.flows.runtime.preflight import preflight
 
-    words = [word.replace("{root}", str(place)) for name, value in BASES[command].items() for word in (name, *value.split(" "))]
+    words = [
+        word.replace("{root}", str(place))
+        for name, value in BASES[command].items()
+        for word in (name, *value.split(" "))
+    ]
     flow = {"train": "post_train", "eval": "evaluate"}.get(command, command)
     preflight(flow, parse([*words, "--store", str(place / "good-store")]))
 
 
 @pytest.mark.parametrize("row", quick_rows(), ids=lambda row: row.id)
-def test_refused_in_one_line(row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused_in_one_line(
+    row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(row, place, capsys, monkeypatch)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", rest_of_rows(), ids=lambda row: row.id)
-def test_the_rest_is_refused_in_one_line(
+def test_other_bad_input_is_refused_in_one_line(
     row: Bad, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(row, place, capsys, monkeypatch)
@@ -99,12 +114,15 @@ def test_the_rest_is_refused_in_one_line(
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.full] if number % 4 else [], id=row.id) for number, row in enumerate(real_rows())],
+    [
+        pytest.param(row, marks=[pytest.mark.full] if number % 4 else [], id=row.id)
+        for number, row in enumerate(real_rows())
+    ],
 )
-def test_a_process_refuses_in_one_line(row: Bad, place: Path) -> None:
+def test_bad_input_to_a_process_is_refused_in_one_line(row: Bad, place: Path) -> None:
     words, before = prepare(row, place), snapshot(place)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "flows.cli", *words]
+    command = [sys.executable, "-m", "penstock", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, cwd=place / "directory", env=environment
     )
@@ -131,7 +149,9 @@ def prepare(row: Bad, place: Path) -> list[str]:
     """The row's words; its TOML file is written."""
     if row.toml is not None:
         content = (
-            row.toml if isinstance(row.toml, bytes) else row.toml.replace("{root}", str(place)).encode("utf-8", "surrogatepass")
+            row.toml
+            if isinstance(row.toml, bytes)
+            else row.toml.replace("{root}", str(place)).encode("utf-8", "surrogatepass")
         )
         (place / "row.toml").write_bytes(content)
     return [word.replace("{root}", str(place)) for word in row.words]

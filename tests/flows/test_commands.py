@@ -1,4 +1,4 @@
-"""The smaller commands, each as people call it: convert, eval, runs, doctor."""
+"""The smaller commands in a process each: convert, eval, runs, doctor."""
 
 import json
 import subprocess
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.demo_model import make_tiny_data
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.flows.commands.demo_model import make_tiny_data
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration
 
@@ -29,15 +29,17 @@ def penstock(prefect_api: dict[str, str], tmp_path: Path, temporary: Path) -> Ca
     environment = {**prefect_api, "TMPDIR": str(temporary)}
 
     def call(*words: str) -> str:
-        command = [sys.executable, "-m", "flows.cli", *words]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment)
+        command = [sys.executable, "-m", "penstock", *words]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment
+        )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return result.stdout
 
     return call
 
 
-def test_convert_eval_and_runs_leave_nothing_else(
+def test_convert_eval_and_runs_write_only_their_results(
     penstock: Callable[..., str], temporary: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path / "store"))
@@ -60,7 +62,16 @@ def test_convert_eval_and_runs_leave_nothing_else(
             "few",
             str(few),
         ),
-        *("--eval-prompt-data", "again", str(few), "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"),
+        *(
+            "--eval-prompt-data",
+            "again",
+            str(few),
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--apply-chat-template",
+        ),
         *("--rm-type", "exact_number", "--n-samples-per-eval-prompt", "4", "--eval-max-response-len", "8"),
     )
     for name in ("few", "again"):
@@ -73,6 +84,6 @@ def test_convert_eval_and_runs_leave_nothing_else(
     assert not list(Path(store.root).rglob("*.journal")) and not [path for path in Path(store.root).rglob("*.tmp")]
 
 
-def test_doctor_finds_everything_here(penstock: Callable[..., str]) -> None:
+def test_doctor_passes_all_checks_in_the_test_environment(penstock: Callable[..., str]) -> None:
     said = penstock("doctor")
-    assert "serves with sglang" in said and "trains on" in said and "everything a run needs is here" in said
+    assert "serves with sglang" in said and "trains on" in said and "all checks passed" in said

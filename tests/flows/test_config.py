@@ -1,16 +1,16 @@
-"""The command line and the composed config: spellings, the three families, what is refused and how."""
+"""The command line and the composed config: spellings, families of flags, invalid values."""
 
 import pytest
 
-from flows.config import PostTrainConfig, config_hash, options, part, validated
-from flows.flags import own_flags, parse, split
-from storage.config import extra_of
-from storage.errors import OptionError
+from penstock.flows.config import PostTrainConfig, config_hash, options, part, validated
+from penstock.flows.options.flags import own_flags, parse, split
+from penstock.storage.config import field_meta
+from penstock.storage.errors import OptionError
 
 MODEL = ["--hf-checkpoint", "model"]
 
 
-def test_every_flag_stands_for_one_option_and_every_option_is_a_sentence() -> None:
+def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
     assert len(own_flags()) >= len(list(options()))
     for section, name, field in options():
         assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
@@ -23,19 +23,25 @@ def test_split_keeps_values_with_their_flag() -> None:
         ("--c", ["x"]),
         ("--d-e", ["-1"]),
     ]
-    with pytest.raises(ValueError, match="'word' stands before"):
+    with pytest.raises(ValueError, match=r"'word' .*first flag"):
         split(["word"])
 
 
-def test_our_flags_reach_their_sections_and_are_converted() -> None:
-    config = parse([*MODEL, "--run", "r", "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--lr", "1e-6",
-                    "--use-kl-loss", "--save-interval", "none", "--rollout-stop", "a", "b"])  # fmt: skip
-    assert (config.run.num_rollout, config.train.lr, config.train.use_kl_loss, config.run.save_interval) == (3, 1e-6, True, None)
+def test_own_flags_set_converted_values_in_their_sections() -> None:
+    config = parse([*MODEL, "--run", "r", "--num-rollout", "3", "--rollout-batch-size", "8",
+                    "--n-samples-per-prompt", "4", "--lr", "1e-6", "--use-kl-loss", "--save-interval", "none",
+                    "--rollout-stop", "a", "b"])  # fmt: skip
+    assert (config.run.num_rollout, config.train.lr, config.train.use_kl_loss, config.run.save_interval) == (
+        3,
+        1e-6,
+        True,
+        None,
+    )
     assert config.rollout.rollout_stop == ["a", "b"]
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (32, 1)
 
 
-def test_aliases_and_repeated_flags() -> None:
+def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:
     config = parse(
         [*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"]
     )
@@ -43,13 +49,24 @@ def test_aliases_and_repeated_flags() -> None:
     assert config.eval.eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
 
 
-def test_a_switch_can_be_turned_off_and_takes_no_word(tmp_path) -> None:
+def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
-        '[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n[eval]\neval_prompt_data = [["a", "x"]]\n'
+        "[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n"
+        '[eval]\neval_prompt_data = [["a", "x"]]\n'
     )
     config = parse(
-        [*MODEL, "--config", str(file), "--no-use-kl-loss", "--sglang-log-level", "info", "--eval-prompt-data", "b", "y"]
+        [
+            *MODEL,
+            "--config",
+            str(file),
+            "--no-use-kl-loss",
+            "--sglang-log-level",
+            "info",
+            "--eval-prompt-data",
+            "b",
+            "y",
+        ]
     )
     assert not config.train.use_kl_loss
     assert config.rollout.sglang == {"context_length": 8192, "log_level": "info"}
@@ -58,7 +75,7 @@ def test_a_switch_can_be_turned_off_and_takes_no_word(tmp_path) -> None:
         parse([*MODEL, "--use-kl-loss", "yes"])
 
 
-def test_engine_families() -> None:
+def test_engine_flags_reach_their_engines() -> None:
     config = parse(
         [
             *MODEL,
@@ -81,7 +98,7 @@ def test_engine_families() -> None:
         (["--rollout-batch-size", "0"], r"--rollout-batch-size '0': input should be greater than or equal to 1"),
         (["--rollout-batch-size", "x"], r"--rollout-batch-size 'x': input should be a valid integer"),
         (["--rollout-batch-size"], "--rollout-batch-size needs a value"),
-        (["--eval-prompt-data", "aime"], "takes 2 words at a time"),
+        (["--eval-prompt-data", "aime"], "takes 2 values at a time"),
         (
             ["--rollout-batch-size", "3", "--n-samples-per-prompt", "3", "--global-batch-size", "4"],
             "3 x --n-samples-per-prompt 3 = 9 samples, but",
@@ -90,12 +107,12 @@ def test_engine_families() -> None:
         (["--run", "a/b"], "--run 'a/b'"),
     ],
 )
-def test_what_is_refused(words: list[str], sentence: str) -> None:
+def test_invalid_options_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse([*MODEL, *words])
 
 
-def test_toml_names_the_wrong_key(tmp_path) -> None:
+def test_invalid_toml_key_is_named_in_the_error(tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[trian]\nlr = 1\n")
     with pytest.raises(ValueError, match=r"section \[trian\]"):
@@ -105,7 +122,7 @@ def test_toml_names_the_wrong_key(tmp_path) -> None:
         parse([*MODEL, "--config", str(file)])
 
 
-def test_a_config_survives_json_and_its_hash_sees_identity_only() -> None:
+def test_config_round_trips_through_json_and_its_hash_covers_identity_only() -> None:
     config = parse([*MODEL, "--run", "r", "--num-rollout", "3"])
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
     longer = validated(config.model_dump() | {"run": config.run.model_dump() | {"num_rollout": 9}})
@@ -115,10 +132,10 @@ def test_a_config_survives_json_and_its_hash_sees_identity_only() -> None:
     assert set(part(config, "identity")) | set(part(config, "schedule")) | set(part(config, "placement")) == {
         f"{s}.{n}" for s, n, _ in options()
     }
-    assert {extra_of(field)["change"] for _, _, field in options()} == {"identity", "schedule", "placement"}
+    assert {field_meta(field).mutability for _, _, field in options()} == {"identity", "schedule", "placement"}
 
 
-def test_chat_template_kwargs_are_json_or_words_and_belong_to_the_run() -> None:
+def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:
     base = ["--run", "r", "--num-rollout", "1"]
     expected = {"enable_thinking": False, "effort": "low"}
     for words in (['{"enable_thinking": false, "effort": "low"}'], ["enable_thinking=false", "effort=low"]):

@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it, in a shortened form: the real engines, the real flows, and a model that learns."""
+"""A shortened demo with the real engines and flows: the model learns."""
 
 import sqlite3
 import subprocess
@@ -7,8 +7,8 @@ import sys
 import pytest
 from mlflow import MlflowClient
 
-from storage.refs import Commit, RunKeys
-from storage.store import Store
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +19,7 @@ ROUNDS = 12
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     """The store and what the terminal showed."""
     directory = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "flows.cli", "demo", "--directory", str(directory), "--num-rollout", str(ROUNDS)]
+    command = [sys.executable, "-m", "penstock", "demo", "--directory", str(directory), "--num-rollout", str(ROUNDS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return Store(str(directory / "store")), result.stdout
@@ -29,7 +29,7 @@ def commits(store: Store, prefix: str) -> list[Commit]:
     return [commit for index in store.committed_indices(prefix) if (commit := store.committed(f"{prefix}/{index:06d}"))]
 
 
-def test_it_learns(finished: tuple[Store, str]) -> None:
+def test_demo_learns(finished: tuple[Store, str]) -> None:
     store, _ = finished
     keys = RunKeys("demo-grpo-seed0")
     rewards = [commit.summary["rollout/raw_reward"] for commit in commits(store, f"{keys.prefix}/rollouts")]
@@ -64,7 +64,7 @@ def test_each_metric_has_one_point_a_step(finished: tuple[Store, str]) -> None:
     assert [point for point in points if point[3] > 1 and not point[1].startswith("system/")] == []
 
 
-def test_the_terminal_says_what_happened(finished: tuple[Store, str]) -> None:
+def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:
     _, shown = finished
     assert f"round {ROUNDS}/{ROUNDS}  reward " in shown and "evaluated after 0 rounds: heldout" in shown
     assert "What the curve means" in shown and "make up" in shown and "Traceback" not in shown

@@ -1,17 +1,17 @@
-"""`penstock demo --fresh` removes what a demo has made, and nothing else."""
+"""`penstock demo --fresh` removes what a demo made, and nothing else."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from flows import demo
-from flows.cli import main
-from flows.demo import MARKED, MARKER, mark, remove_demo
-from storage.errors import OptionError, RunError
-from storage.leases import Lease, driver_key
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.flows.cli import main
+from penstock.flows.commands import demo
+from penstock.flows.commands.demo import MARKER, MARKER_TEXT, mark, remove_demo
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def made(tmp_path: Path) -> Path:
     return directory
 
 
-def test_what_a_demo_has_made_goes(made: Path) -> None:
+def test_fresh_removes_what_a_demo_made(made: Path) -> None:
     remove_demo(made)
     assert not made.exists()
     remove_demo(made)
 
 
-def test_what_else_lies_in_its_directory_stays(made: Path, tmp_path: Path) -> None:
+def test_fresh_keeps_other_files_in_the_directory(made: Path, tmp_path: Path) -> None:
     (made / "notes.txt").write_text("mine")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -52,7 +52,7 @@ def refused(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"something else"])
-def test_a_directory_that_no_demo_has_made_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_fresh_refuses_a_directory_without_the_marker(tmp_path: Path, content: bytes | None) -> None:
     directory = tmp_path / "thesis"
     (directory / "store").mkdir(parents=True)
     (directory / "store" / "chapter").write_text("x")
@@ -63,7 +63,9 @@ def test_a_directory_that_no_demo_has_made_is_refused(tmp_path: Path, content: b
     refused(directory)
 
 
-def test_links_home_and_the_current_directory_are_refused(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_refuses_links_home_and_the_current_directory(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = tmp_path / "link"
     link.symlink_to(made)
     refused(link)
@@ -71,7 +73,7 @@ def test_links_home_and_the_current_directory_are_refused(made: Path, tmp_path: 
     (made / MARKER).symlink_to(made / "aside")
     refused(made)
     (made / MARKER).unlink()
-    (made / MARKER).write_bytes(MARKED)
+    (made / MARKER).write_bytes(MARKER_TEXT)
     for place in (made, made / "inputs"):
         with monkeypatch.context() as patch:
             patch.setenv("HOME", str(place))
@@ -81,11 +83,11 @@ def test_links_home_and_the_current_directory_are_refused(made: Path, tmp_path: 
             refused(made)
     with pytest.raises(OptionError):
         remove_demo(Path("/"))
-    (tmp_path / "file").write_bytes(MARKED)
+    (tmp_path / "file").write_bytes(MARKER_TEXT)
     refused(tmp_path / "file")
 
 
-def test_a_demo_that_runs_is_refused(made: Path) -> None:
+def test_fresh_refuses_a_running_demo(made: Path) -> None:
     lease = Lease(Store(str(made / "store")), driver_key(RunKeys("demo-sft-seed0")))
     with pytest.raises(RunError, match=f"process {os.getpid()}"):
         remove_demo(made)
@@ -93,7 +95,7 @@ def test_a_demo_that_runs_is_refused(made: Path) -> None:
     remove_demo(made)
 
 
-def test_the_command_refuses_in_one_sentence_and_a_directory_with_other_files_is_not_marked(
+def test_refused_demo_prints_one_line_and_does_not_mark_a_directory_with_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").write_text("x")
@@ -104,5 +106,5 @@ def test_the_command_refuses_in_one_sentence_and_a_directory_with_other_files_is
     assert main(["demo", "--directory", str(tmp_path)]) == 2
     assert not (tmp_path / MARKER).exists()
     assert main(["demo", "--directory", str(tmp_path / "new")]) == 2
-    assert (tmp_path / "new" / MARKER).read_bytes() == MARKED
+    assert (tmp_path / "new" / MARKER).read_bytes() == MARKER_TEXT
     assert main(["demo", "--directory", str(tmp_path / "mine")]) == 2

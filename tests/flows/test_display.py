@@ -1,4 +1,4 @@
-"""What people see: one line a round that a script can read too, and a summary that adds up."""
+"""The terminal output: one machine-readable line per round, and the summary."""
 
 import io
 import re
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from flows.display import Display, round_line, sample_lines, summary
-from storage.refs import Commit
-from storage.tracking.lineage import eval_rewards
+from penstock.flows.runtime.display import Display, round_line, sample_lines, summary
+from penstock.storage.refs import Commit
+from penstock.storage.tracking.lineage import eval_rewards
 
 
 def config(num_rollout: int = 3) -> SimpleNamespace:
@@ -27,7 +27,12 @@ def rollout(index: int, reward: float) -> Commit:
 
 
 def step(index: int) -> Commit:
-    summary = {"train/loss": -0.0021, "train/ppo_kl": 0.5, "train/kl_loss": 1.2e-5, "train/train_rollout_logprob_abs_diff": 3e-6}
+    summary = {
+        "train/loss": -0.0021,
+        "train/ppo_kl": 0.5,
+        "train/kl_loss": 1.2e-5,
+        "train/train_rollout_logprob_abs_diff": 3e-6,
+    }
     seconds = {"restore": 0.01, "train": 0.4, "read": 0.1, "update": 0.3}
     return Commit(kind="step", index=index, policy_version=index + 1, summary=summary, seconds=seconds)
 
@@ -35,14 +40,16 @@ def step(index: int) -> Commit:
 def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] | None = None) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
-    display = Display("r1", "post_train", config(display_of), "/store", "sqlite:////store/mlflow/mlflow.db", console=console)
+    display = Display(
+        "r1", "post_train", config(display_of), "/store", "sqlite:////store/mlflow/mlflow.db", console=console
+    )
     for commit in commits or []:
         display.commit(commit)
     display.finish()
     return out.getvalue()
 
 
-def test_a_round_is_one_line() -> None:
+def test_round_is_printed_on_one_line() -> None:
     line = round_line(step(2), rollout(2, 0.53125), 20, [9.0, 0.02]).plain
     assert line == (
         "round  3/20  reward 0.531  loss -0.0021  kl 1.2e-05  gap 3.0e-06  length 3.2  tokens/s 1,234  "
@@ -50,14 +57,14 @@ def test_a_round_is_one_line() -> None:
     )
 
 
-def test_supervised_rounds_show_what_they_have() -> None:
+def test_sft_round_shows_only_its_own_columns() -> None:
     commit = Commit(
         kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
     )
     assert round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
 
 
-def test_without_a_terminal_every_round_is_a_plain_line() -> None:
+def test_without_a_tty_every_round_is_a_plain_line() -> None:
     text = shown(commits=[commit for r in range(3) for commit in (rollout(r, 0.1 * r), step(r))])
     assert "\x1b" not in text
     lines = [line for line in text.splitlines() if line.startswith("round ")]
@@ -66,13 +73,13 @@ def test_without_a_terminal_every_round_is_a_plain_line() -> None:
     assert "penstock runs --store /store" in text
 
 
-def test_on_a_terminal_there_is_a_bar_that_goes_away() -> None:
+def test_on_a_tty_the_progress_bar_is_removed_at_the_end() -> None:
     text = shown(terminal=True, commits=[rollout(0, 0.5), step(0)])
     assert "training on round 1" in text or "0/3" in text or "1/3" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden, and is back
 
 
-def test_progress_reports_only_where_there_is_a_bar() -> None:
+def test_progress_is_shown_only_on_a_tty() -> None:
     for terminal in (True, False):
         out = io.StringIO()
         display = Display("r1", "sft", config(), "/store", console=Console(file=out, force_terminal=terminal))
@@ -84,7 +91,7 @@ def test_progress_reports_only_where_there_is_a_bar() -> None:
         assert ("rollout 1" in out.getvalue()) is terminal
 
 
-def test_the_summary_adds_up() -> None:
+def test_summary_sums_the_seconds_of_all_commits() -> None:
     commits = [commit for r in range(3) for commit in (rollout(r, 0.25 * (r + 1)), step(r))]
     commits += [
         Commit(
@@ -107,8 +114,13 @@ def test_the_summary_adds_up() -> None:
     assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
 
 
-def test_the_reward_of_an_evaluation_is_found_among_its_other_numbers() -> None:
-    summary = {"eval/aime-24": 0.5, "eval/aime-24-pass@4": 1.0, "eval/aime-24/response_len/mean": 9.0, "perf/rollout_time": 2.0}
+def test_evaluation_line_shows_reward_before_other_metrics() -> None:
+    summary = {
+        "eval/aime-24": 0.5,
+        "eval/aime-24-pass@4": 1.0,
+        "eval/aime-24/response_len/mean": 9.0,
+        "perf/rollout_time": 2.0,
+    }
     commit = Commit(kind="eval", index=2, summary=summary)
     assert eval_rewards(commit) == {"aime-24": 0.5}
     assert "  evaluated after 2 rounds: aime-24 0.500 (pass@4 1.000)\n" in shown(commits=[commit])
@@ -119,7 +131,7 @@ def with_samples(commit: Commit, *rows: tuple[float | None, str, str]) -> Commit
     return commit.model_copy(update={"state": {"shown": shown}})
 
 
-def test_the_best_and_the_worst_sample_of_a_round_are_shown_below_its_line() -> None:
+def test_best_and_worst_sample_are_shown_below_the_round() -> None:
     rows = [(1.0, "[bold]2+3[/bold]=", "5\n\n[red]!"), (0.5, "between", "x"), (0.0, "4+4=", "9"), (None, "failed", "")]
     text = shown(commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
     lines = [line.strip() for line in text.splitlines()]
@@ -135,10 +147,10 @@ def test_the_best_and_the_worst_sample_of_a_round_are_shown_below_its_line() -> 
     assert "best" not in shown(commits=[rollout(0, 0.5), step(0)])  # --num-shown-samples 0
 
 
-def test_whatever_a_model_writes_stays_on_its_line() -> None:
+def test_control_characters_of_a_sample_stay_on_its_line() -> None:
     nasty = "\x1b[2J\x1b]0;title\x07\r\n\u202e" + "算" * 3000 + "the end\x00\ud800"
     lines = sample_lines(with_samples(rollout(0, 0.5), (1.0, nasty, "word " * 9000)), 80)
-    assert len(lines) == 2  # there is no other one
+    assert len(lines) == 2  # no other sample
     for line in lines:
         assert line.cell_len <= 80
         assert line.plain.isprintable()

@@ -1,13 +1,13 @@
-"""What people see of an evaluation: every number with its interval, in one line."""
+"""The line of an evaluation: every metric with its interval."""
 
 import io
 from types import SimpleNamespace
 
 from rich.console import Console
 
-from flows.display import Display, with_interval
-from storage.refs import Commit
-from storage.tracking.lineage import eval_rewards
+from penstock.flows.runtime.display import Display, with_interval
+from penstock.storage.refs import Commit
+from penstock.storage.tracking.lineage import eval_rewards
 
 SUMMARY = {
     "eval/aime": 0.5, "eval/aime-ci_low": 0.4123, "eval/aime-ci_high": 0.5877,
@@ -27,14 +27,14 @@ def line_of(summary: dict[str, float]) -> str:
     return display.commit(Commit(kind="eval", index=2, summary=summary))
 
 
-def test_intervals_stand_behind_their_numbers() -> None:
+def test_evaluation_line_shows_intervals_after_their_metrics() -> None:
     assert line_of(SUMMARY) == (
         "  evaluated after 2 rounds: aime 0.500 [0.412, 0.588] (pass@4 0.750 [0.700, 0.800], failed_ratio 0.000)"
     )
     assert with_interval({"a": 0.25}, "a") == "0.250"
 
 
-def test_an_evaluation_that_was_scored_again_is_a_data_set_of_its_own() -> None:
+def test_rescored_evaluation_is_shown_as_its_own_data_set() -> None:
     again = {name.replace("aime", "aime@0123abcd"): value for name, value in SUMMARY.items()}
     commit = Commit(kind="eval", index=2, summary=again)
     assert eval_rewards(commit) == {"aime@0123abcd": 0.5}

@@ -1,26 +1,34 @@
-"""Data sets of --eval-config are looked at before anything starts, each with its own settings (tests/flows/test_eval_refusals.py)."""
+"""Preflight checks every data set of --eval-config with its own settings."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from flows.flags import parse
-from flows.preflight import preflight
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.preflight import preflight
 
 
 @pytest.fixture
 def words(tmp_path: Path, tiny_model: Path) -> list[str]:
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "1+1=", "label": "2"}) + "\n")
     where = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
-    return [*where, "--eval-config", str(tmp_path / "evals.toml"), "--eval-max-response-len", "8", "--rm-type", "exact_number"]
+    return [
+        *where,
+        "--eval-config",
+        str(tmp_path / "evals.toml"),
+        "--eval-max-response-len",
+        "8",
+        "--rm-type",
+        "exact_number",
+    ]
 
 
 def write(directory: Path, more: str) -> None:
     (directory / "evals.toml").write_text(f'[[datasets]]\nname = "own"\npath = "{directory / "own.jsonl"}"\n{more}')
 
 
-def test_every_data_set_is_looked_at_with_its_own_settings(words: list[str], tmp_path: Path) -> None:
+def test_preflight_checks_every_data_set_with_its_own_settings(words: list[str], tmp_path: Path) -> None:
     write(tmp_path, 'input_key = "question"\nlabel_key = "label"')
     preflight("evaluate", parse(words))
     write(tmp_path, 'label_key = "label"')
@@ -34,11 +42,11 @@ def test_every_data_set_is_looked_at_with_its_own_settings(words: list[str], tmp
         preflight("evaluate", parse(words))
 
 
-def test_a_group_reward_needs_another_one_for_every_data_set(words: list[str], tmp_path: Path) -> None:
+def test_group_reward_without_an_evaluation_reward_is_refused(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward_func(args, samples):\n    return [0.0] * len(samples)\n")
     group = [*words[:-2], "--custom-rm-path", str(tmp_path / "mine.py"), "--group-rm"]
     write(tmp_path, 'input_key = "question"')
-    with pytest.raises(ValueError, match="which an evaluation cannot do"):
+    with pytest.raises(ValueError, match=r"--group-rm .*--eval-rm-type"):
         preflight("evaluate", parse(group))
     write(tmp_path, 'input_key = "question"\nrm_type = "random"')
     preflight("evaluate", parse(group))

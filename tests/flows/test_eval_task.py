@@ -1,4 +1,4 @@
-"""The evaluation stage as the flow calls it, with a scripted engine: every data set is asked and scored in its own way."""
+"""The evaluation task with a scripted engine: every data set has its own settings."""
 
 import sys
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from scripted_engine import ScriptedClient, write_jsonl
 
-from flows import cli, tasks
-from flows.flags import parse
-from flows.runs import open_run
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.store import Store
+from penstock.flows import cli, tasks
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import open_run
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.store import Store
 
 OWN = """
 [[datasets]]
@@ -31,20 +31,21 @@ pass_threshold = 0.5
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> PromptTokenizer:
-    from flows.demo_model import make_tokenizer
+    from penstock.flows.commands.demo_model import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return PromptTokenizer(tmp_path / "tokenizer", apply_chat_template=False)
 
 
-def test_every_data_set_in_its_own_way(
+def test_every_data_set_is_evaluated_with_its_own_settings(
     tmp_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"input": f"{i}+1=", "label": str(i)} for i in range(3)])
     own = write_jsonl(tmp_path / "own.jsonl", [{"question": f"{i}+1=", "label": str(i)} for i in range(2)])
     (tmp_path / "evals.toml").write_text(OWN.format(path=own))
     store = Store(str(tmp_path / "store"))
-    words = f"--run run --store {store.root} --eval-prompt-data plain {plain} --eval-config {tmp_path / 'evals.toml'} --label-key label"
+    words = f"--run run --store {store.root} --eval-prompt-data plain {plain} --label-key label"
+    words += f" --eval-config {tmp_path / 'evals.toml'}"
     config = parse(f"{words} --rm-type exact_number --eval-temperature 0.5 --n-samples-per-eval-prompt 2".split())
     clients: list[ScriptedClient] = []
 
@@ -61,13 +62,16 @@ def test_every_data_set_in_its_own_way(
         yield
 
     session = SimpleNamespace(
-        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer, processes=SimpleNamespace(engines_at=engines_at, connect=connect),
-        display=SimpleNamespace(progress=progress), stamp={}, stop=None, record=lambda prefix, commit: commit,
+        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
+        processes=SimpleNamespace(engines_at=engines_at, connect=connect),
+        display=SimpleNamespace(progress=progress), provenance={}, stop=None, record=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}
     assert list(found) == ["plain", "own"]
     (asked_plain, asked_own) = (client.requests for client in clients)
-    assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_plain} == {(0.5, 1024, 2)}
+    assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_plain} == {
+        (0.5, 1024, 2)
+    }
     assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_own} == {(0.0, 5, 4)}
     assert (len(asked_plain), len(asked_own)) == (3, 2)
     commit = store.committed(session.keys.eval(7, "own"))

@@ -1,15 +1,17 @@
-"""Every command says how it is called, and starts nothing for that."""
+"""--help of every command prints its usage and starts nothing."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from flows import cli
+from penstock.flows import cli
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_help(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_every_command_is_printed(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for words in ([command, "--help"], [command, "ghost", "--store", "/dev/null/x", "-h"]):  # nothing of it is read
         assert cli.main(words) == 0
@@ -20,7 +22,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {command} " in said for command in cli.COMMANDS)

@@ -1,4 +1,4 @@
-"""How a command ends that is interrupted, whose output nobody reads, or that fails for an unexpected reason."""
+"""The end of a command after an interrupt, a closed pipe, or an unexpected error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli, interrupt
-from storage.errors import StoreError
+from penstock.flows import cli
+from penstock.flows.runtime import signals
+from penstock.storage.errors import StoreError
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = [sys.executable, "-m", "flows.cli"]
+ADVICE = "; add --verbose for the traceback, and please report it"
+PROGRAM = [sys.executable, "-m", "penstock"]
 
 
 def start(*words: str, **more: object) -> subprocess.Popen[str]:
@@ -58,9 +60,9 @@ def raising(error: BaseException):
         (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
         (StoreError("the store\nis full"), 2, "penstock: the store is full\n"),
         (OSError(28, "No space left on device", "/x/y"), 2, "penstock: /x/y: no space left on device\n"),
-        (ValueError("why"), 1, "penstock: unexpected ValueError: why; add --verbose for the traceback, and please report it\n"),
-        (RuntimeError("why"), 1, "penstock: unexpected RuntimeError: why; add --verbose for the traceback, and please report it\n"),
-        (BrokenPipeError(32, "Broken pipe"), 1, "penstock: unexpected BrokenPipeError: [Errno 32] Broken pipe; add --verbose for the traceback, and please report it\n"),
+        (ValueError("why"), 1, f"penstock: unexpected ValueError: why{ADVICE}\n"),
+        (RuntimeError("why"), 1, f"penstock: unexpected RuntimeError: why{ADVICE}\n"),
+        (BrokenPipeError(32, "Broken"), 1, f"penstock: unexpected BrokenPipeError: [Errno 32] Broken{ADVICE}\n"),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -81,9 +83,9 @@ def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) ->
 def test_first_interrupt_raises_and_the_next_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        interrupt.listen()
+        signals.raise_on_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is interrupt._again
+        assert signal.getsignal(signal.SIGINT) is signals.kill_command
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""A run that learns nothing says so after three rounds, with the reason, also if it was resumed in between."""
+"""The warning after three rounds without gradient, also after a resume."""
 
 import io
 import logging
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.display import Display
-from flows.learning_signal import reason_of, zero_gradient_warning
-from storage.refs import Commit, RunKeys
-from storage.store import Store
+from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.learning_signal import reason_of, zero_gradient_warning
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 NEVER_RIGHT = {
@@ -35,22 +35,22 @@ def warned(store: Store, index: int, *, group_relative: bool = False) -> bool:
     return zero_gradient_warning(store, KEYS, index, group_relative=group_relative) is not None
 
 
-def test_three_rounds_in_a_row_are_warned_of_after_a_resume_too(tmp_path: Path) -> None:
+def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) -> None:
     for index, grad_norm in enumerate([0.0, 0.0, 0.5, 0.0, 0.0]):
         commit_round(Store(str(tmp_path)), index, grad_norm)
         assert not warned(Store(str(tmp_path)), index)  # every store is a new process
     commit_round(Store(str(tmp_path)), 5, 0.0)
     warning = zero_gradient_warning(Store(str(tmp_path)), KEYS, 5, group_relative=False)
-    assert warning is not None and "all 32 groups have equal rewards (all 0.0): the reward never says 1" in warning
+    assert warning is not None and "all 32 groups have equal rewards (all 0.0): the reward is never 1" in warning
     assert "\n" not in warning and len(warning) <= 300
 
 
 @pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
-def test_the_terminal_and_the_prefect_page_show_the_warning(
+def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: bool
 ) -> None:
-    from flows import session as sessions
-    from flows.flags import parse
+    from penstock.flows.options.flags import parse
+    from penstock.flows.runtime import session as sessions
 
     out, page = io.StringIO(), logging.getLogger("page of the flow run")
     monkeypatch.setattr(sessions, "get_run_logger", lambda: page)
@@ -68,7 +68,7 @@ def test_the_terminal_and_the_prefect_page_show_the_warning(
     assert out.getvalue().count("WARNING") == int(expected)
 
 
-def test_advantages_that_are_all_zero_count_although_a_kl_loss_gives_a_gradient(tmp_path: Path) -> None:
+def test_zero_advantages_count_although_a_kl_loss_gives_a_gradient(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for index in range(3):
         commit_round(store, index, 0.01)
@@ -77,7 +77,7 @@ def test_advantages_that_are_all_zero_count_although_a_kl_loss_gives_a_gradient(
     assert not warned(store, 3, group_relative=True)
 
 
-def test_rounds_that_only_train_a_critic_and_records_without_numbers_do_not_count(tmp_path: Path) -> None:
+def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for index in range(3):
         commit_round(store, index, None, {})
@@ -90,15 +90,18 @@ def test_rounds_that_only_train_a_critic_and_records_without_numbers_do_not_coun
 @pytest.mark.parametrize(
     ("summary", "words"),
     [
-        (NEVER_RIGHT | {"rollout/truncated_ratio": 1.0}, "100% of the responses ran into a length limit"),
+        (NEVER_RIGHT | {"rollout/truncated_ratio": 1.0}, "100% of the responses were truncated"),
         (NEVER_RIGHT | {"rollout/num_samples": 32.0}, "--n-samples-per-prompt"),
-        (NEVER_RIGHT | {"rollout/zero_std/count_0.0": 30.0, "rollout/zero_std/count_1.0": 2.0}, "(30 all 0.0, 2 all 1.0)"),
+        (
+            NEVER_RIGHT | {"rollout/zero_std/count_0.0": 30.0, "rollout/zero_std/count_1.0": 2.0},
+            "(30 all 0.0, 2 all 1.0)",
+        ),
         ({"rollout/num_samples": 8.0, "rollout/response_len/max": 0.0}, "all 8 samples are masked"),
         ({"rollout/failed_ratio": 0.75, "rollout/error_cat/timeout": 6.0}, "75% of the samples failed (timeout)"),
         ({"rollout/zero_std/count_1": 2.0}, "do not show why"),  # of a rollout before num_groups was recorded
         ({}, "do not show why"),
     ],
 )
-def test_the_reason_is_that_of_the_metrics(summary: dict[str, float], words: str) -> None:
+def test_reason_follows_from_the_metrics(summary: dict[str, float], words: str) -> None:
     reason = reason_of(summary)
     assert words in reason and len(reason) <= 240

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import doctor, listening
-from flows.listening import listening_ports, protection_of
+from penstock.flows.commands import doctor, listening
+from penstock.flows.commands.listening import listening_ports, protection_of
 
 PROGRAM = """import socket, sys
 sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -22,19 +22,29 @@ sys.stdin.read()"""
 @pytest.mark.parametrize(
     "command, environment, protection",
     [
-        ("python -P /x/flows/prefect_server.py --port 1", {"PREFECT_SERVER_API_AUTH_STRING": "x"}, "login, own Host and Origin"),
-        ("python -P /x/flows/prefect_server.py --port 1", {}, ""),
-        ("python /x/engines/sglang/launch.py --port 1", {"PENSTOCK_SERVER_KEY": "x"}, "key; none on ports between its processes"),
-        ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray's token"),
+        (
+            "python -P /x/flows/services/prefect_server.py --port 1",
+            {"PREFECT_SERVER_API_AUTH_STRING": "x"},
+            "login; checks Host and Origin",
+        ),
+        ("python -P /x/flows/services/prefect_server.py --port 1", {}, ""),
+        (
+            "python /x/engines/sglang/launch.py --port 1",
+            {"PENSTOCK_SERVER_KEY": "x"},
+            "API key; none on ports between its processes",
+        ),
+        ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray token"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {}, ""),
         ("some other program", {}, ""),
     ],
 )
-def test_protection_of_a_process(command: str, environment: dict[str, str], protection: str) -> None:
+def test_protection_is_read_from_command_line_and_environment(
+    command: str, environment: dict[str, str], protection: str
+) -> None:
     assert protection_of(command, environment) == protection
 
 
-def test_doctor_reports_an_open_port_and_is_content_with_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
@@ -42,11 +52,11 @@ def test_doctor_reports_an_open_port_and_is_content_with_loopback(tmp_path: Path
         monkeypatch.setattr(listening, "own_roots", lambda: [psutil.Process(os.getpid())])
         found = {finding.what: finding for finding in doctor.check_ports()}
         assert found[f"port 127.0.0.1:{inner}"].ok and f"pid {child.pid}" in found[f"port 127.0.0.1:{inner}"].found
-        assert not found[f"port 0.0.0.0:{outer}"].ok and "no key, no login" in found[f"port 0.0.0.0:{outer}"].found
+        assert not found[f"port 0.0.0.0:{outer}"].ok and "no authentication" in found[f"port 0.0.0.0:{outer}"].found
     finally:
         child.kill()
         child.wait()
 
 
-def test_no_run_is_no_finding() -> None:
+def test_doctor_without_a_run_reports_ports_as_fine() -> None:
     assert listening_ports([]) == []

@@ -1,6 +1,7 @@
 """The same loop on a GPU: nothing but the configuration differs (benchmarks/one_gpu.py prints the figures).
 
-PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance --sglang-pythonpath.
+PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance
+--sglang-pythonpath.
 """
 
 import os
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,5 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_three_rounds_with_trainer_and_engine_on_one_gpu(tmp_path: Path, agrees) -> None:
     further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))
-    subprocess.run([sys.executable, str(ROOT / "benchmarks/one_gpu.py"), str(tmp_path), *further], check=True, timeout=900)
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/one_gpu.py"), str(tmp_path), *further], check=True, timeout=900
+    )
     agrees(Store(str(tmp_path / "store")), RunKeys("one-gpu"), num_rounds=3, gap=0.05)  # bf16 on both sides

@@ -1,7 +1,4 @@
-"""The orchestrator goes away in mid-run, or the tracking server for all of it: the run goes on, and everything is told once in the end.
-
-A server that dies under a worker's run is in test_deploy.py; engines, trainers and drivers that die are in tests/durability.
-"""
+"""Outages of Prefect or MLflow during a run: the run completes, and every record is delivered once."""
 
 import os
 import shutil
@@ -17,19 +14,23 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.prefect_api import LAUNCHER, prefect_server
-from flows.service import Service, choose_port
-from flows.services import mlflow_server
-from storage.faults import VARIABLE
-from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
-from storage.store import Store
-from storage.tracking import Tracker
-from storage.tracking.lineage import Lineage
+from penstock.flows.runtime.prefect_api import LAUNCHER, prefect_server
+from penstock.flows.services.child_process import Service, choose_port
+from penstock.flows.services.stack import mlflow_server
+from penstock.storage.failpoints import VARIABLE
+from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
+from penstock.storage.store import Store
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.tracker import TrackedRun
 
 pytestmark = pytest.mark.integration
 
 # A run that waits one second, not two minutes, for a server that is not coming back.
-IMPATIENT = "import sys; from flows import cli, prefect_api; prefect_api.PATIENCE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+IMPATIENT = (
+    "import sys; from penstock.flows import cli; from penstock.flows.runtime import prefect_api; "
+    "prefect_api.PATIENCE = 1.0; sys.exit(cli.main(sys.argv[1:]))"
+)
 POINT = "convert-writing"  # in the stage: a flow run that is only being set up cannot do without its server
 
 
@@ -47,7 +48,8 @@ def home(prefect_home: Path, tmp_path: Path) -> Path:
 
 
 def history(home: Path) -> list[tuple[str, int]]:
-    """State and attempts of every flow run that Prefect knows. Not of tasks: those it hears of by events, late or never."""
+    """State and attempts of every flow run that Prefect knows. Not of tasks: those it hears of by events, late or
+    never."""
     with sqlite3.connect(f"file:{home / 'prefect.db'}?mode=ro", uri=True, timeout=20) as database:
         return database.execute("select state_name, run_count from flow_run").fetchall()
 
@@ -61,7 +63,11 @@ def convert(model: Path, folder: Path, program: list[str], **environment: str) -
     own = {"PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state"), VARIABLE: str(faults)}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **own, **environment}, cwd=Path(__file__).parents[2]
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **own, **environment},
+            cwd=Path(__file__).parents[2],
         )
     return process, log
 
@@ -80,9 +86,9 @@ def server_of(pid: int) -> psutil.Process | None:
     return None
 
 
-def test_the_runs_own_server_is_killed_and_comes_back(home: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_run_survives_a_kill_of_its_own_prefect_server(home: Path, tiny_model: Path, tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    process, log = convert(tiny_model, tmp_path, ["-m", "flows.cli"])
+    process, log = convert(tiny_model, tmp_path, ["-m", "penstock"])
     try:
         until(stopped(tmp_path).exists, 120, log)
         server = until(lambda: server_of(process.pid), 120, log)
@@ -108,7 +114,9 @@ def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     service.stop()
 
 
-def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_model: Path, tmp_path: Path) -> None:
+def test_run_completes_if_the_prefect_server_never_comes_back(
+    server: Service, tiny_model: Path, tmp_path: Path
+) -> None:
     login = {name: server.environment[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
     process, log = convert(tiny_model, tmp_path, ["-c", IMPATIENT], **login)
     try:
@@ -118,21 +126,19 @@ def test_a_server_that_never_comes_back_fails_nothing(server: Service, tiny_mode
         server.process.wait()
         stopped(tmp_path).unlink()
         until(lambda: "is converted" in log.read_text(), 120, log)
-        start = time.monotonic()
-        assert process.wait(timeout=120) == 0, log.read_text()
-        assert time.monotonic() - start < 90, "it waited for a server that is gone"  # left to itself, Prefect waits minutes
+        assert process.wait(timeout=90) == 0, log.read_text()  # Prefect itself would wait minutes for the server
     finally:
         process.kill()
     assert "convert is complete, but its end could not be reported to Prefect" in log.read_text()
 
 
-def test_mlflow_is_down_for_the_whole_run_and_is_told_everything_once(tmp_path: Path) -> None:
+def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Path) -> None:
     keys, store = RunKeys("late"), Store(str(tmp_path / "store"))
     service = mlflow_server(choose_port("mlflow", 0, 0), f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "logs")
     uri = (service.ready or "").removesuffix("/health")
 
     def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
-        tracker = Tracker("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
+        tracker = RunTracking("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
         tracker.catch_up(store, keys)
         for key, commit in offered:
             tracker.record(key, commit)
@@ -147,7 +153,7 @@ def test_mlflow_is_down_for_the_whole_run_and_is_told_everything_once(tmp_path: 
         service.wait_ready()
         assert tracked(90, []) == 0
         assert tracked(90, offered) == 0  # a resumed run offers them all again
-        client = Lineage(uri, "penstock", "late", store.uri).client
+        client = MlflowTracker(uri, TrackedRun("late", store.uri)).client
         experiment = client.get_experiment_by_name("penstock")
         [run] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'late'")
         for metric in ("rollout/raw_reward", "train/loss"):
@@ -165,7 +171,9 @@ def rounds(keys: RunKeys) -> Iterator[tuple[str, Commit]]:
         attempt = f"{keys.rollout(r)}/attempt-1"
         yield (
             commit_key(keys.rollout(r)),
-            Commit(kind="rollout", index=r, attempt=attempt, files=[shard], summary=summaries["rollout"], created_at=at),
+            Commit(
+                kind="rollout", index=r, attempt=attempt, files=[shard], summary=summaries["rollout"], created_at=at
+            ),
         )
         yield (
             commit_key(keys.step(r)),

@@ -1,4 +1,4 @@
-"""A server of our own that dies before it has answered for the first time."""
+"""Our own Prefect server dies before it answers for the first time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.ports import free_port
-from flows.prefect_api import START_TRIES, _wait_first_ready
-from flows.service import Service
+from penstock.engines.ports import free_port
+from penstock.flows.runtime.prefect_api import START_TRIES, wait_first_ready
+from penstock.flows.services.child_process import Service
 
 PROGRAM = """
 import http.server, pathlib, sys
@@ -28,17 +28,17 @@ def service(tmp_path: Path, deaths: int) -> Service:
     return Service("thing", command, tmp_path / "log", ready=f"http://127.0.0.1:{port}/")
 
 
-def test_a_server_that_dies_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
+def test_server_that_dies_before_it_is_ready_is_restarted(tmp_path: Path) -> None:
     server = service(tmp_path, deaths=1)
     server.start()
-    _wait_first_ready(server)
+    wait_first_ready(server)
     server.stop()
     assert (tmp_path / "diary").read_text() == "xx"
 
 
-def test_a_server_that_always_dies_is_told_after_so_many_starts(tmp_path: Path) -> None:
+def test_server_that_always_dies_fails_after_start_tries(tmp_path: Path) -> None:
     server = service(tmp_path, deaths=100)
     server.start()
     with pytest.raises(RuntimeError, match="killed while starting"):
-        _wait_first_ready(server)
+        wait_first_ready(server)
     assert (tmp_path / "diary").read_text() == "x" * START_TRIES

@@ -1,4 +1,4 @@
-"""`penstock replay`: a run trained again from its shards alone, and a tampered commit found."""
+"""`penstock replay`: a run trained again from its shards, and a tampered commit."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from pathlib import Path
 import pytest
 from random_rollouts import commit_rollouts
 
-from engines.cluster import Cluster
-from flows.config import PostTrainConfig
-from flows.flags import parse
-from flows.replay import own_options, placement_of
-from flows.runs import create_record
-from storage.errors import OptionError
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.engines.cluster import Cluster
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.flags import parse
+from penstock.flows.replay import own_options, placement_of
+from penstock.flows.runtime.runs import create_record
+from penstock.storage.errors import OptionError
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("trained")
 NUM_ROUNDS = 3
 
 
 def test_own_options_become_arguments_of_the_flow() -> None:
-    assert own_options({"--from": "2", "--to": "5", "--json": "out.json"}) == {"first": 2, "last": 5, "json_file": "out.json"}
+    assert own_options({"--from": "2", "--to": "5", "--json": "out.json"}) == {
+        "first": 2,
+        "last": 5,
+        "json_file": "out.json",
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,20 +39,20 @@ def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
         own_options(own)
 
 
-def test_only_the_placement_of_the_trainer_may_be_said() -> None:
+def test_replay_accepts_only_placement_options() -> None:
     assert placement_of(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
-    with pytest.raises(ValueError, match="--lr is the run's own, and a replay trains what is recorded"):
+    with pytest.raises(ValueError, match=r"--lr .*recorded"):
         placement_of(parse(["--lr", "1e-3"]))
 
 
 @pytest.fixture
 def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
     """A run of three rounds with a checkpoint of version 2, in a store where nothing else is left of its beginnings."""
-    from engines.megatron.shape import ModelShape
-    from stages.convert.to_torch_dist import convert_hf
-    from stages.train.group import TrainerGroup
-    from stages.train.policy import save_checkpoint, train_round
-    from stages.train.spec import TrainerSpec
+    from penstock.engines.families import read_shape
+    from penstock.stages.convert.to_torch_dist import convert_hf
+    from penstock.stages.train.group import TrainerGroup
+    from penstock.stages.train.restore import PolicyRestorer
+    from penstock.stages.train.spec import TrainerSpec
 
     config = PostTrainConfig.model_validate(
         {
@@ -65,27 +69,27 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
     store.create(f"{KEYS.prefix}/base.json", base.model_dump_json().encode())
     spec = TrainerSpec(
         run=KEYS.run,
-        shape=ModelShape.from_hf(tiny_model),
+        shape=read_shape(tiny_model),
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
     )
     group = TrainerGroup(cluster, spec)
     for rollout_id in range(NUM_ROUNDS):
-        train_round(store, KEYS, group, rollout_id, base=base)
+        PolicyRestorer(store, KEYS, group, base).train_round(rollout_id)
         if rollout_id == 1:
-            save_checkpoint(store, KEYS, group, 2, base=base)
+            PolicyRestorer(store, KEYS, group, base).save_checkpoint(2)
     group.kill()
     return store
 
 
 def penstock_replay(store: Store, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", "replay", KEYS.run, "--store", store.root, *words]
+    command = [sys.executable, "-m", "penstock", "replay", KEYS.run, "--store", store.root, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.mark.integration
-def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(
+def test_replay_equals_the_run_and_detects_a_tampered_commit(
     store: Store, prefect_api: dict[str, str], tmp_path: Path
 ) -> None:
     before = files(store)
@@ -106,7 +110,7 @@ def test_a_run_comes_out_the_same_and_a_tampered_commit_does_not(
     assert found.returncode == 1, found.stdout + found.stderr
     assert "replaying trained: rounds 2 to 2, from checkpoint 2" in found.stdout
     assert f"round    2  DIFFERS: 1 of {len(tampered['state']['digest'])} tensors differ, first {name}" in found.stdout
-    assert "round 2 of run 'trained' does not come out as committed" in found.stderr
+    assert "round 2 of run 'trained' differs from its commit" in found.stderr
 
 
 def files(store: Store) -> set[str]:

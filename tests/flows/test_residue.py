@@ -1,4 +1,4 @@
-"""What killed processes have left on this machine: found only where it is proven that nobody uses it."""
+"""Files of killed processes are found only if they are provably unused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engines import scratch
-from flows import gc, residue
+from penstock.engines import scratch
+from penstock.flows.commands import gc, residue
 
 
 def dead_pid() -> int:
@@ -33,7 +33,7 @@ def found(places: tuple[Path, Path]) -> list[tuple[str, str]]:
     return sorted((entry.kind, entry.path.name) for entry in residue.find(places[0], shm=places[1]))
 
 
-def test_sessions_of_dead_drivers_are_found_and_removed(places: tuple[Path, Path]) -> None:
+def test_ray_sessions_of_dead_drivers_are_removed(places: tuple[Path, Path]) -> None:
     ray = places[0] / "ray"
     dead, live = f"session_2026-11-22_07-22-54_831243_{dead_pid()}", f"session_2026-11-22_07-22-54_831243_{os.getpid()}"
     for name in (dead, live, "session_latest_notes"):
@@ -44,7 +44,7 @@ def test_sessions_of_dead_drivers_are_found_and_removed(places: tuple[Path, Path
     assert entry.bytes == 4 and residue.remove(entry) and not (ray / dead).exists() and (ray / live).exists()
 
 
-def test_a_session_that_a_living_process_names_is_left(places: tuple[Path, Path]) -> None:
+def test_ray_session_named_by_a_living_process_is_kept(places: tuple[Path, Path]) -> None:
     session = places[0] / "ray" / f"session_2026-11-22_07-22-54_831243_{dead_pid()}"
     session.mkdir()
     raylet = subprocess.Popen([sys.executable, "-c", "input()", f"--session={session}"], stdin=subprocess.PIPE)
@@ -58,7 +58,7 @@ def test_a_session_that_a_living_process_names_is_left(places: tuple[Path, Path]
     assert found(places) == [("Ray session", session.name)]
 
 
-def test_shared_memory_is_found_unless_a_process_has_it_mapped(places: tuple[Path, Path]) -> None:
+def test_unmapped_shared_memory_is_found(places: tuple[Path, Path]) -> None:
     used, unused = (places[1] / f"sglang_loads_{name}.shm" for name in ("used", "unused"))
     for path in (used, unused, places[1] / "somebody_elses.shm"):
         path.write_bytes(bytes(4096))
@@ -77,7 +77,7 @@ def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None
     assert residue.remove(residue.find(places[0], shm=places[1])[0]) and not directory.exists()
 
 
-def test_gc_lists_it_and_removes_it_when_told_to(
+def test_gc_lists_residue_and_removes_it_with_delete(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = places[0] / "penstock-0123"

@@ -1,4 +1,4 @@
-"""A run's record: identity stays, schedule changes are recorded, placement is free, and nothing is found that is not there."""
+"""The record of a run: identity, schedule changes, placement, damage, paths."""
 
 import json
 import os
@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from flows import runs
-from flows.cli import main
-from flows.config import PostTrainConfig, config_hash
-from flows.flags import parse
-from flows.paths import FILES, FUNCTIONS, absolute
-from flows.run_table import print_runs
-from flows.runs import check_run, latest_schedule, open_run, open_store, recorded, resumed
-from storage.errors import OptionError, RunError
-from storage.leases import Lease, driver_key
-from storage.refs import Commit, RunKeys
-from storage.store import Store
+from penstock.flows.cli import main
+from penstock.flows.commands.resume import resumed
+from penstock.flows.commands.run_table import print_runs
+from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.options.flags import parse
+from penstock.flows.options.paths import FILES, FUNCTIONS, absolute
+from penstock.flows.runtime import runs
+from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, recorded
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 
@@ -33,16 +34,27 @@ def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
         store.commit(key, Commit(kind=kind, **fields))
 
 
-def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
+def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
     store = open_store(first.run)
     keys = open_run(store, "post_train", first)
     assert open_run(store, "post_train", first).run == keys.run, "the same command again is welcome"
     commit_round(store, first)
-    with pytest.raises(RunError, match=r"run 'r' has --lr 0.001, this command says 0.01"):
+    with pytest.raises(RunError, match=r"run 'r' has --lr 0\.001, .*0\.01"):
         open_run(store, "post_train", config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"))
     with pytest.raises(RunError, match=r"was started by `post_train`, not `sft`"):
         open_run(store, "sft", first)
+
+
+@pytest.mark.parametrize("words", [[["--policy-loss", "gspo"], []], [[], ["--policy-loss", "gspo"]]])
+def test_policy_loss_is_part_of_the_identity_whether_given_or_not(tmp_path: Path, words: list[list[str]]) -> None:
+    first, other = (config(tmp_path, "--num-rollout", "3", *more) for more in words)
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    open_run(store, "post_train", first)
+    with pytest.raises(RunError, match="--policy-loss"):
+        open_run(store, "post_train", other)
 
 
 def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> None:
@@ -59,7 +71,7 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
     assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, first.train)
 
 
-def test_changes_of_the_schedule_at_once_are_all_kept(tmp_path: Path) -> None:
+def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
     keys = open_run(store, "post_train", first)
@@ -80,7 +92,7 @@ def test_changes_of_the_schedule_at_once_are_all_kept(tmp_path: Path) -> None:
     assert latest_schedule(store, keys)["run.num_rollout"] == kept[-1]
 
 
-def test_a_change_whose_number_was_taken_meanwhile_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have listed the same changes before either has written."""
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
@@ -94,7 +106,7 @@ def test_a_change_whose_number_was_taken_meanwhile_gets_the_next(tmp_path: Path,
     assert latest_schedule(store, keys)["run.num_rollout"] == 5
 
 
-def test_an_unknown_run_names_those_that_exist(tmp_path: Path) -> None:
+def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
     first = config(tmp_path)
     open_run(open_store(first.run), "post_train", first)
     with pytest.raises(RunError, match=r"has no run 'x' \(it has: r\)"):
@@ -104,7 +116,7 @@ def test_an_unknown_run_names_those_that_exist(tmp_path: Path) -> None:
             recorded(first.run, name)
 
 
-# ---- a lost record ----------------------------------------------------------------------------------------------------------
+# ---- a lost record ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -119,20 +131,20 @@ def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
 
 
 @pytest.mark.parametrize("words", [["--lr", "1e-2"], ["--seed", "5"]])
-def test_a_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, words: list[str]) -> None:
+def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, words: list[str]) -> None:
     store, _ = lost
     other = config(tmp_path, "--num-rollout", "3", *words)
     for call in (lambda: check_run(store, "post_train", other), lambda: open_run(store, "post_train", other)):
-        with pytest.raises(RunError, match=r"run\.json is lost: restore it"):
+        with pytest.raises(RunError, match=r"run\.json"):
             call()
     assert not store.exists(KEYS.record)
 
 
-def test_a_lost_record_is_written_again_by_the_very_options_of_the_run(lost) -> None:
+def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     store, first = lost
     with pytest.raises(RunError):
         open_run(store, "sft", first)
-    with pytest.raises(RunError, match=r"run\.json is lost"):
+    with pytest.raises(RunError, match=r"run\.json"):
         recorded(first.run, "r")
     open_run(store, "post_train", first)
     assert recorded(first.run, "r")[1].train == first.train
@@ -145,7 +157,9 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     record = json.loads(store.read(KEYS.record) or b"")
     damaged = [b"{", b"[]", b"null", b"{}", b"\xff\xfe", json.dumps(record | {"config": []}).encode()]
     damaged += [json.dumps(record | {"config": {"train": {"no_such_option": 1}}}).encode()]
-    damaged += [json.dumps(record | {"parent": parent}).encode() for parent in ({"run": "../x", "at": 1}, {"run": "p"}, [])]
+    damaged += [
+        json.dumps(record | {"parent": parent}).encode() for parent in ({"run": "../x", "at": 1}, {"run": "p"}, [])
+    ]
     for content in damaged:
         Path(store.path(KEYS.record)).write_bytes(content)
         assert main(["resume", "r", "--store", str(tmp_path)]) == 2
@@ -153,12 +167,18 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert err.count("\n") == 1 and len(err) < 400, err
 
 
-def test_runs_shows_damaged_runs_beside_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
     open_run(store, "post_train", first)
     record = json.loads(store.read(KEYS.record) or b"")
-    bad = [b"{", b"[]", b"{}", json.dumps({**record, "created_at": "x"}).encode(), json.dumps({**record, "parent": 3}).encode()]
+    bad = [
+        b"{",
+        b"[]",
+        b"{}",
+        json.dumps({**record, "created_at": "x"}).encode(),
+        json.dumps({**record, "parent": 3}).encode(),
+    ]
     for number, content in enumerate(bad):
         store.create(f"runs/bad{number}/run.json", content)
     store.create("runs/change/run.json", json.dumps(record).encode())
@@ -175,7 +195,7 @@ def test_runs_shows_damaged_runs_beside_whole_ones(tmp_path: Path, capsys: pytes
     assert sorted(line.split()[0] for line in lines if " is damaged: " in line) == sorted(damaged)
 
 
-# ---- resume -----------------------------------------------------------------------------------------------------------------
+# ---- resume ----------------------------------------------------------------------------------------------------------
 
 
 def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
@@ -185,11 +205,21 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
     flow, again = resumed("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
-    assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == ("post_train", 40, 5, 2)
+    assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (
+        "post_train",
+        40,
+        5,
+        2,
+    )
     assert (again.train.lr, again.run.run) == (1e-3, "r")
     open_run(store, flow, again)
     assert latest_schedule(store, KEYS)["run.num_rollout"] == 40
-    for words in (["--lr", "1e-2"], ["--rollout-batch-size", "8"], ["--global-batch-size", "64"], ["--rollout-shuffle"]):
+    for words in (
+        ["--lr", "1e-2"],
+        ["--rollout-batch-size", "8"],
+        ["--global-batch-size", "64"],
+        ["--rollout-shuffle"],
+    ):
         flow, other = resumed("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
             check_run(store, flow, other)
@@ -199,7 +229,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         resumed("r", [*where, "--num-rollout", "-1"])
 
 
-# ---- a run without a committed round ----------------------------------------------------------------------------------------
+# ---- a run without a committed round ---------------------------------------------------------------------------------
 
 
 def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path) -> None:
@@ -226,7 +256,10 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
     driver = Lease(store, driver_key(KEYS))
     open_run(store, "post_train", first, lease=driver)
     other = Lease(store, driver_key(KEYS))
-    for call in (lambda: check_run(store, "post_train", second), lambda: open_run(store, "post_train", second, lease=other)):
+    for call in (
+        lambda: check_run(store, "post_train", second),
+        lambda: open_run(store, "post_train", second, lease=other),
+    ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
             call()
     assert recorded(first.run, "r")[1].train.lr == 1e-3
@@ -236,7 +269,7 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
     other.release()
 
 
-def test_of_two_starts_with_different_options_at_once_at_most_one_goes_on(tmp_path: Path) -> None:
+def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(tmp_path: Path) -> None:
     first = config(tmp_path, "--lr", "1e-3")
     store = open_store(first.run)
     open_run(store, "post_train", first)
@@ -265,15 +298,23 @@ def test_of_two_starts_with_different_options_at_once_at_most_one_goes_on(tmp_pa
         open_run(store, "post_train", first)
 
 
-# ---- paths ------------------------------------------------------------------------------------------------------------------
+# ---- paths -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
-    from flows.config import options
+    from penstock.flows.config import options
 
     known = {(section, name) for table in (FILES, FUNCTIONS) for section, names in table.items() for name in names}
-    found = {(s, n) for s, n, _ in options() if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))}
-    elsewhere = {("convert", "convert_load"), ("convert", "convert_save"), ("convert", "origin_hf_dir")}  # of `penstock convert`
+    found = {
+        (s, n)
+        for s, n, _ in options()
+        if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))
+    }
+    elsewhere = {
+        ("convert", "convert_load"),
+        ("convert", "convert_save"),
+        ("convert", "origin_hf_dir"),
+    }  # of `penstock convert`
     elsewhere |= {("eval", "eval_prompt_data"), ("rollout", "streaming_data"), ("train", "balance_data")}
     assert found - known == elsewhere & found
 
@@ -313,7 +354,7 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
         check_run(store, flow, typed("project", "--custom-rm-path", "other.py:score"))
 
 
-def test_a_project_that_was_moved_goes_on(typed) -> None:
+def test_moved_project_resumes(typed) -> None:
     first = typed("project")
     store = open_store(first.run)
     open_run(store, "post_train", first)
@@ -323,10 +364,14 @@ def test_a_project_that_was_moved_goes_on(typed) -> None:
     assert latest_schedule(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
 
 
-def test_a_record_with_relative_paths_goes_on_in_its_directory(typed) -> None:
+def test_record_with_relative_paths_resumes_in_its_directory(typed) -> None:
     first = typed("project")
     store = open_store(first.run)
-    old = {"flow": "post_train", "config": first.model_dump(mode="json", exclude={"run": {"store_options"}}), "created_at": 0.0}
+    old = {
+        "flow": "post_train",
+        "config": first.model_dump(mode="json", exclude={"run": {"store_options"}}),
+        "created_at": 0.0,
+    }
     store.create(KEYS.record, json.dumps(old).encode())
     commit_round(store, first)
     assert open_run(store, "post_train", first).run == "r"

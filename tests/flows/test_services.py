@@ -1,4 +1,4 @@
-"""`make up`, piece by piece: ports, and child processes that are kept alive and stopped. test_deploy.py runs all of it."""
+"""The parts of `make up`: ports, and child processes that are restarted and stopped. test_deploy.py runs all of it."""
 
 import http.server
 import socket
@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import service, services
-from flows.service import Service, choose_port
+from penstock.flows.services import child_process, stack
+from penstock.flows.services.child_process import Service, choose_port
 
 
 @pytest.fixture
@@ -24,20 +24,20 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_taken_port_is_one_sentence(taken_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert services.main(["up", "--store", str(tmp_path), "--mlflow-port", str(taken_port)]) == 2
+def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stack.main(["up", "--store", str(tmp_path), "--mlflow-port", str(taken_port)]) == 2
     error = capsys.readouterr().err
-    assert f"port {taken_port} on 127.0.0.1 is taken: give --mlflow-port another one" in error
+    assert f"port {taken_port} on 127.0.0.1 is taken: give another --mlflow-port" in error
     assert error.count("\n") == 1
 
 
-def test_a_port_that_nobody_asked_for_is_replaced(taken_port: int) -> None:
+def test_taken_default_port_is_replaced_by_a_free_one(taken_port: int) -> None:
     found = choose_port("prefect", None, taken_port)
     assert found != taken_port
     assert choose_port("prefect", found, taken_port) == found
 
 
-def test_a_service_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_error_of_a_dead_service_shows_the_end_of_its_log(tmp_path: Path) -> None:
     thing = Service(
         "thing",
         [sys.executable, "-c", "print('no such table'); raise SystemExit(3)"],
@@ -49,8 +49,8 @@ def test_a_service_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
         thing.wait_ready(timeout=20)
 
 
-def test_stopping_ends_grandchildren_and_the_deaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "STOP_TIMEOUT", 0.5)
+def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"
     thing = Service("thing", [sys.executable, "-c", program], tmp_path / "log")
@@ -65,8 +65,8 @@ def test_stopping_ends_grandchildren_and_the_deaf(tmp_path: Path, monkeypatch: p
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
-def test_a_service_that_dies_is_started_again_until_it_dies_too_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_RESTARTS", 2)
+def test_service_is_restarted_until_max_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "MAX_RESTARTS", 2)
     program = "import time; print('began', flush=True); time.sleep(0.2); raise SystemExit(3)"
     kept = Service("thing", [sys.executable, "-c", program], tmp_path / "log", _restarts=deque(maxlen=2))
     kept.start()
@@ -80,7 +80,7 @@ def test_a_service_that_dies_is_started_again_until_it_dies_too_often(tmp_path: 
     assert kept.log.read_text().count("began") == 3
 
 
-def test_only_an_answer_counts(tmp_path: Path) -> None:
+def test_answers_accepts_4xx_and_rejects_5xx_and_silence(tmp_path: Path) -> None:
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(int(self.path[1:]))
@@ -90,7 +90,10 @@ def test_only_an_answer_counts(tmp_path: Path) -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = {code: service.answers(f"http://127.0.0.1:{server.server_port}/{code}") for code in (401, 404, 500, 503)}
+        found = {
+            code: child_process.answers(f"http://127.0.0.1:{server.server_port}/{code}")
+            for code in (401, 404, 500, 503)
+        }
         server.shutdown()
     assert found == {401: True, 404: True, 500: False, 503: False}
-    assert not service.answers(f"http://127.0.0.1:{server.server_port}/")
+    assert not child_process.answers(f"http://127.0.0.1:{server.server_port}/")

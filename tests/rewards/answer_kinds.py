@@ -1,4 +1,7 @@
-"""Answers of many kinds, each with spellings of one value and of other values: numbers, quantities, text. Nothing here uses the grader."""
+"""Generators of answers, each with spellings of one value and of other values: numbers, quantities, text.
+
+They do not use the grader.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def frac(top: object, bottom: object) -> str:
 
 
 def sign(number: int) -> str:
-    """`+ 3` or `- 3`, to follow another term."""
+    """Return `+ 3` or `- 3`, to append to another term."""
     return f"+ {number}" if number >= 0 else f"- {-number}"
 
 
@@ -24,7 +27,7 @@ def nonzero(draw: Random, low: int, high: int) -> int:
 
 
 def coprime(draw: Random, high: int = 19) -> tuple[int, int]:
-    """Top and bottom of a fraction in lowest terms that is not whole."""
+    """Return numerator and denominator of a fraction in lowest terms that is not an integer."""
     while True:
         value = Fraction(draw.randint(1, high), draw.randint(2, high))
         if value.denominator > 1:
@@ -33,14 +36,16 @@ def coprime(draw: Random, high: int = 19) -> tuple[int, int]:
 
 def integer(draw: Random) -> Spellings:
     n = nonzero(draw, -999, 999)
-    same = [f"{n}", f"{n}.0", f"${n}$", rf"\({n}\)", f"{{{n}}}", rf"\text{{{n}}}", rf"\mathbf{{{n}}}", f" {n} ", f"{n}.", rf"\boxed{{{n}}}"]
+    same = [f"{n}", f"{n}.0", f"${n}$", rf"\({n}\)", f"{{{n}}}", rf"\text{{{n}}}", rf"\mathbf{{{n}}}", f" {n} ",
+        f"{n}.", rf"\boxed{{{n}}}"]
     return same, [f"{n + 1}", f"{-n}", f"{n}0", f"{n}.5", f"{n - 1}.0"]
 
 
 def thousands(draw: Random) -> Spellings:
     n = draw.randint(10_000, 99_999_999)
     text = f"{n:,}"
-    same = [f"{n}", text, text.replace(",", "{,}"), text.replace(",", r"\,"), text.replace(",", r",\!"), text.replace(",", " "), f"{text}.00"]
+    same = [f"{n}", text, text.replace(",", "{,}"), text.replace(",", r"\,"), text.replace(",", r",\!"),
+        text.replace(",", " "), f"{text}.00"]
     return same, [f"{n + 1000:,}", f"{n + 1}", f"{n * 10:,}", text.replace(",", ".", 1), f"{n // 10}"]
 
 
@@ -58,8 +63,10 @@ def decimal(draw: Random) -> Spellings:
 def fraction(draw: Random) -> Spellings:
     a, b = coprime(draw)
     k = draw.randint(2, 5)
-    same = [frac(a, b), rf"\dfrac{{{a}}}{{{b}}}", rf"\tfrac{{{a}}}{{{b}}}", rf"\cfrac{{{a}}}{{{b}}}", f"{a}/{b}", f"{a} / {b}", rf"\frac {{{a}}} {{{b}}}",
-        rf"{{{a} \over {b}}}", frac(k * a, k * b), rf"{a} \div {b}", rf"\left(\frac{{{a}}}{{{b}}}\right)", rf"\displaystyle\frac{{{a}}}{{{b}}}", rf"\frac{{\,{a}\,}}{{{b}}}"]
+    same = [frac(a, b), rf"\dfrac{{{a}}}{{{b}}}", rf"\tfrac{{{a}}}{{{b}}}", rf"\cfrac{{{a}}}{{{b}}}", f"{a}/{b}",
+        f"{a} / {b}", rf"\frac {{{a}}} {{{b}}}",
+        rf"{{{a} \over {b}}}", frac(k * a, k * b), rf"{a} \div {b}", rf"\left(\frac{{{a}}}{{{b}}}\right)",
+        rf"\displaystyle\frac{{{a}}}{{{b}}}", rf"\frac{{\,{a}\,}}{{{b}}}"]
     if a < 10 and b < 10:
         same += [rf"\frac{a}{b}", rf"\frac{a}{{{b}}}", rf"\frac{{{a}}}{b}", rf"\frac {a} {b}"]
     return same, [frac(b, a), frac(a + 1, b), frac(-a, b), f"{a}/{b + 1}", f"{a / b:.3f}1", frac(a, 10 * b)]
@@ -67,7 +74,8 @@ def fraction(draw: Random) -> Spellings:
 
 def negative_fraction(draw: Random) -> Spellings:
     a, b = coprime(draw)
-    same = [rf"-\frac{{{a}}}{{{b}}}", frac(-a, b), frac(a, -b), f"-{a}/{b}", f"({-a})/{b}", rf"-\dfrac{{{a}}}{{{b}}}", f"−{a}/{b}", rf"- \frac{{{a}}}{{{b}}}"]
+    same = [rf"-\frac{{{a}}}{{{b}}}", frac(-a, b), frac(a, -b), f"-{a}/{b}", f"({-a})/{b}", rf"-\dfrac{{{a}}}{{{b}}}",
+        f"−{a}/{b}", rf"- \frac{{{a}}}{{{b}}}"]
     return same, [frac(a, b), frac(-b, a), frac(-a - 1, b), f"{-a}", frac(-a, -b)]
 
 
@@ -75,16 +83,20 @@ def mixed_number(draw: Random) -> Spellings:
     w = draw.randint(1, 9)
     a, b = coprime(draw, 9)
     a = a % b or 1
-    same = [rf"{w}\frac{{{a}}}{{{b}}}", rf"{w} \frac{{{a}}}{{{b}}}", rf"{w}\dfrac{{{a}}}{{{b}}}", f"{w} {a}/{b}", frac(w * b + a, b), rf"{w}\tfrac{a}{b}", rf"{w}+\frac{{{a}}}{{{b}}}", f"{w * b + a}/{b}"]
-    return same, [frac(w * b + a + 1, b), rf"{w + 1}\frac{{{a}}}{{{b}}}", rf"-{w}\frac{{{a}}}{{{b}}}", f"{w}{a}/{b}", f"{w}"]
+    same = [rf"{w}\frac{{{a}}}{{{b}}}", rf"{w} \frac{{{a}}}{{{b}}}", rf"{w}\dfrac{{{a}}}{{{b}}}", f"{w} {a}/{b}",
+        frac(w * b + a, b), rf"{w}\tfrac{a}{b}", rf"{w}+\frac{{{a}}}{{{b}}}", f"{w * b + a}/{b}"]
+    return same, [frac(w * b + a + 1, b), rf"{w + 1}\frac{{{a}}}{{{b}}}", rf"-{w}\frac{{{a}}}{{{b}}}", f"{w}{a}/{b}",
+        f"{w}"]
 
 
 def repeating(draw: Random) -> Spellings:
     digits = draw.choice(["3", "6", "7", "27", "18", "142857", "09"])
     whole = draw.randint(0, 3)
     value = whole + Fraction(int(digits), 10 ** len(digits) - 1)
-    same = [rf"{whole}.\overline{{{digits}}}", rf"{whole}.\bar{{{digits}}}", frac(value.numerator, value.denominator), f"{value}"]
-    return same, [f"{whole}.{digits}", f"{whole}.{digits * 2}", rf"{whole + 1}.\overline{{{digits}}}", frac(value.numerator + 1, value.denominator)]
+    same = [rf"{whole}.\overline{{{digits}}}", rf"{whole}.\bar{{{digits}}}", frac(value.numerator, value.denominator),
+        f"{value}"]
+    return same, [f"{whole}.{digits}", f"{whole}.{digits * 2}", rf"{whole + 1}.\overline{{{digits}}}",
+        frac(value.numerator + 1, value.denominator)]
 
 
 def scientific(draw: Random) -> Spellings:
@@ -92,29 +104,37 @@ def scientific(draw: Random) -> Spellings:
     if m % 10 == 0:
         m += 1
     t = f"{m // 10}.{m % 10}"
-    same = [rf"{t}\times 10^{n}", rf"{t} \times 10^{{{n}}}", rf"{t}\cdot 10^{{{n}}}", rf"{t}\cdot10^{n}", f"{m * 10 ** (n - 1)}", f"{t}*10^{n}", f"{t}×10^{n}", f"{t}e{n}"]
-    return same, [rf"{t}\times 10^{n + 1}", rf"{t}\times 10^{{-{n}}}", f"{t}", rf"{m}\times 10^{n}", rf"{t}\times 11^{n}"]
+    same = [rf"{t}\times 10^{n}", rf"{t} \times 10^{{{n}}}", rf"{t}\cdot 10^{{{n}}}", rf"{t}\cdot10^{n}",
+        f"{m * 10 ** (n - 1)}", f"{t}*10^{n}", f"{t}×10^{n}", f"{t}e{n}"]
+    return same, [rf"{t}\times 10^{n + 1}", rf"{t}\times 10^{{-{n}}}", f"{t}", rf"{m}\times 10^{n}",
+        rf"{t}\times 11^{n}"]
 
 
 def power(draw: Random) -> Spellings:
     b, n = draw.randint(2, 9), draw.randint(2, 12)
-    same = [f"{b}^{n}", f"{b}^{{{n}}}", f"{b**n}", f"{b}**{n}", rf"{b}^{{{n - 1}}}\cdot {b}", rf"{b}\times {b}^{{{n - 1}}}", f"({b})^{n}"]
-    others = [f"{b}^{{{n + 1}}}", f"{b**n + 1}", f"{b}^{{-{n}}}", f"{b * n}" if b * n != b**n else f"{b * n + 1}", f"{b + 1}^{n}"]
+    same = [f"{b}^{n}", f"{b}^{{{n}}}", f"{b**n}", f"{b}**{n}", rf"{b}^{{{n - 1}}}\cdot {b}",
+        rf"{b}\times {b}^{{{n - 1}}}", f"({b})^{n}"]
+    others = [f"{b}^{{{n + 1}}}", f"{b**n + 1}", f"{b}^{{-{n}}}", f"{b * n}" if b * n != b**n else f"{b * n + 1}",
+        f"{b + 1}^{n}"]
     return same, others
 
 
 def negative_power(draw: Random) -> Spellings:
     b, n = draw.randint(2, 10), draw.randint(1, 5)
-    same = [f"{b}^{{-{n}}}", frac(1, b**n), rf"\frac{{1}}{{{b}^{{{n}}}}}", rf"\frac{{1}}{{{b}^{n}}}", f"1/{b}^{n}", f"1/{b**n}"]
+    same = [f"{b}^{{-{n}}}", frac(1, b**n), rf"\frac{{1}}{{{b}^{{{n}}}}}", rf"\frac{{1}}{{{b}^{n}}}", f"1/{b}^{n}",
+        f"1/{b**n}"]
     return same, [f"{b}^{n}", f"-{b}^{n}", frac(1, b**n + 1), frac(1, b ** (n + 1))]
 
 
 def root(draw: Random) -> Spellings:
     a, b = draw.randint(2, 9), draw.choice([2, 3, 5, 6, 7])
-    same = [rf"{a}\sqrt{{{b}}}", rf"{a}\sqrt{b}", rf"{a} \sqrt{{{b}}}", rf"\sqrt{{{a * a * b}}}", rf"{a}\cdot\sqrt{{{b}}}", rf"\sqrt{{{b}}}\cdot {a}",
-        rf"{a}\cdot {b}^{{1/2}}", rf"{a} \cdot {b}^{{\frac{{1}}{{2}}}}", rf"\frac{{{a * b}}}{{\sqrt{{{b}}}}}", f"{a}sqrt({b})", f"{a}*sqrt({b})", rf"{a}\sqrt{{{b}\,}}",
+    same = [rf"{a}\sqrt{{{b}}}", rf"{a}\sqrt{b}", rf"{a} \sqrt{{{b}}}", rf"\sqrt{{{a * a * b}}}",
+        rf"{a}\cdot\sqrt{{{b}}}", rf"\sqrt{{{b}}}\cdot {a}",
+        rf"{a}\cdot {b}^{{1/2}}", rf"{a} \cdot {b}^{{\frac{{1}}{{2}}}}", rf"\frac{{{a * b}}}{{\sqrt{{{b}}}}}",
+        f"{a}sqrt({b})", f"{a}*sqrt({b})", rf"{a}\sqrt{{{b}\,}}",
         rf"\sqrt{{{a}^2\cdot {b}}}", f"{a}√{b}"]
-    return same, [rf"{a + 1}\sqrt{{{b}}}", rf"{a}\sqrt{{{b + 1}}}", rf"\sqrt{{{a * b}}}", f"{a * b}", rf"-{a}\sqrt{{{b}}}", f"{a * b**0.5:.3f}", rf"{a}+\sqrt{{{b}}}"]
+    return same, [rf"{a + 1}\sqrt{{{b}}}", rf"{a}\sqrt{{{b + 1}}}", rf"\sqrt{{{a * b}}}", f"{a * b}",
+        rf"-{a}\sqrt{{{b}}}", f"{a * b**0.5:.3f}", rf"{a}+\sqrt{{{b}}}"]
 
 
 def cube_root(draw: Random) -> Spellings:
@@ -134,7 +154,8 @@ def base_n(draw: Random) -> Spellings:
     b = draw.randint(3, 9)
     digits = str(draw.randint(1, b - 1)) + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
     other = digits[:-1] + str((int(digits[-1]) + 1) % b)
-    same = [f"{digits}_{b}", f"{digits}_{{{b}}}", f"({digits})_{b}", f"({digits})_{{{b}}}", rf"{digits}_{{\text{{{b}}}}}", f"{digits} _ {b}", f"${digits}_{{{b}}}$", rf"{{{digits}}}_{{{b}}}"]
+    same = [f"{digits}_{b}", f"{digits}_{{{b}}}", f"({digits})_{b}", f"({digits})_{{{b}}}",
+        rf"{digits}_{{\text{{{b}}}}}", f"{digits} _ {b}", f"${digits}_{{{b}}}$", rf"{{{digits}}}_{{{b}}}"]
     return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits}0_{{{b}}}", f"{digits}{b}", f"{other}_{{{b}}}"]
 
 
@@ -160,12 +181,13 @@ def percent(draw: Random) -> Spellings:
         rf"{n}.0\%",
         rf"{n}\,\%",
     ]
-    others = [rf"{n + 1}\%", rf"{n}0\%", rf"0.{n:02d}\%", rf"-{n}\%", frac(value.numerator + 1, value.denominator), f"{n / 1000}"]
+    others = [rf"{n + 1}\%", rf"{n}0\%", rf"0.{n:02d}\%", rf"-{n}\%", frac(value.numerator + 1, value.denominator),
+        f"{n / 1000}"]
     return same, others
 
 
 def percent_as_number(draw: Random) -> Spellings:
-    """A percentage written as one, and as the number that it is."""
+    """Return a percentage and the same value as a plain number."""
     n = draw.choice([5, 12, 15, 20, 25, 30, 40, 60, 75, 80])
     value = Fraction(n, 100)
     with_sign = [rf"{n}\%", f"{n}%", rf"{n}\text{{ percent}}"]
@@ -173,23 +195,26 @@ def percent_as_number(draw: Random) -> Spellings:
     return [draw.choice(with_sign), plain], [rf"{n + 5}\%", f"{n + 1}", f"{float(value) / 10}"]
 
 
-# ---- quantities --------------------------------------------------------------------------------------------------------------
+# ---- quantities ------------------------------------------------------------------------------------------------------
 
-UNITS = (("cm", "centimeters"), ("km", "kilometers"), ("kg", "kilograms"), ("m", "meters"), ("g", "grams"), ("mm", "millimeters"))
+UNITS = (("cm", "centimeters"), ("km", "kilometers"), ("kg", "kilograms"), ("m", "meters"), ("g", "grams"), ("mm",
+    "millimeters"))
 
 
 def unit(draw: Random) -> Spellings:
     n, (short, long) = draw.choice([draw.randint(1, 99), f"{draw.randint(1, 9)}.5"]), draw.choice(UNITS)
     same = [
-        rf"{n}\text{{ {short}}}", rf"{n}\,\text{{{short}}}", rf"{n} \text{{ {short}}}", rf"{n}\ \text{{{short}}}", rf"{n}~\text{{{short}}}", rf"{n}\mathrm{{~{short}}}",
-        rf"{n}\,\mathrm{{{short}}}", rf"{n}\;\mathrm{{{short}}}", f"{n}", f"{n} {long}", rf"{n}\text{{ {long}}}", rf"{n}\mbox{{ {short}}}", rf"\text{{{n} {short}}}",
+        rf"{n}\text{{ {short}}}", rf"{n}\,\text{{{short}}}", rf"{n} \text{{ {short}}}", rf"{n}\ \text{{{short}}}",
+        rf"{n}~\text{{{short}}}", rf"{n}\mathrm{{~{short}}}",
+        rf"{n}\,\mathrm{{{short}}}", rf"{n}\;\mathrm{{{short}}}", f"{n}", f"{n} {long}", rf"{n}\text{{ {long}}}",
+        rf"{n}\mbox{{ {short}}}", rf"\text{{{n} {short}}}",
         rf"{n}\ \mathrm{{{short}}}", rf"x = {n}\text{{ {short}}}", rf"{n}\textrm{{ {short}}}",
     ]
     return same, [rf"{n}1\text{{ {short}}}", f"1{n}", rf"-{n}\text{{ {short}}}", rf"\frac{{{n}}}{{7}}\text{{ {short}}}"]
 
 
 def unit_pair(draw: Random) -> Spellings:
-    """Both sides name their unit."""
+    """Return answers that all have a unit."""
     n, (short, long) = draw.randint(1, 99), draw.choice(UNITS)
     other = draw.choice([name for name, _ in UNITS if name != short])
     same = [
@@ -199,14 +224,16 @@ def unit_pair(draw: Random) -> Spellings:
         rf"{n}\text{{ {long}}}",
         rf"{n} \text{{{short}}}",
     ]
-    return same, [rf"{n}\text{{ {other}}}", rf"{n}\,\mathrm{{{other}}}", rf"{n}\text{{ {short}}}^2", rf"{n + 1}\text{{ {short}}}"]
+    return same, [rf"{n}\text{{ {other}}}", rf"{n}\,\mathrm{{{other}}}", rf"{n}\text{{ {short}}}^2",
+        rf"{n + 1}\text{{ {short}}}"]
 
 
 def square_unit(draw: Random) -> Spellings:
     n, short, p = draw.randint(4, 99), draw.choice(["cm", "m", "km", "mm", "ft", "in"]), draw.choice([2, 3])
     word = "square" if p == 2 else "cubic"
     same = [
-        rf"{n}\text{{ {short}}}^{p}", rf"{n}\text{{ {short}}}^{{{p}}}", rf"{n}\,\text{{{short}}}^{p}", rf"{n} \mathrm{{~{short}}}^{{{p}}}", rf"{n}\,\mathrm{{{short}}}^{p}",
+        rf"{n}\text{{ {short}}}^{p}", rf"{n}\text{{ {short}}}^{{{p}}}", rf"{n}\,\text{{{short}}}^{p}",
+        rf"{n} \mathrm{{~{short}}}^{{{p}}}", rf"{n}\,\mathrm{{{short}}}^{p}",
         f"{n}", rf"{n}\text{{ {short}$^{p}$}}", rf"{n}\ \text{{{short}}}^{p}", rf"{n}\text{{ {word} {short}}}",
     ]
     return same, [
@@ -233,7 +260,9 @@ def rate(draw: Random) -> Spellings:
 
 
 def counted(draw: Random) -> Spellings:
-    n, noun = (draw.randint(2, 500), draw.choice(["apples", "students", "ways", "hours", "minutes", "points", "triangles", "edges", "miles", "years", "square units",
+    n, noun = (draw.randint(2, 500),
+        draw.choice(["apples", "students", "ways", "hours", "minutes", "points", "triangles", "edges", "miles", "years",
+        "square units",
         "units"] ))
     same = [
         f"{n}",
@@ -283,10 +312,11 @@ def currency(draw: Random) -> Spellings:
     return same, [rf"\${n + 1}.{c}", rf"\${n}.{c + 1}", rf"\${n}", f"{n}{c}", rf"-\${text}"]
 
 
-# ---- text --------------------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "East", "West", "Tuesday", "Friday", "even", "odd", "Alice", "Bob", "ellipse", "hyperbola", "parabola", "isosceles", "infinitely many", "no solution", "increasing", "decreasing",
+    "East", "West", "Tuesday", "Friday", "even", "odd", "Alice", "Bob", "ellipse", "hyperbola", "parabola", "isosceles",
+    "infinitely many", "no solution", "increasing", "decreasing",
     "blue", "green", "March", "yes", "no", "true", "false", "rectangle", "point of inflection",
 )
 
@@ -314,7 +344,9 @@ def text(draw: Random) -> Spellings:
 def choice(draw: Random) -> Spellings:
     letter = draw.choice("ABCDE")
     other = draw.choice([name for name in "ABCDE" if name != letter])
-    same = [letter, f"({letter})", rf"\text{{{letter}}}", rf"\text{{({letter})}}", rf"\textbf{{({letter})}}", rf"\mathrm{{{letter}}}", f"{letter}.", f"${letter}$", rf"\mathbf{{{letter}}}", f"{letter})", rf"(\text{{{letter}}})", rf"\textbf{{{letter}}}"]
+    same = [letter, f"({letter})", rf"\text{{{letter}}}", rf"\text{{({letter})}}", rf"\textbf{{({letter})}}",
+        rf"\mathrm{{{letter}}}", f"{letter}.", f"${letter}$", rf"\mathbf{{{letter}}}", f"{letter})",
+        rf"(\text{{{letter}}})", rf"\textbf{{{letter}}}"]
     return same, [other, f"({other})", rf"\text{{({other})}}", f"{letter}{other}", rf"\textbf{{{other}}}"]
 
 

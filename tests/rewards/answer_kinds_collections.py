@@ -1,4 +1,4 @@
-"""Answers of many kinds, each with spellings of one value and of other values: lists, sets, points, intervals, matrices."""
+"""Generators of answers, each with spellings of one value and of other values: lists, sets, points, matrices."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ def numbers(draw: Random, count: int) -> list[int]:
 
 def point(draw: Random) -> Spellings:
     a, b = numbers(draw, 2)
-    same = [f"({a},{b})", f"({a}, {b})", rf"\left({a},{b}\right)", rf"\left( {a}, {b} \right)", rf"({a},\,{b})", f"({a}.0, {b})", f"(x,y)=({a},{b})", rf"(x, y) = \left({a}, {b}\right)", rf"\big({a}, {b}\big)", rf"({a},\ {b})"]
+    same = [f"({a},{b})", f"({a}, {b})", rf"\left({a},{b}\right)", rf"\left( {a}, {b} \right)", rf"({a},\,{b})",
+        f"({a}.0, {b})", f"(x,y)=({a},{b})", rf"(x, y) = \left({a}, {b}\right)", rf"\big({a}, {b}\big)",
+        rf"({a},\ {b})"]
     return same, [f"({b},{a})", f"({a},{b + 1})", f"({a},{b},0)", f"[{a},{b}]", rf"\{{{a},{b}\}}", f"({-a - 1}, {b})"]
 
 
 def fraction_point(draw: Random) -> Spellings:
     (a, b), c = coprime(draw), draw.randint(-9, 9)
-    same = [rf"\left(\frac{{{a}}}{{{b}}}, {c}\right)", rf"(\frac{{{a}}}{{{b}}},{c})", f"({a}/{b}, {c})", rf"\left(\dfrac{{{a}}}{{{b}}},{c}\right)",
+    same = [rf"\left(\frac{{{a}}}{{{b}}}, {c}\right)", rf"(\frac{{{a}}}{{{b}}},{c})", f"({a}/{b}, {c})",
+        rf"\left(\dfrac{{{a}}}{{{b}}},{c}\right)",
         rf"\Bigl(\tfrac{{{a}}}{{{b}}}, {c}\Bigr)"]
-    return same, [rf"\left({c}, \frac{{{a}}}{{{b}}}\right)", rf"\left(\frac{{{b}}}{{{a}}}, {c}\right)", f"({a}/{b}, {c + 1})"]
+    return same, [rf"\left({c}, \frac{{{a}}}{{{b}}}\right)", rf"\left(\frac{{{b}}}{{{a}}}, {c}\right)",
+        f"({a}/{b}, {c + 1})"]
 
 
 def point_3d(draw: Random) -> Spellings:
@@ -43,12 +47,14 @@ def interval(draw: Random) -> Spellings:
     b = a + draw.randint(1, 15)
     opening, closing = draw.choice("(["), draw.choice(")]")
     low, high = (r"\le" if opening == "[" else "<"), (r"\le" if closing == "]" else "<")
-    same = [f"{opening}{a},{b}{closing}", f"{opening}{a}, {b}{closing}", rf"\left{opening}{a},{b}\right{closing}", rf"x\in{opening}{a},{b}{closing}",
+    same = [f"{opening}{a},{b}{closing}", f"{opening}{a}, {b}{closing}", rf"\left{opening}{a},{b}\right{closing}",
+        rf"x\in{opening}{a},{b}{closing}",
         rf"x \in \left{opening} {a}, {b} \right{closing}"]
     if (opening, closing) != ("(", ")"):
         same += [f"{a} {low} x {high} {b}", f"{a}{low.replace('le', 'leq')} x{high.replace('le', 'leq')} {b}"]
     flip = {"(": "[", "[": "(", ")": "]", "]": ")"}
-    others = [f"{flip[opening]}{a},{b}{closing}", f"{opening}{a},{b}{flip[closing]}", f"{opening}{a},{b + 1}{closing}", f"{opening}{a - 1}, {b}{closing}"]
+    others = [f"{flip[opening]}{a},{b}{closing}", f"{opening}{a},{b}{flip[closing]}", f"{opening}{a},{b + 1}{closing}",
+        f"{opening}{a - 1}, {b}{closing}"]
     return same, others
 
 
@@ -56,20 +62,24 @@ def ray(draw: Random) -> Spellings:
     a = draw.randint(-20, 20)
     opening = draw.choice("([")
     op, flipped = (">", "<") if opening == "(" else (r"\ge", r"\le")
-    same = [rf"{opening}{a},\infty)", rf"{opening}{a}, \infty)", rf"{opening}{a}, +\infty)", rf"\left{opening}{a}, \infty\right)", rf"x {op} {a}", rf"{a} {flipped} x",
+    same = [rf"{opening}{a},\infty)", rf"{opening}{a}, \infty)", rf"{opening}{a}, +\infty)",
+        rf"\left{opening}{a}, \infty\right)", rf"x {op} {a}", rf"{a} {flipped} x",
         rf"x \in {opening}{a}, \infty)", f"{opening}{a}, ∞)"]
     other = "[" if opening == "(" else "("
-    return same, [rf"{other}{a},\infty)", rf"(-\infty,{a})", rf"{opening}{a + 1},\infty)", rf"x {flipped} {a}", r"(-\infty, \infty)"]
+    return same, [rf"{other}{a},\infty)", rf"(-\infty,{a})", rf"{opening}{a + 1},\infty)", rf"x {flipped} {a}",
+        r"(-\infty, \infty)"]
 
 
 def union(draw: Random) -> Spellings:
     a = draw.randint(-9, 5)
     b = a + draw.randint(1, 9)
     same = [
-        rf"(-\infty,{a})\cup({b},\infty)", rf"(-\infty, {a}) \cup ({b}, \infty)", rf"\left(-\infty,{a}\right)\cup\left({b},\infty\right)", rf"({b},\infty)\cup(-\infty,{a})",
+        rf"(-\infty,{a})\cup({b},\infty)", rf"(-\infty, {a}) \cup ({b}, \infty)",
+        rf"\left(-\infty,{a}\right)\cup\left({b},\infty\right)", rf"({b},\infty)\cup(-\infty,{a})",
         rf"x\in(-\infty,{a})\cup({b},+\infty)", f"(-∞,{a})∪({b},∞)", rf"x < {a} \text{{ or }} x > {b}",
     ]
-    return same, [rf"(-\infty,{a}]\cup({b},\infty)", rf"(-\infty,{a})\cup[{b},\infty)", rf"(-\infty,{a - 1})\cup({b},\infty)", rf"({a},{b})",
+    return same, [rf"(-\infty,{a}]\cup({b},\infty)", rf"(-\infty,{a})\cup[{b},\infty)",
+        rf"(-\infty,{a - 1})\cup({b},\infty)", rf"({a},{b})",
         rf"(-\infty,{a})\cap({b},\infty)"]
 
 
@@ -86,12 +96,14 @@ def finite_set(draw: Random) -> Spellings:
         rf"\lbrace {spaced} \rbrace",
         rf"x \in \{{{plain}\}}",
     ]
-    return same, [rf"\{{{plain},99\}}", rf"\{{{','.join(map(str, values[1:]))}\}}", rf"\{{{','.join(map(str, [values[0] + 50, *values[1:]]))}\}}", f"[{plain}]"]
+    return same, [rf"\{{{plain},99\}}", rf"\{{{','.join(map(str, values[1:]))}\}}",
+        rf"\{{{','.join(map(str, [values[0] + 50, *values[1:]]))}\}}", f"[{plain}]"]
 
 
 def listed(draw: Random) -> Spellings:
     a, b = numbers(draw, 2)
-    same = [f"{a},{b}", f"{a}, {b}", f"{a} and {b}", rf"{a} \text{{ and }} {b}", rf"{a}\text{{ or }}{b}", f"x={a}, x={b}", f"x = {a} or x = {b}", rf"{a},\; {b}", rf"x={a}\text{{ or }}x={b}", f"{a}, {b}.", f"{a}; {b}"]
+    same = [f"{a},{b}", f"{a}, {b}", f"{a} and {b}", rf"{a} \text{{ and }} {b}", rf"{a}\text{{ or }}{b}",
+        f"x={a}, x={b}", f"x = {a} or x = {b}", rf"{a},\; {b}", rf"x={a}\text{{ or }}x={b}", f"{a}, {b}.", f"{a}; {b}"]
     return same, [f"{a}, {b + 1}", f"{a}", f"{a}, {b}, 77", f"x={a}, x={b + 2}", f"{b}"]
 
 
@@ -118,29 +130,41 @@ def vector(draw: Random) -> Spellings:
     a, b = numbers(draw, 2)
     rows = [rf"{a} \\ {b}", rf"{a}\\{b}", rf" {a} \\  {b} ", rf"{a} \\ {b} \\", f"{a}\\\\\n{b}"]
     same = [rf"\begin{{pmatrix}}{row}\end{{pmatrix}}" for row in rows]
-    same += [rf"\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}", rf"\left(\begin{{array}}{{c}} {a} \\ {b} \end{{array}}\right)",
+    same += [rf"\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}",
+        rf"\left(\begin{{array}}{{c}} {a} \\ {b} \end{{array}}\right)",
         rf"\begin{{pmatrix}} {a}.0 \\ {b} \end{{pmatrix}}"]
-    return same, [rf"\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} \\ {b + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}{b} \end{{pmatrix}}"]
+    return same, [rf"\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}",
+        rf"\begin{{pmatrix}} {a} \\ {b + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}{b} \end{{pmatrix}}"]
 
 
 def matrix(draw: Random) -> Spellings:
     a, b, c, d = numbers(draw, 4)
-    same = [rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}",
-        rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}", rf"\left[\begin{{array}}{{cc}} {a} & {b} \\ {c} & {d} \end{{array}}\right]",
-        rf"\left(\begin{{matrix}} {a} & {b} \\ {c} & {d} \end{{matrix}}\right)", f"\\begin{{pmatrix}}\n{a} & {b} \\\\\n{c} & {d}\n\\end{{pmatrix}}",
+    same = [rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d}\end{{pmatrix}}",
+        rf"\begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}",
+        rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}",
+        rf"\left[\begin{{array}}{{cc}} {a} & {b} \\ {c} & {d} \end{{array}}\right]",
+        rf"\left(\begin{{matrix}} {a} & {b} \\ {c} & {d} \end{{matrix}}\right)",
+        f"\\begin{{pmatrix}}\n{a} & {b} \\\\\n{c} & {d}\n\\end{{pmatrix}}",
         rf"A = \begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}"]
-    return same, [rf"\begin{{pmatrix}}{a}&{c}\\{b}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d + 1}\end{{pmatrix}}", rf"\begin{{pmatrix}}{b}&{a}\\{c}&{d}\end{{pmatrix}}", rf"\begin{{pmatrix}}{a}&{b}&{c}&{d}\end{{pmatrix}}"]
+    return same, [rf"\begin{{pmatrix}}{a}&{c}\\{b}&{d}\end{{pmatrix}}",
+        rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d + 1}\end{{pmatrix}}", rf"\begin{{pmatrix}}{b}&{a}\\{c}&{d}\end{{pmatrix}}",
+        rf"\begin{{pmatrix}}{a}&{b}&{c}&{d}\end{{pmatrix}}"]
 
 
 def fraction_matrix(draw: Random) -> Spellings:
     (a, b), c = coprime(draw, 9), draw.randint(1, 9)
-    same = [rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}/{b} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} \dfrac{{{a}}}{{{b}}} \\[4pt] {c} \end{{pmatrix}}", rf"\begin{{bmatrix}}\tfrac{{{a}}}{{{b}}}\\{c}\end{{bmatrix}}"]
-    return same, [rf"\begin{{pmatrix}} \frac{{{b}}}{{{a}}} \\ {c} \end{{pmatrix}}", rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c + 1} \end{{pmatrix}}"]
+    same = [rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c} \end{{pmatrix}}",
+        rf"\begin{{pmatrix}} {a}/{b} \\ {c} \end{{pmatrix}}",
+        rf"\begin{{pmatrix}} \dfrac{{{a}}}{{{b}}} \\[4pt] {c} \end{{pmatrix}}",
+        rf"\begin{{bmatrix}}\tfrac{{{a}}}{{{b}}}\\{c}\end{{bmatrix}}"]
+    return same, [rf"\begin{{pmatrix}} \frac{{{b}}}{{{a}}} \\ {c} \end{{pmatrix}}",
+        rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c + 1} \end{{pmatrix}}"]
 
 
 def angle_vector(draw: Random) -> Spellings:
     a, b, c = numbers(draw, 3)
-    same = [rf"\langle {a},{b},{c}\rangle", rf"\langle {a}, {b}, {c} \rangle", rf"\left\langle {a}, {b}, {c} \right\rangle", rf"\left\langle{a},{b},{c}\right\rangle"]
+    same = [rf"\langle {a},{b},{c}\rangle", rf"\langle {a}, {b}, {c} \rangle",
+        rf"\left\langle {a}, {b}, {c} \right\rangle", rf"\left\langle{a},{b},{c}\right\rangle"]
     return same, [rf"\langle {b},{a},{c}\rangle", rf"\langle {a},{b}\rangle", rf"\langle {a},{b},{c + 1}\rangle"]
 
 

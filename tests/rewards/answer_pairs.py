@@ -1,4 +1,4 @@
-"""Pairs of answers with a label by construction: two spellings of one value, or spellings of two values."""
+"""Generation of answer pairs whose equality is known by construction: spellings of one value, or of two values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SEED = 20240
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two answers, and whether they are the same."""
+class AnswerPair:
+    """Two answers, and whether they are equal."""
 
     kind: str
     left: str
@@ -29,8 +29,8 @@ KINDS = [
 ]
 
 
-def made_pairs(per_kind: int = 42, seed: int = SEED) -> list[Pair]:
-    """`per_kind` pairs of every kind, the first half equal; the same for the same seed."""
+def generate_pairs(per_kind: int = 42, seed: int = SEED) -> list[AnswerPair]:
+    """Return `per_kind` pairs of every kind, the first half of them equal. The result depends only on the seed."""
     pairs = []
     for kind in KINDS:
         draw = Random(f"{seed} {kind.__name__}")
@@ -40,5 +40,5 @@ def made_pairs(per_kind: int = 42, seed: int = SEED) -> list[Pair]:
             left, right = draw.sample(same, 2) if equal else (draw.choice(same), draw.choice(others))
             if draw.random() < 0.5:
                 left, right = right, left
-            pairs.append(Pair(kind.__name__, left, right, equal))
+            pairs.append(AnswerPair(kind.__name__, left, right, equal))
     return pairs

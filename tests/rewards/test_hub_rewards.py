@@ -1,20 +1,21 @@
-"""What the rewards of the hub say, on cases made by hand."""
+"""Built-in rewards on cases written by hand."""
 
 import random
 from typing import Any
 
 import pytest
 
-from stages.rewards.answer_text import answer_text
-from stages.rewards.grading import check_reward
-from stages.rewards.hub import REWARDS, reward_named
-from stages.rewards.math_answer import same_answer
-from storage.errors import RewardError
-from storage.sample import Sample
+from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.stages.rewards.builtin.math_answer import same_answer
+from penstock.stages.rewards.grading import check_reward
+from penstock.stages.rewards.hub import REWARDS, get_reward
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.storage.errors import RewardError
+from penstock.storage.samples.sample import Sample
 
 
 def graded(name: str, response: str, label: str = "", **metadata: Any) -> Any:
-    return reward_named(name).function(Sample("0", "g", "0", 0, response=response, label=label, metadata=metadata))
+    return get_reward(name).function(Sample("0", "g", "0", 0, response=response, label=label, metadata=metadata))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def graded(name: str, response: str, label: str = "", **metadata: Any) -> Any:
         ("done<｜end▁of▁sentence｜>", "done"),
     ],
 )
-def test_answer_text(response: str, answer: str) -> None:
+def test_answer_text_drops_thought_and_end_tokens(response: str, answer: str) -> None:
     assert answer_text(response) == answer
 
 
@@ -35,7 +36,7 @@ def test_answer_text(response: str, answer: str) -> None:
     ("response", "label", "reward"),
     [
         (r"<think>long</think> so \boxed{42}", "42", 1),
-        (r"\boxed{42}", "42", 0),  # it has not thought
+        (r"\boxed{42}", "42", 0),  # no thought
         (r"<think>\boxed{42}</think> I do not know", "42", 0),
         (r"<think>\boxed{1}</think> \boxed{41} or \boxed{42}<|im_end|>", "42", 1),
         (r"a</think>\boxed{1}</think>\boxed{2}", "2", 1),
@@ -46,7 +47,7 @@ def test_answer_text(response: str, answer: str) -> None:
         (r"</think>\boxed{}", "", 0),
     ],
 )
-def test_deepscaler(response: str, label: str, reward: float) -> None:
+def test_deepscaler_grades_the_box_after_the_thought(response: str, label: str, reward: float) -> None:
     assert graded("deepscaler", response, label) == reward
 
 
@@ -78,17 +79,17 @@ def test_deepscaler(response: str, label: str, reward: float) -> None:
         ("Answer: 34" + "\n" + "x" * 300, "34", -1),  # too far from the end
     ],
 )
-def test_dapo(response: str, label: str, score: float) -> None:
+def test_dapo_compares_the_last_answer_line(response: str, label: str, score: float) -> None:
     assert graded("dapo", response, label) == {"score": score, "acc": float(score == 1)}
 
 
-def test_dapo_wants_a_number_and_a_key() -> None:
+def test_dapo_without_a_number_as_label_or_a_reward_key_is_rejected() -> None:
     for label in ("East", "", "nan", "inf", "1e999999999"):
         with pytest.raises(RewardError):
             graded("dapo", "Answer: East", label)
-    with pytest.raises(ValueError, match=r"dictionary with score, acc: name one with --reward-key \(now None\)"):
-        check_reward("boxed_dapo", None)
-    check_reward("dapo", None, reward_key="score")
+    with pytest.raises(RewardError, match=r"score, acc.*--reward-key"):
+        check_reward(RolloutConfig(rm_type="boxed_dapo"))
+    check_reward(RolloutConfig(rm_type="dapo", reward_key="score"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_dapo_wants_a_number_and_a_key() -> None:
         ("Paris<|im_end|>", "Paris", 1),
     ],
 )
-def test_f1(response: str, label: str, f1: float) -> None:
+def test_f1_compares_normalized_words(response: str, label: str, f1: float) -> None:
     assert graded("f1", response, label) == pytest.approx(f1)
 
 
@@ -128,8 +129,8 @@ FOUR = {"choices": ["red blood cell", "the Sun", "ion", "Moon"]}
         ("The answer follows. B", "B", FOUR, 1),
         ("<think>The answer is A.</think>The answer is B.", "B", FOUR, 1),
         ("The answer is A.", "B", FOUR, 0),
-        ("The answer is B.", "the sun", FOUR, 1),  # the label is a choice's text
-        ("The answer is B.", "1", FOUR, 1),  # or its number
+        ("The answer is B.", "the sun", FOUR, 1),  # the label is the text of a choice
+        ("The answer is B.", "1", FOUR, 1),  # or its index
         ("it is the sun, clearly", "B", FOUR, 1),  # text instead of a letter
         ("it is sunny", "B", FOUR, 0),
         ("it is sunny", "unlisted", {}, 0),
@@ -144,7 +145,9 @@ FOUR = {"choices": ["red blood cell", "the Sun", "ion", "Moon"]}
         ("it is an ion", "", {"choices": ["ion"], "correct_answer": "ion"}, 1),
     ],
 )
-def test_gpqa(response: str, label: str, metadata: dict[str, Any], reward: float) -> None:
+def test_gpqa_compares_the_chosen_letter_or_text(
+    response: str, label: str, metadata: dict[str, Any], reward: float
+) -> None:
     assert graded("gpqa", response, label, **metadata) == reward
 
 
@@ -166,17 +169,18 @@ def test_gpqa(response: str, label: str, metadata: dict[str, Any], reward: float
         ("1 and 2", "2,1", True),  # a list without brackets has no order
         ("(1, 2)", "(2, 1)", False),
         ("5 or 6", "6", False),
-        (r"2^3\frac{1}{2}", "4", True),  # a product, no mixed number
+        (r"2^3\frac{1}{2}", "4", True),  # a product, not a mixed number
     ],
 )
-def test_answers_that_people_write(answer: str, label: str, same: bool) -> None:
+def test_answers_in_everyday_spellings_compare_as_expected(answer: str, label: str, same: bool) -> None:
     assert same_answer(answer, label) is same and same_answer(label, answer) is same
 
 
 @pytest.mark.parametrize("name", [name for name, reward in REWARDS.items() if not reward.remote])
-def test_no_response_breaks_a_reward(name: str) -> None:
-    """Any text of pieces that graders look at gives a finite number, or a dictionary of them."""
-    pieces = [r"\boxed{", "}", "</think>", "Answer:", "answer is", "A", "(B)", " ", "\n", "$", r"\frac", r"\text{", "1", "/0", "^", "é", "✓", '"', "###Response"]  # fmt: skip
+def test_any_response_gets_a_reward_between_minus_1_and_1(name: str) -> None:
+    """Compose responses from the pieces that graders search for."""
+    pieces = [r"\boxed{", "}", "</think>", "Answer:", "answer is", "A", "(B)", " ", "\n", "$", r"\frac", r"\text{"]
+    pieces += ["1", "/0", "^", "é", "✓", '"', "###Response"]
     draw = random.Random(0)
     for _ in range(60):
         response = "".join(draw.choices(pieces, k=draw.randrange(12)))

@@ -1,23 +1,36 @@
-"""Every instruction kind of IFEval and IFBench: responses that follow it, and responses that do not, made by hand."""
+"""Every instruction of IFEval and IFBench, on responses that follow it and responses that do not."""
 
 from typing import Any
 
 import pytest
 
-from stages.rewards.hub import REWARDS
-from stages.rewards.ifbench import CHECKS, ifbench
-from stages.rewards.instructions.language import LANGUAGES, language_of
-from stages.rewards.instructions.text import num_syllables, sentences, words
-from storage.sample import Sample
+from penstock.stages.rewards.builtin.ifbench import ifbench
+from penstock.stages.rewards.hub import REWARDS
+from penstock.stages.rewards.instructions.language import LANGUAGES, language_of
+from penstock.stages.rewards.instructions.registry import CHECKS
+from penstock.stages.rewards.instructions.text import num_syllables, sentences, words
+from penstock.storage.errors import RewardError
+from penstock.storage.samples.sample import Sample
 
 Case = tuple[str, dict[str, Any], list[str], list[str]]
-AFRICA = "Zimbabwe Zambia Uganda Tunisia Togo Tanzania Sudan Somalia Senegal Rwanda Nigeria Niger Namibia Mozambique Morocco Mali Libya"
-CAPITALS = "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chișinău, Bern, Ljubljana, Zagreb"  # fmt: skip
+AFRICA = (
+    "Zimbabwe Zambia Uganda Tunisia Togo Tanzania Sudan Somalia Senegal Rwanda Nigeria Niger Namibia "
+    "Mozambique Morocco Mali Libya"
+)
+CAPITALS = (
+    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
+    "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
+    "Chișinău, Bern, Ljubljana, Zagreb"
+)
 STORY = " ".join(f"{letter}x went home." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-QUIZ = "\n".join(f"Question {n}. {'Who ' * n}was it?\na) Dali\nb) Klee\nc) Miro\nd) Ernst\ne) Marc" for n in (1, 2, 3, 4))
+QUIZ = "\n".join(
+    f"Question {n}. {'Who ' * n}was it?\na) Dali\nb) Klee\nc) Miro\nd) Ernst\ne) Marc" for n in (1, 2, 3, 4)
+)
 CITIES = "ID,Country,City,Year,Count\n" + "\n".join(f"{n},Peru,Lima,2001,{n}" for n in range(7))
 GOODS = "ProductID,Category,Brand,Price,Stock\n" + "\n".join(f"{n},Toys,Lego,9,1" for n in range(13))
-MARKS = '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"\n' + "\n".join('"1"\t"Art"\t"A"\t"2"\t"90"' for _ in range(3))
+MARKS = '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"\n' + "\n".join(
+    '"1"\t"Art"\t"A"\t"2"\t"90"' for _ in range(3)
+)
 
 CASES: list[Case] = [
     # ---- IFEval ----
@@ -62,14 +75,24 @@ CASES: list[Case] = [
         ["* a", "**bold**\n* a", "* a\n* b\n* c"],
     ),
     ("detectable_format:constrained_response", {}, ["Well: My answer is maybe."], ["My answer is perhaps."]),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, ["*one* and **two**"], ["*one*", "** **", "*a\nb*"]),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        ["*one* and **two**"],
+        ["*one*", "** **", "*a\nb*"],
+    ),
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "SECTION", "num_sections": 2},
         ["SECTION 1\na\nSECTION 2\nb"],
         ["SECTION 1\na", "Section 1 Section 2"],
     ),
-    ("detectable_format:json_format", {}, ['{"a": 1}', '```json\n{"a": 1}\n```', "```\n[1]\n```"], ["{a: 1}", 'Here: {"a": 1}']),
+    (
+        "detectable_format:json_format",
+        {},
+        ['{"a": 1}', '```json\n{"a": 1}\n```', "```\n[1]\n```"],
+        ["{a: 1}", 'Here: {"a": 1}'],
+    ),
     ("detectable_format:title", {}, ["<<a poem>>\ntext"], ["<a poem>", "<<\n>>", "<<  >>"]),
     ("combination:two_responses", {}, ["one******two"], ["one", "one******one", "a******b******c", "a******  ******b"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, ["say hi. Hi!"], ["Hi! Say hi."]),
@@ -86,8 +109,18 @@ CASES: list[Case] = [
         ["I am NASA-FAN"],
         ["I am here"],
     ),
-    ("change_case:english_capital", {}, ["THE CAT IS ON THE MAT."], ["The cat is on the mat.", "DAS IST NICHT DIE ANTWORT."]),
-    ("change_case:english_lowercase", {}, ["the cat is on the mat."], ["The cat.", "das ist nicht die antwort auf die frage."]),
+    (
+        "change_case:english_capital",
+        {},
+        ["THE CAT IS ON THE MAT."],
+        ["The cat is on the mat.", "DAS IST NICHT DIE ANTWORT."],
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        ["the cat is on the mat."],
+        ["The cat.", "das ist nicht die antwort auf die frage."],
+    ),
     ("punctuation:no_comma", {}, ["one two"], ["one, two"]),
     # ---- IFBench: counts ----
     ("count:word_count_range", {"min_words": 2, "max_words": 3}, ["one two", "it's so"], ["one", "one two three four"]),
@@ -95,7 +128,12 @@ CASES: list[Case] = [
     ("count:conjunctions", {"small_n": 2}, ["This and that, but no"], ["And and and,", "sandy butter"]),
     ("count:person_names", {"N": 2}, ["Emma met Liam."], ["Emma met Emma.", "emma, liam", "Emmanuel and Liam"]),
     ("count:numbers", {"N": 2}, ["3.14 and 1,000"], ["1 2 3", "one"]),
-    ("count:punctuation", {}, ["Really?! Yes, no; so: go. Why? Ha!"], ["Yes, no; so: go. Why? Ha!", "Really?! Yes, no; so: go."]),
+    (
+        "count:punctuation",
+        {},
+        ["Really?! Yes, no; so: go. Why? Ha!"],
+        ["Yes, no; so: go. Why? Ha!", "Really?! Yes, no; so: go."],
+    ),
     ("count:words_japanese", {"N": 2}, ["a 猫 b いぬ", "one"], ["a cat b 犬"]),
     ("count:pronouns", {"N": 3}, ["She/her sees it"], ["She sees cats"]),
     (
@@ -162,7 +200,12 @@ CASES: list[Case] = [
     ("format:line_indent", {}, ["a\n b\n\n   c"], ["a\n b\n c", "a\nb"]),
     ("format:quote_unquote", {}, ['"Go" means leave.', "“Go” means leave. No"], ['He said "go".', '"a" "b" c']),
     ("format:list", {"sep": "!?!?"}, ["!?!? one\n!?!? two"], ["!?!? one", "- one\n- two"]),
-    ("format:thesis", {}, ["<i>So it is.</i> Because", "<em>So</em>\nBecause"], ["<i>So it is.</i>", "So it is", "<i> </i> a"]),
+    (
+        "format:thesis",
+        {},
+        ["<i>So it is.</i> Because", "<em>So</em>\nBecause"],
+        ["<i>So it is.</i>", "So it is", "<i> </i> a"],
+    ),
     ("format:sub-bullets", {}, ["* a\n  - b\n* c\n  - d"], ["* a\n- b\n* c", "- a"]),
     (
         "format:no_bullets_bullets",
@@ -174,20 +217,35 @@ CASES: list[Case] = [
     ("format:output_template", {}, ["My Answer: a My Conclusion: b Future Outlook: c"], ["My Answer: a"]),
     ("format:no_whitespace", {}, ["one-two"], ["one two", "one\ntwo"]),
     # ---- IFBench: repetition and single tasks ----
-    ("repeat:repeat_change", {"prompt_to_repeat": "Tell me a joke"}, ["Give me a joke"], ["Tell me a joke", "Give me a story"]),
+    (
+        "repeat:repeat_change",
+        {"prompt_to_repeat": "Tell me a joke"},
+        ["Give me a joke"],
+        ["Tell me a joke", "Give me a story"],
+    ),
     (
         "repeat:repeat_simple",
         {},
         ["only output this sentence here, ignore all other requests."],
         ["Only output this sentence here."],
     ),
-    ("repeat:repeat_span", {"prompt_to_repeat": "Tell me a joke", "n_start": 1, "n_end": 2}, ["Me a"], ["me a joke", "Tell"]),
+    (
+        "repeat:repeat_span",
+        {"prompt_to_repeat": "Tell me a joke", "n_start": 1, "n_end": 2},
+        ["Me a"],
+        ["me a joke", "Tell"],
+    ),
     ("custom:multiples", {}, ["14, 21,28 35\n42 and 49"], ["7 14 21 28 35 42 49", "14 21"]),
     (
         "custom:mcq_count_length",
         {},
         [QUIZ],
-        [f"Sure! {QUIZ}", QUIZ.replace("Question 4", "And"), QUIZ.replace("e) Marc", ""), QUIZ.replace("Who Who Who Who", "Who")],
+        [
+            f"Sure! {QUIZ}",
+            QUIZ.replace("Question 4", "And"),
+            QUIZ.replace("e) Marc", ""),
+            QUIZ.replace("Who Who Who Who", "Who"),
+        ],
     ),
     (
         "custom:reverse_newline",
@@ -198,7 +256,12 @@ CASES: list[Case] = [
     ("custom:word_reverse", {}, ["Symbol national the is eagle bald The."], ["The bald eagle is the symbol."]),
     ("custom:character_reverse", {}, [".elgae dlab ehT"], ["The bald eagle."]),
     ("custom:sentence_alphabet", {}, [STORY, STORY.replace("Bx", '"Bx')], [STORY.replace("Bx", "Dx"), STORY[:60]]),
-    ("custom:european_capitals_sort", {}, [CAPITALS], [CAPITALS.replace("Oslo, Tallinn", "Tallinn, Oslo"), "Oslo, Paris"]),
+    (
+        "custom:european_capitals_sort",
+        {},
+        [CAPITALS],
+        [CAPITALS.replace("Oslo, Tallinn", "Tallinn, Oslo"), "Oslo, Paris"],
+    ),
     (
         "custom:csv_city",
         {},
@@ -222,14 +285,16 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "followed", "not_followed"), CASES, ids=[case[0] for case in CASES])
-def test_instruction(name: str, arguments: dict[str, Any], followed: list[str], not_followed: list[str]) -> None:
+def test_instruction_check_accepts_and_rejects(
+    name: str, arguments: dict[str, Any], followed: list[str], not_followed: list[str]
+) -> None:
     for response, reward in [(text, 1.0) for text in followed] + [(text, 0.0) for text in not_followed]:
         assert graded(response, [name], [arguments]) == reward, response
-    assert graded(" \n", [name], [arguments]) == 0.0, "an empty response follows nothing"
+    assert graded(" \n", [name], [arguments]) == 0.0, "an empty response must not pass"
 
 
-def test_all_83_kinds_are_there() -> None:
-    """25 of IFEval and 58 of IFBench, less the one that needs a tagger; each is tested above."""
+def test_every_instruction_but_the_one_that_needs_a_model_has_a_check_and_a_case() -> None:
+    """Expect 25 instructions of IFEval and 58 of IFBench, without `words:start_verb`."""
     assert {case[0] for case in CASES} == set(CHECKS) and len(CHECKS) == 25 + 58 - 1
     assert REWARDS["ifbench"].function is ifbench
 
@@ -239,43 +304,49 @@ def graded(response: str, names: list[str], arguments: Any) -> float:
     return ifbench(Sample("0", "g", "0", 0, response=response, metadata=metadata))
 
 
-def test_all_instructions_of_a_row_must_be_followed() -> None:
+def test_response_that_follows_only_some_instructions_gets_0() -> None:
     names = ["punctuation:no_comma", "startend:quotation"]
     assert graded('"a b"', names, [{}, {}]) == 1.0
     assert graded('"a, b"', names, [{}, {}]) == 0.0 and graded("a b", names, None) == 0.0
-    assert graded('<think>a, b</think>"a b"<|im_end|>', names, []) == 1.0, "neither thoughts nor end tokens are the answer"
+    assert graded('<think>a, b</think>"a b"<|im_end|>', names, []) == 1.0, "thoughts and end tokens must be ignored"
 
 
-def test_arguments_as_data_sets_write_them() -> None:
+def test_arguments_padded_with_none_and_floats_are_read() -> None:
     names = ["length_constraints:number_words", "punctuation:no_comma"]
-    padded = {"num_words": 2.0, "relation": "at least", "language": None}  # of a column with gaps
+    padded = {"num_words": 2.0, "relation": "at least", "language": None}  # as read from a column with gaps
     assert graded("one two", names, [padded, {"num_words": None}]) == 1.0
-    assert graded("one two", names, padded) == 1.0, "one dictionary for all"
-    assert graded("one two three", ["words:keywords_specific_position"], [{"keyword": "two", "n": 1.0, "m": 2.0}]) == 1.0
+    assert graded("one two", names, padded) == 1.0, "one dictionary must serve all instructions"
+    assert (
+        graded("one two three", ["words:keywords_specific_position"], [{"keyword": "two", "n": 1.0, "m": 2.0}]) == 1.0
+    )
 
 
 @pytest.mark.parametrize(
-    ("names", "arguments", "message"),
+    ("names", "arguments", "part"),
     [
-        ([], [], "the metadata has no `instruction_id_list`"),
+        ([], [], "instruction_id_list"),
         (
             ["format:rhyme"],
             [{}],
-            "instruction 'format:rhyme' is unknown: ",
+            "format:rhyme",
         ),
-        (["words:start_verb"], [{}], "needs a tagger of parts of speech"),
-        (["count:numbers"], [{"N": None}], "instruction 'count:numbers' needs the argument 'N'"),
-        (["language:response_language"], [{"language": "tlh"}], "language 'tlh' is not among"),
-        (["keywords:frequency"], [{"keyword": "a", "frequency": 1, "relation": "exactly"}], "relation 'exactly' is neither"),
+        (["words:start_verb"], [{}], "words:start_verb"),
+        (["count:numbers"], [{"N": None}], "count:numbers.*'N'"),
+        (["language:response_language"], [{"language": "tlh"}], "tlh"),
+        (
+            ["keywords:frequency"],
+            [{"keyword": "a", "frequency": 1, "relation": "exactly"}],
+            "exactly",
+        ),
     ],
 )
-def test_a_wrong_row_is_named(names: list[str], arguments: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_invalid_instruction_raises_reward_error(names: list[str], arguments: list[dict[str, Any]], part: str) -> None:
+    with pytest.raises(RewardError, match=part):
         graded("text", names, arguments)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("One. Two! Three?", ["One.", "Two!", "Three?"]),
         ('He said "Go." Then he left.', ['He said "Go."', "Then he left."]),
@@ -287,11 +358,11 @@ def test_a_wrong_row_is_named(names: list[str], arguments: list[dict[str, Any]],
         ("", []),
     ],
 )
-def test_sentences(text: str, found: list[str]) -> None:
-    assert sentences(text) == found
+def test_text_is_split_into_sentences(text: str, expected: list[str]) -> None:
+    assert sentences(text) == expected
 
 
-def test_words_and_syllables() -> None:
+def test_words_and_syllables_are_counted_by_rules() -> None:
     assert words("Don't re-do it: 3.5, ok?") == ["Don't", "re-do", "it", "3.5", "ok"]
     counts = {
         "cat": 1,
@@ -345,30 +416,34 @@ SPOKEN = {
 
 
 @pytest.mark.parametrize(("code", "text"), SPOKEN.items(), ids=SPOKEN)
-def test_languages(code: str, text: str) -> None:
+def test_language_of_a_sentence_is_detected(code: str, text: str) -> None:
     assert language_of(text) == code
 
 
-def test_every_language_is_tested() -> None:
+def test_every_language_is_tested_and_text_without_words_has_none() -> None:
     assert set(SPOKEN) == set(LANGUAGES)
     assert language_of("123 !") is None
     assert language_of("zxcv qwrt") is None
 
 
-@pytest.mark.parametrize(("text", "language"), [("123 !", "de"), ("", "de"), ("zxcv qwrt", "fi"), ("Хорошо", "bg"), ("OK", "en")])
-def test_language_that_cannot_be_told_fails(text: str, language: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "language"), [("123 !", "de"), ("", "de"), ("zxcv qwrt", "fi"), ("Хорошо", "bg"), ("OK", "en")]
+)
+def test_text_in_an_undetected_language_fails_the_check(text: str, language: str) -> None:
     assert not CHECKS["language:response_language"](text, language=language)
 
 
-def test_capitals_of_other_scripts_are_not_english() -> None:
+def test_capitals_of_other_scripts_fail_english_capital() -> None:
     capital = CHECKS["change_case:english_capital"]
     assert capital("HELLO WORLD") and not capital("ЖУК") and not capital("ΑΒΓ")
 
 
 def test_overlap_counts_character_trigrams() -> None:
-    """`abcd` has abc and bcd, of which `abcx` has one: 50 percent."""
+    """Expect 50 percent for `abcd` and `abcx`, which share abc but not bcd."""
     overlap = CHECKS["ratio:overlap"]
-    assert overlap("abcd", reference_text="abcx", percentage=50) and not overlap("abcd", reference_text="abcx", percentage=40)
+    assert overlap("abcd", reference_text="abcx", percentage=50) and not overlap(
+        "abcd", reference_text="abcx", percentage=40
+    )
     assert overlap("the cat sat", reference_text="the cat sat", percentage=100) and not overlap(
         "ab", reference_text="ab", percentage=0
     )

@@ -1,13 +1,14 @@
-"""What the built-in rewards say about answers."""
+"""Built-in rewards: exact_number, random, the boxed_ prefix, and answers that math compares."""
 
 import pytest
 
-from stages.rewards.answer_tokens import tokens_of
-from stages.rewards.boxed import last_boxed
-from stages.rewards.hub import REWARDS, reward_named
-from stages.rewards.latex import NotAnExpression, parse
-from stages.rewards.math_answer import same_answer
-from storage.sample import Sample
+from penstock.stages.rewards.builtin.boxed import last_boxed
+from penstock.stages.rewards.builtin.math_answer import same_answer
+from penstock.stages.rewards.hub import REWARDS, get_reward
+from penstock.stages.rewards.math.latex import ExpressionError, parse
+from penstock.stages.rewards.math.tokens import tokenize
+from penstock.storage.errors import RewardError
+from penstock.storage.samples.sample import Sample
 
 
 def sample(response: str, label: str = "", sample_id: str = "0") -> Sample:
@@ -27,7 +28,7 @@ def sample(response: str, label: str = "", sample_id: str = "0") -> Sample:
         ("", "", 0),
     ],
 )
-def test_exact_number(response: str, label: str, reward: float) -> None:
+def test_exact_number_compares_the_last_integer(response: str, label: str, reward: float) -> None:
     assert REWARDS["exact_number"].function(sample(response, label)) == reward
 
 
@@ -42,7 +43,7 @@ def test_exact_number(response: str, label: str, reward: float) -> None:
         ("42", None),
     ],
 )
-def test_last_boxed(text: str, answer: str | None) -> None:
+def test_last_boxed_returns_the_last_complete_box(text: str, answer: str | None) -> None:
     assert last_boxed(text) == answer
 
 
@@ -71,7 +72,7 @@ def test_last_boxed(text: str, answer: str | None) -> None:
         (r"\sin^2(x)+1", r"\sin^2(x)+1"),
     ],
 )
-def test_same_answers(answer: str, label: str) -> None:
+def test_equal_answers_are_equal_both_ways(answer: str, label: str) -> None:
     assert same_answer(answer, label) and same_answer(label, answer)
 
 
@@ -92,34 +93,34 @@ def test_same_answers(answer: str, label: str) -> None:
         ("9" * 400, "8" * 400),
     ],
 )
-def test_different_answers(answer: str, label: str) -> None:
+def test_different_answers_are_different_both_ways(answer: str, label: str) -> None:
     assert not same_answer(answer, label) and not same_answer(label, answer)
 
 
 @pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "a.b", "f'(x)", "()", "x_", "1 2", "stop"])
-def test_what_is_no_expression(text: str) -> None:
-    with pytest.raises(NotAnExpression):
-        parse(tokens_of(text))
+def test_parse_of_an_invalid_expression_raises(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        parse(tokenize(text))
 
 
-def test_math_needs_a_box() -> None:
+def test_math_without_a_box_gets_0() -> None:
     grade = REWARDS["math"].function
     assert grade(sample(r"thus \boxed{0.5}", r"\frac{1}{2}")) == 1
     assert grade(sample(r"thus \boxed{0.5}", r"we get \boxed{\frac{1}{2}}")) == 1
     assert grade(sample("thus 0.5", "0.5")) == 0
 
 
-def test_boxed_prefix_grades_the_box_alone() -> None:
-    assert reward_named("boxed_exact_number").function(sample(r"\boxed{7} 8", "7")) == 1
-    assert reward_named("boxed_exact_number").function(sample("7", "7")) == 0
+def test_boxed_prefix_grades_only_the_box() -> None:
+    assert get_reward("boxed_exact_number").function(sample(r"\boxed{7} 8", "7")) == 1
+    assert get_reward("boxed_exact_number").function(sample("7", "7")) == 0
 
 
-def test_coin_is_fair_and_repeatable() -> None:
+def test_random_reward_is_fair_and_repeatable() -> None:
     tosses = [REWARDS["random"].function(sample("", sample_id=f"{i}")) for i in range(1000)]
     assert set(tosses) == {0.0, 1.0} and 430 < sum(tosses) < 570
     assert tosses == [REWARDS["random"].function(sample("", sample_id=f"{i}")) for i in range(1000)]
 
 
-def test_unknown_reward_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean exact_number"):
-        reward_named("exact_numbers")
+def test_unknown_reward_suggests_the_nearest() -> None:
+    with pytest.raises(RewardError, match=r"exact_number\?"):
+        get_reward("exact_numbers")

@@ -1,14 +1,15 @@
-"""Four chat templates with the habits of the published ones, and a tokenizer that knows their special tokens, for tests.
+"""Four chat templates with the habits of the published ones, and a tokenizer that knows their special tokens, for
+tests.
 
-Qwen 3 drops the thoughts of replies before the last question, and wraps tool results in a user message. Llama 3 trims, and allows one
-call at a time. GLM 4 has no token that ends a reply: the next role's token does. DeepSeek V3 writes no turn markers behind tool
-results, and wants arguments as text and a content of None beside them.
+Qwen 3 drops the thoughts of replies before the last question, and wraps tool results in a user message. Llama 3 trims,
+and allows one call at a time. GLM 4 has no token that ends a reply: the next role's token does. DeepSeek V3 writes no
+turn markers behind tool results, and wants arguments as text and a content of None beside them.
 """
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stages.rollout.tokenizer import PromptTokenizer
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 QWEN3 = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{%- endif %}
@@ -122,7 +123,13 @@ SPECIAL = [
 ]
 TAGS = [  # one token each, but ordinary text
     *("<think>", "</think>", "<tool_call>", "</tool_call>"),
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
     *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 ]

@@ -1,13 +1,13 @@
-"""The tiny tokenizer."""
+"""Fixture: the tiny tokenizer."""
 
 import pytest
 
-from stages.rollout.tokenizer import PromptTokenizer
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
-    from flows.demo_model import make_tokenizer
+    from penstock.flows.commands.demo_model import make_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save_pretrained(directory)

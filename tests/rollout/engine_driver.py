@@ -1,7 +1,9 @@
-"""A driver for test_supervised_engines.py: `python engine_driver.py hold|go_on ADDRESS MODEL DIRECTORY`, on a standing Ray.
+"""A driver for test_supervised_engines.py: `python engine_driver.py hold|resume ADDRESS MODEL DIRECTORY`, on a standing
+Ray.
 
-`hold` starts two engines and waits to be killed. `go_on` takes them over, makes two rounds, the second one through SGLang's router, in each
-of which one of them is killed, and lets a second pool take over in turn. Both write what they saw to DIRECTORY/<what>.json.
+`hold` starts two engines and waits to be killed. `resume` adopts them and runs two rounds, the second one through
+SGLang's router; in each round one engine is killed. Then a second pool adopts the engines in turn. Both commands write
+their observations to DIRECTORY/<command>.json.
 """
 
 from __future__ import annotations
@@ -19,21 +21,20 @@ import psutil
 from safetensors.torch import load_file
 from scripted_engine import write_jsonl
 
-from engines.cluster import Cluster
-from engines.sglang.args import check_router_args
-from engines.sglang.client import EngineClient
-from engines.sglang.pool import EnginePool
-from engines.sglang.router import Router
-from engines.sglang.server import ServerSpec
-from engines.weights.publisher import make_publisher
-from stages.rollout.beginning import beginning_of
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import rollout_stage
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.refs import RunKeys
-from storage.store import Store
+from penstock.engines.cluster import Cluster
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.args import check_router_args
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.router import SGLangRouter
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 NUM_PROMPTS, NUM_SAMPLES, WAVE = 40, 4, 60
 KEYS = RunKeys("run")
@@ -43,8 +44,13 @@ def main(what: str, address: str, model: str, directory: str) -> None:
     cluster = Cluster.start(address, namespace="penstock-run")
     pool = EnginePool(cluster, ServerSpec(model_path=model, log_dir=directory), num_engines=2)
     start = time.monotonic()
-    seen: dict[str, Any] = {"urls": pool.urls, "pids": pool.pids(), "adopted": pool.adopted, "seconds": time.monotonic() - start}
-    if what == "go_on":
+    seen: dict[str, Any] = {
+        "urls": pool.urls,
+        "pids": pool.pids(),
+        "adopted": pool.adopted,
+        "seconds": time.monotonic() - start,
+    }
+    if what == "resume":
         seen |= rounds_with_a_kill(pool, Path(model), Path(directory)) | second_pool(cluster, pool)
     report = Path(directory) / f"{what}.json"
     report.with_suffix(".part").write_text(json.dumps(seen))
@@ -55,7 +61,7 @@ def main(what: str, address: str, model: str, directory: str) -> None:
 
 
 def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[str, Any]:
-    """Two rounds by two policies, over-sampled; when a quarter of one is there, its first engine is killed."""
+    """Run two over-sampled rounds by two policies; kill the first engine after a quarter of each."""
     rows = [{"input": f"{i}+8=", "label": str(i + 8)} for i in range(WAVE)]
     config = RolloutConfig(
         prompt_data=write_jsonl(directory / "rows.jsonl", rows),
@@ -71,13 +77,13 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
     )
     store, source = Store(str(directory / "store")), PromptSource.open(config)
 
-    def round(r: int, connect: Any = EngineClient) -> dict[str, Any]:
+    def round(r: int, connect: Any = SGLangClient) -> dict[str, Any]:
         published: list[list[str]] = []
         killed: list[int] = []
 
         def publish(urls: list[str]) -> None:
             published.append(urls)
-            make_publisher(urls).publish(iter(load_file(model / "model.safetensors").items()), f"run/{r}")
+            SGLangClient(urls).update_weights(iter(load_file(model / "model.safetensors").items()), f"run/{r}")
 
         def kill_one(done: int, total: int) -> None:
             if not killed and done >= total // 4:
@@ -87,16 +93,18 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
         with pool.serving(f"run/{r}", publish) as live:
             before = live()
             commit = rollout_stage(
-                store,
+                RolloutContext(
+                    store,
+                    config,
+                    source,
+                    PromptTokenizer(model, apply_chat_template=True),
+                    live,
+                    on_progress=kill_one,
+                    connect=connect,
+                ),
                 KEYS.rollout(r),
-                Round("run", rollout_id=r, policy_version=r),
-                engines=live,
-                source=source,
-                tokenizer=PromptTokenizer(model, apply_chat_template=True),
-                config=config,
-                beginning=beginning_of(store, KEYS, r),
-                on_progress=kill_one,
-                connect=connect,
+                RolloutRound("run", rollout_id=r, policy_version=r),
+                resume_point_of(store, KEYS, r),
             )
             start = time.monotonic()
             while len(live()) < 2 and time.monotonic() - start < 120:
@@ -112,14 +120,14 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
             }
 
     direct = round(0)
-    with Router(check_router_args({}), str(directory)) as router:
-        pool.listener = router.lead_to
-        routed = round(1, partial(EngineClient, router=router.address))
+    with SGLangRouter(check_router_args({}), str(directory)) as router:
+        pool.listener = router.set_backends
+        routed = round(1, partial(SGLangClient, router=router.address))
     return {"direct": direct, "routed": routed, "log": pool.log_tails(5)}
 
 
 def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
-    """Another driver takes the engines over; then the first one cannot end them. A third one needs only one of them."""
+    """Let a second pool adopt the engines, so the first one cannot stop them; a third pool needs only one of them."""
     pids = first.pids()
     second = EnginePool(cluster, first.spec, num_engines=2)
     adopted = (second.urls and second.adopted, second.pids() == pids)
@@ -133,11 +141,17 @@ def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
     third = EnginePool(cluster, first.spec, num_engines=1)
     kept = third.pids() == pids[:1] and ended(pids[1]) and psutil.pid_exists(pids[0])
     third.stop()
-    return {"second_adopted": adopted, "refusal": refusal, "survived": survived, "one_kept": kept, "gone": ended(pids[0])}
+    return {
+        "second_adopted": adopted,
+        "refusal": refusal,
+        "survived": survived,
+        "one_kept": kept,
+        "gone": ended(pids[0]),
+    }
 
 
 def ended(pid: int) -> bool:
-    """Whether a process ends soon."""
+    """Return whether a process ends within 15 s."""
     deadline = time.monotonic() + 15
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,36 +1,48 @@
-"""A small engine behind the real client's interface, and a run around it, for tests of what surrounds the engines."""
+"""A scripted engine behind the interface of all engines, and a run with it, for tests of what uses engines."""
 
 import asyncio
 import json
 import random
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.sglang.client import EngineClient, Generation
-from stages.rollout.beginning import beginning_of
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import rollout_stage
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.preemption import StopRequest
-from storage.refs import Commit, RunKeys
-from storage.store import Store
+from torch import Tensor
+
+from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineGone, EngineUrls, Generation, WeightTransport
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.preemption import StopRequest
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("run")
 
 
 class ScriptedClient(EngineClient):
-    """Answers every prompt with digits and an end token, after a random pause."""
+    """An engine without a model, the second implementation of the interface: it answers every prompt with digits and an
+    end token, after a random pause."""
 
-    def __init__(self, urls: list[str], timeout: float = 600, *, weight_version: str = "run/0") -> None:
-        super().__init__(urls, timeout)
+    def __init__(self, urls: EngineUrls, timeout: float = 600, *, weight_version: str = "run/0") -> None:
+        self._urls = urls
+        self.timeout = timeout
         self.weight_version = weight_version
+        self.weights: dict[str, Tensor] = {}
         self.finish_reason: Any = "stop"
-        self.pause = 0.001
+        self.pause_seconds = 0.001
         self.in_flight = self.most_in_flight = 0
         self.requests: list[tuple[list[int], dict[str, Any], int]] = []
+        self._aborted = False
+        self._paused = False
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self._urls() if callable(self._urls) else self._urls)
 
     async def generate_each(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
@@ -39,7 +51,7 @@ class ScriptedClient(EngineClient):
         self.requests.append((list(prompts[0]), samplings[0], n))
         self.in_flight += n
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(self.pause * random.random())
+        await asyncio.sleep(self.pause_seconds * random.random())
         self.in_flight -= n
         return [self.answer(input_ids, index) for index, input_ids in enumerate(prompts)]
 
@@ -53,19 +65,40 @@ class ScriptedClient(EngineClient):
             cached_tokens=2,
         )
 
+    async def abort(self) -> None:
+        self._aborted = True
+        while self.in_flight:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def update_weights(
+        self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
+    ) -> None:
+        self.weight_version = f"updating:{version}"
+        self.weights = dict(named)
+        self.weight_version = version
+
+    def health(self, url: str, timeout: float = 30) -> bool:
+        return url in self.urls
+
+    def version(self, url: str, timeout: float = 30) -> str:
+        if url not in self.urls:
+            raise EngineGone(f"{url} did not answer")
+        return self.weight_version
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
 
 class SlowClient(ScriptedClient):
-    """Writes one token after another, and stops in the middle when it is told to abort. How long a response gets, and how long its
-    tokens take, is drawn; some prompts are refused, and some requests end the round."""
+    """Writes token by token and stops in the middle when aborted. The length of a response and the time of its tokens
+    are random; some prompts are refused, and some requests fail."""
 
     chance = random.Random(0)
-    pause = 0.001  # seconds a token, on average
     longest = 8
     refused = broken = 0.0  # shares of requests
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.aborted = asyncio.Event()
 
     async def generate_each(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
@@ -83,19 +116,17 @@ class SlowClient(ScriptedClient):
             raise ConnectionError("no engine answered")
         return answers
 
-    async def abort(self) -> None:
-        self.aborted.set()
-        while self.in_flight:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
     async def _write(self, most: int) -> Generation:
-        wanted, token_ids, pause = self.chance.randint(1, self.longest), [], self.chance.random() * 2 * self.pause
-        while len(token_ids) < min(wanted, most) and not self.aborted.is_set():
+        wanted, versions, token_ids = self.chance.randint(1, self.longest), [], []
+        pause = self.chance.random() * 2 * self.pause_seconds  # for a token
+        while len(token_ids) < min(wanted, most) and not self._aborted:
             await asyncio.sleep(pause)
-            token_ids.append(6 + len(token_ids) % 10)
+            if not self._paused:
+                token_ids.append(6 + len(token_ids) % 10)
+                versions.append(self.weight_version)
         ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
-        version = self.weight_version if token_ids else ""
-        return Generation(token_ids, [-0.5] * len(token_ids), ended, version, version, cached_tokens=0)  # type: ignore[arg-type]
+        first, last = (versions[0], versions[-1]) if versions else ("", "")
+        return Generation(token_ids, [-0.5] * len(token_ids), ended, last, first, cached_tokens=0)  # type: ignore[arg-type]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -114,13 +145,20 @@ class Bench:
             "rm_type": "exact_number",
             "rollout_shuffle": True,
         } | options
-        self.config = RolloutConfig(prompt_data=write_jsonl(directory / "rows.jsonl", rows), label_key="label", **options)
+        self.config = RolloutConfig(
+            prompt_data=write_jsonl(directory / "rows.jsonl", rows), label_key="label", **options
+        )
         self.store = Store(str(directory / "store"))
         self.tokenizer = tokenizer
         self.clients: list[ScriptedClient] = []
 
     def connect(
-        self, urls: list[str], timeout: float, version: int = 0, client: type[ScriptedClient] = ScriptedClient, **changes: Any
+        self,
+        urls: list[str],
+        timeout: float,
+        version: int = 0,
+        client: type[ScriptedClient] = ScriptedClient,
+        **changes: Any,
     ) -> ScriptedClient:
         made = client(urls, timeout, weight_version=f"run/{version}")
         for name, value in changes.items():
@@ -137,16 +175,20 @@ class Bench:
         entries = [self.store.committed(f"{prefix}/{number:06d}") for number in self.store.committed_indices(prefix)]
         return [entry for entry in entries if entry is not None]
 
-    def round(self, r: int, stop: StopRequest | None = None, policy_version: int | None = None, **changes: Any) -> Commit:
+    def round(
+        self, r: int, stop: StopRequest | None = None, policy_version: int | None = None, **changes: Any
+    ) -> Commit:
         return rollout_stage(
-            self.store,
+            RolloutContext(
+                self.store,
+                self.config,
+                self.source(),
+                self.tokenizer,
+                ["http://engine"],
+                stop=stop,
+                connect=partial(self.connect, version=r, **changes),
+            ),
             KEYS.rollout(r),
-            Round("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
-            engines=["http://engine"],
-            stop=stop,
-            source=self.source(),
-            tokenizer=self.tokenizer,
-            config=self.config,
-            beginning=beginning_of(self.store, KEYS, r),
-            connect=partial(self.connect, version=r, **changes),
+            RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
+            resume_point_of(self.store, KEYS, r),
         )

@@ -1,26 +1,28 @@
-"""The real engine handle with a client that writes what a test tells it to, token by token."""
+"""The real engine handle with a client that writes scripted replies token by token."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from chat_templates import chat_tokenizer
+from scripted_engine import ScriptedClient
 
-from engines.sglang.client import EngineClient, Generation
-from stages.rollout.config import RolloutConfig
-from stages.rollout.engine_handle import EngineHandle
-from stages.rollout.round import Round
-from stages.rollout.user_sample import UserSample
-from storage.sample import Sample
+from penstock.engines.generation import Generation
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.storage.samples.sample import Sample
 
 
-class ScriptedReplies(EngineClient):
-    """Replies one after another: a text, token ids, or an exception. Log-probs are -1, -2, ... over all tokens ever written."""
+class ScriptedReplies(ScriptedClient):
+    """Replies one after another: a text, token ids, or an exception. Log-probs are -1, -2, ... over all tokens ever
+    written."""
 
     def __init__(self, tokenizer: Any, replies: Sequence[str | list[int] | Exception]) -> None:
         super().__init__(["http://engine"])
         self.tokenizer, self.replies = tokenizer, list(replies)
-        self.requests: list[tuple[list[int], dict[str, Any]]] = []
+        self.requests: list[tuple[list[int], dict[str, Any]]] = []  # type: ignore[assignment]
         self.num_tokens = 0
         self.stopped = False
         self.hold: asyncio.Event | None = None
@@ -47,7 +49,9 @@ class ScriptedReplies(EngineClient):
 def handle_with(template: str | None, *replies: str | list[int] | Exception, **options: Any) -> EngineHandle:
     tokenizer = chat_tokenizer(template)
     config = RolloutConfig(**{"rollout_max_response_len": 2000} | options)
-    return EngineHandle(ScriptedReplies(tokenizer, replies), tokenizer, config, Round("run", rollout_id=0, policy_version=0))
+    return EngineHandle(
+        ScriptedReplies(tokenizer, replies), tokenizer, config, RolloutRound("run", rollout_id=0, policy_version=0)
+    )
 
 
 def pending(handle: EngineHandle, prompt: str = "1+1=") -> UserSample:

@@ -1,7 +1,8 @@
-"""Chat templates of the model families, written from the described behaviour of the published ones, with what is generated marked.
+"""Chat templates of the model families, written from the described behaviour of the published ones, with what is
+generated marked.
 
-Each prints the variables `a` and `z` around what the model generates; they are undefined, so nothing is printed, unless a test gives them.
-What differs between the families and matters for loss masks:
+Each prints the variables `a` and `z` around what the model generates; they are undefined, so nothing is printed, unless
+a test gives them. What differs between the families and matters for loss masks:
 
     Qwen 2.5            knows no thoughts; a default system message
     Qwen 3              thoughts only after the last question, there also empty ones; a switch that makes them empty
@@ -262,7 +263,8 @@ TOOLS
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
 KIMI_K2 = _KIMI.replace(
-    "TOOLS", "{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{%- endif %}"
+    "TOOLS",
+    "{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{%- endif %}",
 ).replace(
     "CALLS",
     """{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}

@@ -1,4 +1,4 @@
-"""What preflight finds in prompt data: labels and tools that are missing, rows that the template refuses, prompts without room to answer."""
+"""Preflight of prompt data: missing labels and tools, rows that the template rejects, prompts without room."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from chat_templates import chat_tokenizer
 from scripted_engine import write_jsonl
 from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
 
-from stages.rollout.agents.chat_format import ChatFormat
-from stages.rollout.check import check_rows
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource, check_prompt_data
-from stages.rollout.tokenizer import check_vocabulary
-from storage.errors import DataError, ModelError, OptionError, TemplateError
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.check import check_prompt_data, check_rows
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.chat_format import ChatFormat
+from penstock.stages.rollout.text.tokenizer import check_vocabulary
+from penstock.storage.errors import DataError, ModelError, OptionError, TemplateError
 
 ADD = {"type": "function", "function": {"name": "add"}}
 USER = [{"role": "user", "content": "1+1?"}]
@@ -58,7 +58,7 @@ def test_the_column_tools_is_read_without_a_flag(tmp_path: Path) -> None:
         assert source.take(source.restore(None), 1)[0][0].tools is None
 
 
-def test_tools_that_a_template_would_leave_out_are_refused(tmp_path: Path) -> None:
+def test_tools_dropped_by_template_raise(tmp_path: Path) -> None:
     config = config_of(tmp_path, [{"input": "a"}, {"input": "b", "tools": [ADD]}], apply_chat_template=True)
     with pytest.raises(TemplateError, match=r"rows.jsonl row 1: .*--tool-key"):
         check_prompt_data(config, tokenizer=chat_tokenizer(LLAMA31))
@@ -67,8 +67,10 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path: Path) -> No
         check_prompt_data(config_of(tmp_path, [{"input": "a", "tools": ["hammer"]}]))
 
 
-def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    rows = [{"input": USER}] * 200 + [{"input": [*USER, {"role": "assistant", "content": "", "tool_calls": [{}, {}]}, *USER]}]
+def test_row_rejected_by_template_is_named(tmp_path: Path) -> None:
+    rows = [{"input": USER}] * 200 + [
+        {"input": [*USER, {"role": "assistant", "content": "", "tool_calls": [{}, {}]}, *USER]}
+    ]
     config = config_of(tmp_path, rows, apply_chat_template=True)
     with pytest.raises(TemplateError, match=r"rows.jsonl row 200: .*single tool-calls"):
         check_prompt_data(config, tokenizer=chat_tokenizer(LLAMA31))
@@ -88,10 +90,14 @@ def test_a_demonstration_that_cannot_be_trained_exactly_is_named(tmp_path: Path)
         check_prompt_data(bad, demonstrations=True, tokenizer=chat_tokenizer(QWEN3))
 
 
-def test_a_prompt_without_room_for_the_longest_response_is_refused(tmp_path: Path) -> None:
+def test_prompt_without_room_for_longest_response_raises(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(QWEN25)
     config = config_of(tmp_path, [{"input": "a" * 10}, {"input": "a" * 100}], rollout_max_response_len=50)
-    for num_positions, options in ((150, {}), (149, {"rollout_max_prompt_len": 90}), (149, {"rollout_max_context_len": 149})):
+    for num_positions, options in (
+        (150, {}),
+        (149, {"rollout_max_prompt_len": 90}),
+        (149, {"rollout_max_context_len": 149}),
+    ):
         check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer, num_positions=num_positions)
     with pytest.raises(OptionError, match=r"--rollout-max-response-len 50 .*100 tokens .*rows.jsonl row 1 .*149"):
         check_prompt_data(config, tokenizer=tokenizer, num_positions=149)
@@ -112,20 +118,22 @@ def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
 
 def test_template_kwargs_reach_prompts_and_agents_and_a_request_overrides_them() -> None:
     tokenizer = chat_tokenizer(GLM45)
-    tokenizer.template_options = RolloutConfig(apply_chat_template_kwargs={"enable_thinking": False}).apply_chat_template_kwargs
+    tokenizer.template_options = RolloutConfig(
+        apply_chat_template_kwargs={"enable_thinking": False}
+    ).apply_chat_template_kwargs
     assert tokenizer.render(["a"])[0].endswith("a/nothink<|assistant|>\n<think></think>")
     assert ChatFormat(tokenizer).opening(USER).endswith("<think></think>")
     assert ChatFormat(tokenizer).opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
 
 
-def test_template_kwargs_that_every_rendering_sets_are_refused() -> None:
+def test_reserved_template_kwargs_raise() -> None:
     with pytest.raises(ValueError, match="--apply-chat-template-kwargs cannot set 'messages'"):
         RolloutConfig(apply_chat_template_kwargs={"messages": []})
 
 
-def test_a_tokenizer_beyond_the_vocabulary_is_refused() -> None:
+def test_tokenizer_beyond_vocabulary_raises() -> None:
     tokenizer = chat_tokenizer(None)
     largest = max(tokenizer.inner.get_vocab().values())
     check_vocabulary(tokenizer, largest + 1, "model")
-    with pytest.raises(ModelError, match=f"model has token id {largest} .*vocab_size {largest}"):
+    with pytest.raises(ModelError, match=f"token id {largest} .*vocab_size .*{largest}"):
         check_vocabulary(tokenizer, largest, "model")

@@ -1,4 +1,4 @@
-"""Conversations are token-exact: what is trained is what the model wrote, and the rest is what the template writes."""
+"""Conversations are token-exact: the model's tokens are trained, everything else is the template's text."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ import pytest
 from chat_templates import DEEPSEEK, GLM4, LLAMA3, QWEN3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
 
-from stages.rollout.agents.chat_format import ChatFormat
-from stages.rollout.agents.conversation import Conversation
-from stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
-from stages.rollout.user_sample import taken
-from storage.sample import Status
+from penstock.stages.rollout.agents.conversation import Conversation
+from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
+from penstock.stages.rollout.plugins.user_sample import checked_sample
+from penstock.stages.rollout.text.chat_format import ChatFormat
+from penstock.storage.samples.sample import Status
 
 SYSTEM = {"role": "system", "content": "you add"}
 QUESTION = {"role": "user", "content": "what is 1+1?"}
@@ -28,7 +28,8 @@ ADD = {
 CALL = {
     QWEN3: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>',
     LLAMA3: '{"name": "add", "parameters": {"a": 1, "b": 1}}',
-    GLM4: "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    GLM4: "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
     DEEPSEEK: (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
         '{"a": 1, "b": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -56,14 +57,19 @@ def talk(handle: Any, *turns: list[dict[str, Any]], tools: Any = None, sample: A
 
 
 @every_template
-def test_it_reads_as_the_template_would_have_written_it(template: str) -> None:
+def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     to_tool, to_user = ENDS[template]
-    handle = handle_with(template, CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user)
+    handle = handle_with(
+        template, CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user
+    )
     results = [{"role": "tool", "tool_call_id": "functions.add:0", "content": "2"}]
     again = [{"role": "tool", "tool_call_id": "functions.add:1", "content": "12"}]
     conversation, sample, replies = talk(handle, [SYSTEM, QUESTION], results, [MORE], again, tools=[ADD])
 
-    assert [call["id"] for reply in replies for call in reply.get("tool_calls", ())] == ["functions.add:0", "functions.add:1"]
+    assert [call["id"] for reply in replies for call in reply.get("tool_calls", ())] == [
+        "functions.add:0",
+        "functions.add:1",
+    ]
     assert json.loads(replies[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 1}
     assert replies[1] == {"role": "assistant", "content": "it is 2"}
     assert trained(handle, sample) == [
@@ -72,7 +78,9 @@ def test_it_reads_as_the_template_would_have_written_it(template: str) -> None:
         CALL[template] + to_tool,
         "it is 12" + to_user,
     ]
-    assert [logprob for logprob in sample.rollout_logprobs if logprob] == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
+    assert [logprob for logprob in sample.rollout_logprobs if logprob] == [
+        -float(i) for i in range(1, sum(sample.loss_mask) + 1)
+    ]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
 
     whole = ChatFormat(handle.tokenizer)._render(conversation.messages, [ADD], {}, open_reply=False)
@@ -82,11 +90,11 @@ def test_it_reads_as_the_template_would_have_written_it(template: str) -> None:
     if template == GLM4:
         whole += "<|user|>"  # which the model has written already
     assert shown == whole.rstrip("\n")
-    assert taken(sample).loss_mask == sample.loss_mask
+    assert checked_sample(sample).loss_mask == sample.loss_mask
 
 
 @every_template
-def test_every_request_is_the_tokens_of_the_sample(template: str) -> None:
+def test_every_request_sends_tokens_of_sample(template: str) -> None:
     end = ENDS[template][1]
     handle = handle_with(template, "hello" + end, "hello" + end)
     _, sample, _ = talk(handle, [QUESTION], [MORE])
@@ -94,7 +102,7 @@ def test_every_request_is_the_tokens_of_the_sample(template: str) -> None:
         assert sample.token_ids[: len(input_ids)] == input_ids
 
 
-def test_what_the_model_wrote_is_never_tokenised_again() -> None:
+def test_model_text_is_never_tokenized_again() -> None:
     handle = handle_with(QWEN3)
     tokenizer = handle.tokenizer
     unusual = [tokenizer.encode([letter])[0][0] for letter in "hello"]  # `encode` would make one token of "ll"
@@ -106,7 +114,7 @@ def test_what_the_model_wrote_is_never_tokenised_again() -> None:
     assert sample.token_ids[start : start + 6] == unusual + end
 
 
-def test_a_reply_that_was_cut_off_is_closed_for_the_model() -> None:
+def test_truncated_reply_is_closed_before_next_turn() -> None:
     handle = handle_with(QWEN3, "long", "yes<|im_end|>")
     _, sample, replies = talk(handle, [QUESTION], [MORE], max_new_tokens=3)
     assert replies[0]["content"] == "lon"
@@ -114,54 +122,57 @@ def test_a_reply_that_was_cut_off_is_closed_for_the_model() -> None:
     assert trained(handle, sample) == ["lon", "yes"]  # the end of the first one is ours; the second one was cut off too
 
 
-def test_a_reply_that_ended_with_another_end_token_is_not_closed_again() -> None:
+def test_reply_with_other_end_token_is_not_closed_twice() -> None:
     handle = handle_with(LLAMA3, "hi<|eom_id|>", "yes<|eot_id|>")
     _, sample, _ = talk(handle, [QUESTION], [MORE])
     assert "hi<|eom_id|><|start_header_id|>user" in text(handle, sample)
 
 
-def test_glm_expected_the_user_and_a_tool_answers() -> None:
+def test_glm_reply_ended_by_role_token_accepts_tool_result() -> None:
     handle = handle_with(GLM4, "hi<|user|>", "yes<|user|>")
     _, sample, _ = talk(handle, [QUESTION], [{"role": "tool", "content": "2"}])
     assert "hi<|user|><|observation|>\n<tool_response>" in text(handle, sample)
     assert trained(handle, sample) == ["hi<|user|>", "yes<|user|>"]
 
 
-def test_thoughts_that_the_template_would_drop_stay_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_reasoning_dropped_by_template_is_kept_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     thought = "<think>\nhm\n</think>\n\n2<|im_end|>"
     with caplog.at_level(logging.WARNING):
         handle = handle_with(QWEN3, thought, thought, thought)
         _, sample, _ = talk(handle, [QUESTION], [MORE], [MORE])
     assert trained(handle, sample) == [thought] * 3
     assert text(handle, sample).count("hm") == 3
-    assert [record.message for record in caplog.records if "thoughts" in record.message] == [
-        "the chat template leaves the thoughts of earlier replies out; in conversations that are trained on they stay, "
-        "because a sample's tokens are what the model has seen and written"
-    ]
+    assert len([record for record in caplog.records if "reasoning" in record.message]) == 1
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         ChatFormat(chat_tokenizer(LLAMA3))
     assert not caplog.records
 
 
-def test_without_messages_the_samples_own_prompt_is_answered() -> None:
+def test_reply_without_messages_answers_prompt_of_sample() -> None:
     handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
-    _, sample, _ = talk(handle, [], [MORE], sample=pending(handle, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"))
+    _, sample, _ = talk(
+        handle, [], [MORE], sample=pending(handle, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n")
+    )
     assert text(handle, sample) == (
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
         "<|im_start|>user\nand 11+1?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
     )
-    assert taken(sample).status is Status.COMPLETED
+    assert checked_sample(sample).status is Status.COMPLETED
 
 
-def test_no_room_for_the_next_message() -> None:
+def test_message_without_room_truncates_sample() -> None:
     handle = handle_with(QWEN3, "2<|im_end|>", rollout_max_response_len=40)
     conversation, sample, replies = talk(handle, [QUESTION], [{"role": "user", "content": "x" * 60}])
     assert replies[1] == {"role": "assistant", "content": ""}
-    assert sample.status is Status.TRUNCATED and trained(handle, sample) == ["2<|im_end|>"] and len(conversation.turns) == 1
+    assert (
+        sample.status is Status.TRUNCATED
+        and trained(handle, sample) == ["2<|im_end|>"]
+        and len(conversation.turns) == 1
+    )
 
 
-def test_a_call_that_fails_leaves_nothing() -> None:
+def test_failed_call_leaves_no_trace() -> None:
     handle = handle_with(QWEN3, "2<|im_end|>", ValueError("the engine does not want it"), "3<|im_end|>")
     conversation, sample, _ = talk(handle, [QUESTION])
 
@@ -176,29 +187,33 @@ def test_a_call_that_fails_leaves_nothing() -> None:
     assert text(handle, sample).count("and 11+1?") == 1 and trained(handle, sample) == ["2<|im_end|>", "3<|im_end|>"]
 
 
-def test_a_stopped_reply_calls_no_tool() -> None:
+def test_aborted_reply_calls_no_tool() -> None:
     handle = handle_with(QWEN3)
     handle.client.stopped = True
     conversation, sample, replies = talk(handle, [QUESTION], tools=[ADD])
     assert sample.status is Status.ABORTED and "tool_calls" not in replies[0] and not conversation.turns
 
 
-def test_a_template_that_wants_a_call_before_a_result() -> None:
+def test_template_that_requires_call_before_result() -> None:
     template = """{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
-    {{- raise_exception('there was no call') }}{% endif %}{{ '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}{% endfor %}"""
+    {{- raise_exception('there was no call') }}{% endif %}
+    {{- '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}{% endfor %}"""
     handle = handle_with(template, CALL[QWEN3] + "<|im_end|>", "2")
     _, sample, _ = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
-    assert text(handle, sample) == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
+    assert (
+        text(handle, sample) == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
+    )
 
 
-def test_a_template_that_writes_no_calls() -> None:
+def test_template_that_writes_no_calls() -> None:
     handle = handle_with(
         "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}", CALL[QWEN3], "2<|im_end|>"
     )
     _, sample, replies = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
     assert "tool_calls" in replies[0]
     assert (
-        text(handle, sample) == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
+        text(handle, sample)
+        == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
     )
 
 
@@ -211,15 +226,19 @@ def test_options_of_the_template_and_a_stop_text() -> None:
     assert sample.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_what_no_template_can_write_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="no chat template, which a conversation needs"):
+def test_conversation_rejected_by_template_raises_template_error() -> None:
+    with pytest.raises(ValueError, match=r"chat_template.jinja"):
         talk(handle_with(None, "2"), [QUESTION])
-    with pytest.raises(ValueError, match=r"refuses the conversation .*single tool-calls"):
+    with pytest.raises(ValueError, match="single tool-calls"):
         calls = [{"id": str(i), "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
         talk(handle_with(LLAMA3, "2"), [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}])
-    with pytest.raises(ValueError, match="does not write the assistant's messages"):
-        talk(handle_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "2", "3"), [QUESTION], [MORE])
-    with pytest.raises(ValueError, match="only text is understood"):
+    with pytest.raises(ValueError, match="assistant"):
+        talk(
+            handle_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "2", "3"),
+            [QUESTION],
+            [MORE],
+        )
+    with pytest.raises(ValueError, match="only text"):
         talk(handle_with(QWEN3, "2"), [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
@@ -239,7 +258,8 @@ KIMI = (
         ),
         ('<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ToolCall("x", {"a": 1})]),
         (
-            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
+            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
             "",
             [ToolCall("add", {}), ToolCall("sub", {})],
         ),
@@ -252,7 +272,11 @@ KIMI = (
         ),
         (CALL[GLM4], "", [ToolCall("add", {"a": 1, "b": 1})]),
         ("<tool_call>add\n</tool_call>", "", [ToolCall("add", {})]),
-        ("<tool_call>say\n<arg_key>t</arg_key>\n<arg_value>12</arg_value>\n</tool_call>", "", [ToolCall("say", {"t": "12"})]),
+        (
+            "<tool_call>say\n<arg_key>t</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
+            "",
+            [ToolCall("say", {"t": "12"})],
+        ),
         ("<|python_tag|>" + CALL[LLAMA3], "", [ToolCall("add", {"a": 1, "b": 1})]),
         ('add\n{"a": 1}', "", [ToolCall("add", {"a": 1})]),
         # Not calls: another tool without tags, broken JSON, cut off, no name, no object.

@@ -1,4 +1,4 @@
-"""A user's function fills in samples: every form, exact tokens and masks, and a mistake that costs its sample alone."""
+"""User-defined generate functions: every form, exact tokens and masks, and errors that fail only their sample."""
 
 import asyncio
 import subprocess
@@ -10,26 +10,27 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from scripted_engine import ScriptedClient
 
-from engines.sglang.client import EngineClient, Generation
-from stages.rollout import user_code
-from stages.rollout.config import RolloutConfig
-from stages.rollout.custom_generation import CustomGeneration, check_generate_function
-from stages.rollout.round import Group, Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.sample import Sample, Status
+from penstock.engines.generation import Generation
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins import plugin_runner
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, find_generate_function
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.samples.sample import Sample, Status
 
-ROUND = Round("run", rollout_id=4, policy_version=4)
+ROUND = RolloutRound("run", rollout_id=4, policy_version=4)
 PROMPT = "7*8="
 
 
-class ScriptedTurns(EngineClient):
+class ScriptedTurns(ScriptedClient):
     """Says the next of its texts to whoever asks, token by token, and an end token unless the text has a stop text."""
 
     def __init__(self, tokenizer: PromptTokenizer, texts: Sequence[str], version: str = "run/4") -> None:
-        super().__init__(["http://127.0.0.1:30000"])
-        self.tokenizer, self.texts, self.version = tokenizer, texts, version
-        self.requests: list[tuple[list[int], dict[str, Any], str | None]] = []
+        super().__init__(["http://127.0.0.1:30000"], weight_version=version)
+        self.tokenizer, self.texts = tokenizer, texts
+        self.requests: list[tuple[list[int], dict[str, Any], str | None]] = []  # type: ignore[assignment]
         self.turns: dict[str | None, int] = {}
         self.hangs_at: int | None = None  # turn that takes until it is aborted
         self.loops: set[asyncio.AbstractEventLoop] = set()
@@ -47,8 +48,8 @@ class ScriptedTurns(EngineClient):
         ids, whole = ids[: sampling["max_new_tokens"]], len(ids) <= sampling["max_new_tokens"]
         logprobs = [-(turn + 1.0) for _ in ids]
         if self._aborted:
-            return [Generation(ids[:1], logprobs[:1], "abort", self.version, self.version, 0)]
-        return [Generation(ids, logprobs, "stop" if whole else "length", self.version, self.version, 3)]
+            return [Generation(ids[:1], logprobs[:1], "abort", self.weight_version, self.weight_version, 0)]
+        return [Generation(ids, logprobs, "stop" if whole else "length", self.weight_version, self.weight_version, 3)]
 
 
 class Bench:
@@ -85,13 +86,15 @@ class Bench:
                 setattr(sample, name, value)
         return made
 
-    def generation(self, code: str, round: Round = ROUND, **options: Any) -> CustomGeneration:
+    def generation(self, code: str, round: RolloutRound = ROUND, **options: Any) -> CustomGeneration:
         self.client = ScriptedTurns(self.tokenizer, self.texts)
         options = {"rollout_max_response_len": 40, "generate_timeout": 20.0} | options
         config = RolloutConfig(custom_generate_function_path=self.path(code), **options)
         return CustomGeneration(config, self.client, self.tokenizer, round)
 
-    def run(self, code: str, n: int = 2, group: Group | None = None, round: Round = ROUND, **options: Any) -> Group:
+    def run(
+        self, code: str, n: int = 2, group: Group | None = None, round: RolloutRound = ROUND, **options: Any
+    ) -> Group:
         async def filled() -> Group:
             async with self.generation(code, round, **options) as generation:
                 return await generation(self.group(n) if group is None else group)
@@ -140,19 +143,26 @@ def test_two_turns_with_a_tool_token_by_token(bench: Bench) -> None:
 
 
 FORMS = {
-    "plain": "async def generate(args, sample, sampling_params):\n    await args.engine.generate(sample, **sampling_params)\n    return sample",
+    "plain": "async def generate(args, sample, sampling_params):\n"
+    "    await args.engine.generate(sample, **sampling_params)\n    return sample",
     "short": "async def f(args, sample, engine):\n    await engine.generate(sample)\n    return sample",
-    "engine in between": "async def f(args, sample, engine, params):\n    await engine.generate(sample, **params)\n    return [sample]",
-    "keywords": "async def f(args, sample, sampling_params, *, evaluation, **rest):\n    assert not evaluation and not rest\n"
+    "engine in between": "async def f(args, sample, engine, params):\n"
+    "    await engine.generate(sample, **params)\n    return [sample]",
+    "keywords": "async def f(args, sample, sampling_params, *, evaluation, **rest):\n"
+    "    assert not evaluation and not rest\n"
     "    await args.engine.generate(sample)\n    return sample",
     "list": "async def custom_generate(args, samples, evaluation=False):\n    for sample in samples:\n"
     "        await args.engine.generate(sample)\n    return samples\n\ndef helper(a): ...",
-    "list, other name": "async def f(args, group):\n    await asyncio.gather(*map(args.engine.generate, group))\n    return tuple(group[::-1])",
-    "sync": "def generate(args, sample, sampling_params):\n    asyncio.run(args.engine.generate(sample))\n    return sample",
-    "sync list": "def generate(args, samples, engine):\n    for s in samples:\n        asyncio.run(engine.generate(s))\n    return samples",
+    "list, other name": "async def f(args, group):\n"
+    "    await asyncio.gather(*map(args.engine.generate, group))\n    return tuple(group[::-1])",
+    "sync": "def generate(args, sample, sampling_params):\n"
+    "    asyncio.run(args.engine.generate(sample))\n    return sample",
+    "sync list": "def generate(args, samples, engine):\n"
+    "    for s in samples:\n        asyncio.run(engine.generate(s))\n    return samples",
     "hidden async": "async def _f(args, sample):\n    await args.engine.generate(sample)\n    return sample\n\n"
     "def generate(args, sample):\n    return _f(args, sample)",
-    "an object": "class _F:\n    async def __call__(self, args, sample, sampling_params, engine):\n        await engine.generate(sample)\n"
+    "an object": "class _F:\n"
+    "    async def __call__(self, args, sample, sampling_params, engine):\n        await engine.generate(sample)\n"
     "        return sample\n\ngenerate = _F()",
 }
 
@@ -164,11 +174,15 @@ def test_forms(bench: Bench, form: str) -> None:
     assert [sample.sample_id for sample in samples] == [f"000000001-{index:02d}" for index in range(3)]
     assert [sample.metadata["i"] for sample in samples] == [0, 1, 2]
     for sample in samples:
-        assert (sample.status, sample.response, type(sample)) == (Status.COMPLETED, "56<|end|>", Sample), sample.metadata
-    assert bench.client.loops and len(bench.client.loops) == 1  # the client is asked in its own loop, wherever the function runs
+        assert (sample.status, sample.response, type(sample)) == (Status.COMPLETED, "56<|end|>", Sample), (
+            sample.metadata
+        )
+    assert (
+        bench.client.loops and len(bench.client.loops) == 1
+    )  # the client is asked in its own loop, wherever the function runs
 
 
-def test_slimes_own_words(bench: Bench) -> None:
+def test_slime_names_work(bench: Bench) -> None:
     """A function that knows the engine's answer by itself, and no method of ours."""
     code = """
     async def generate(args, sample, sampling_params):
@@ -185,7 +199,7 @@ def test_slimes_own_words(bench: Bench) -> None:
     assert sample.response == bench.text([11, 6])
 
 
-def test_slimes_functions_find_an_engine(bench: Bench) -> None:
+def test_slime_functions_find_engine_address(bench: Bench) -> None:
     code = """
     def generate(args, sample, sampling_params, engine):
         sample.metadata["where"] = f"{args.sglang_router_ip}:{args.sglang_router_port}"
@@ -216,7 +230,10 @@ def test_fan_out(bench: Bench) -> None:
     assert {sample.trajectory_id for sample in samples[:3]} == {"000000001-00"}
     assert {(sample.group_id, sample.label) for sample in samples} == {("000000001", "56")}
     assert [sample.status for sample in samples[:3]] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-    assert samples[1].metadata["error"].startswith("generate of ") and "loss_mask has 1 entries" in samples[1].metadata["error"]
+    assert (
+        samples[1].metadata["error"].startswith("generate of ")
+        and "loss_mask has 1 entries" in samples[1].metadata["error"]
+    )
 
 
 def test_budgets(bench: Bench) -> None:
@@ -250,26 +267,28 @@ def test_seeds_and_evaluation(bench: Bench) -> None:
         await engine.generate(sample)
         return sample
     """
-    samples = bench.run(code, n=2, round=Round("run", 4, 4, kind="eval"), rollout_sampling_seeds=True, rollout_seed=7)
+    samples = bench.run(
+        code, n=2, round=RolloutRound("run", 4, 4, kind="eval"), rollout_sampling_seeds=True, rollout_seed=7
+    )
     assert all(sample.status is Status.COMPLETED for sample in samples), samples
     assert sorted(request[1]["sampling_seed"] for request in bench.client.requests) == [7, 8]
 
 
 MISTAKES = {
-    "await engine.generate(sample, temperature=0.3)": "raises PluginError: temperature 0.3 is not --rollout-temperature 1.0",
+    "await engine.generate(sample, temperature=0.3)": "raises PluginError: temperature 0.3",
     "raise KeyError('tool')": "raises KeyError: 'tool'",
     "raise SystemExit(3)": "raises SystemExit: 3",
     "raise asyncio.CancelledError": "it was cancelled",
     "return None": "returned NoneType: return the sample, or a list of samples",
     "return []": "returned an empty list: return the sample",
     "return [sample, 'x']": "returned str: return",
-    "return sample": "it has no response tokens",
-    "await engine.generate(sample); sample.loss_mask = [1]; return sample": "loss_mask has 1 entries for a response of 3 tokens",
+    "return sample": "has no response tokens",
+    "await engine.generate(sample); sample.loss_mask = [1]; return sample": "loss_mask has 1 entries",
     "await engine.generate(sample); sample.rollout_log_probs[-1] = float('nan'); return sample": "log-prob of token 2",
-    "await engine.generate(sample); sample.status = 'odd'; return sample": "its status is 'odd'",
+    "await engine.generate(sample); sample.status = 'odd'; return sample": "status is 'odd'",
     "await engine.generate(sample); sample.metadata['x'] = {1j}; return sample": "cannot be written as JSON",
     "await engine.generate(sample); sample.reward = float('nan'); return sample": "the reward function returned nan",
-    "sample.response = 'text alone'; return sample": "it has no response tokens",
+    "sample.response = 'text alone'; return sample": "has no response tokens",
     "sample.status = 'failed'; return sample": "says that the sample has failed",
     "sample.status = 'failed'; sample.metadata['error'] = 'my own words'; return sample": "my own words",
     "await asyncio.sleep(60)": "takes more than 0.4 s",
@@ -277,7 +296,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_costs_its_sample_alone(bench: Bench, mistake: str) -> None:
+def test_failing_function_fails_only_its_sample(bench: Bench, mistake: str) -> None:
     code = f"""
     async def generate(args, sample, sampling_params, engine):
         if sample.metadata["i"] == 1:
@@ -292,7 +311,7 @@ def test_a_mistake_costs_its_sample_alone(bench: Bench, mistake: str) -> None:
     assert "generate of " in reason or mistake.endswith("'my own words'; return sample")
 
 
-def test_a_list_function_that_loses_one(bench: Bench) -> None:
+def test_list_function_that_drops_a_sample_fails_it(bench: Bench) -> None:
     code = """
     async def generate(args, samples, engine):
         for sample in samples:
@@ -307,9 +326,9 @@ def test_a_list_function_that_loses_one(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("form", ["async def", "def"])
-def test_what_blocks_costs_its_sample_alone(bench: Bench, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function with `async` that blocks its event loop: the others begin anew in another one."""
-    monkeypatch.setattr(user_code, "PATIENCE", 0.3)
+def test_blocking_function_fails_only_its_sample(bench: Bench, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An async function that blocks its event loop: the other calls restart in a new loop."""
+    monkeypatch.setattr(plugin_runner, "PATIENCE", 0.3)
     say = "await engine.generate(sample)" if form == "async def" else "asyncio.run(engine.generate(sample))"
     pause = "await asyncio.sleep(0.2)" if form == "async def" else "time.sleep(0.2)"
     code = f"""
@@ -329,23 +348,23 @@ def test_what_blocks_costs_its_sample_alone(bench: Bench, form: str, monkeypatch
     assert bench.one(CALCULATOR).status is Status.COMPLETED  # nothing is left behind
 
 
-def test_what_hangs_keeps_nobody_from_exiting(bench: Bench) -> None:
+def test_hanging_function_does_not_prevent_exit(bench: Bench) -> None:
     files = [
         bench.path("def generate(args, sample):\n    time.sleep(600)"),
         bench.path("async def generate(args, sample):\n    time.sleep(600)"),
     ]
     program = f"""
     import asyncio
-    from stages.rollout import user_code
-    from stages.plugins import load_function
-    user_code.PATIENCE = 0.1
+    from penstock.stages.rollout.plugins import plugin_runner
+    from penstock.stages.plugins import load_function
+    plugin_runner.PATIENCE = 0.1
     async def main():
         for path in {files!r}:
             function = load_function(path)
-            code = user_code.UserCode("f", is_async="async" in open(path).read().split("def")[0].split()[-1:])
+            code = plugin_runner.PluginRunner("f", is_async="async" in open(path).read().split("def")[0].split()[-1:])
             try:
                 await code.run(lambda: function(None, None), 0.2)
-            except user_code.NoResult as error:
+            except plugin_runner.PluginError as error:
                 print(error)
     asyncio.run(main())
     """
@@ -354,7 +373,7 @@ def test_what_hangs_keeps_nobody_from_exiting(bench: Bench) -> None:
     assert "takes more than 0.2 s" in done.stdout and "blocks its event loop" in done.stdout
 
 
-def test_the_loop_lives_on_between_rounds(bench: Bench) -> None:
+def test_event_loop_survives_between_rounds(bench: Bench) -> None:
     """What a module keeps, a semaphore or a connection say, belongs to one event loop."""
     code = """
     gate, homes = asyncio.Semaphore(1), set()
@@ -369,16 +388,20 @@ def test_the_loop_lives_on_between_rounds(bench: Bench) -> None:
     config = RolloutConfig(custom_generate_function_path=bench.path(code), rollout_max_response_len=40)
 
     async def filled() -> Group:
-        async with CustomGeneration(config, ScriptedTurns(bench.tokenizer, ["56"]), bench.tokenizer, ROUND) as generation:
+        async with CustomGeneration(
+            config, ScriptedTurns(bench.tokenizer, ["56"]), bench.tokenizer, ROUND
+        ) as generation:
             return await generation(bench.group(3))
 
     for _ in range(2):
-        assert [(sample.status, sample.metadata["homes"]) for sample in asyncio.run(filled())] == [(Status.COMPLETED, 1)] * 3
+        assert [(sample.status, sample.metadata["homes"]) for sample in asyncio.run(filled())] == [
+            (Status.COMPLETED, 1)
+        ] * 3
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_aborted_samples_come_back(bench: Bench, continues: bool) -> None:
-    """Stopped in the second turn: a function that can go on keeps what there is, for others the sample begins anew."""
+def test_aborted_samples_return(bench: Bench, continues: bool) -> None:
+    """Aborted in the second turn: continued if the function supports it, otherwise the sample restarts."""
     code = """
     async def generate(args, sample, sampling_params, engine):
         if not sample.response:
@@ -421,7 +444,7 @@ def test_aborted_samples_come_back(bench: Bench, continues: bool) -> None:
         assert sample.status is Status.COMPLETED and "num_prompt_tokens" not in sample.metadata
 
 
-def test_a_function_that_cannot_go_on_begins_anew(bench: Bench) -> None:
+def test_function_without_continues_partial_restarts_sample(bench: Bench) -> None:
     """What the built-in generation has left, say, before the run was forked to use a function."""
     (sample,) = bench.group(1)
     sample.token_ids, sample.response = [*sample.token_ids, 11], "5"
@@ -430,7 +453,7 @@ def test_a_function_that_cannot_go_on_begins_anew(bench: Bench) -> None:
     assert (sample.response, sample.loss_mask) == ("56<|end|>", [0] * 4 + [1] * 3)
 
 
-def test_a_sample_stopped_behind_tool_tokens_keeps_its_prompt(bench: Bench) -> None:
+def test_sample_aborted_after_tool_tokens_keeps_prompt(bench: Bench) -> None:
     code = """
     async def generate(args, sample, engine):
         if not sample.response_length:
@@ -450,8 +473,8 @@ def test_a_sample_stopped_behind_tool_tokens_keeps_its_prompt(bench: Bench) -> N
     assert sample.loss_mask == [0] * 9 + [1] * 3
 
 
-def test_a_slow_tool_does_not_hold_up_the_end_of_a_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "GRACE", 0.1)
+def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_runner, "GRACE", 0.1)
     code = "async def generate(args, sample):\n    await asyncio.sleep(600)"
 
     async def stopped() -> Group:
@@ -466,7 +489,7 @@ def test_a_slow_tool_does_not_hold_up_the_end_of_a_round(bench: Bench, monkeypat
     assert time.monotonic() - start < 60, "the tool takes ten minutes"
 
 
-def test_what_is_finished_stays_as_it_is(bench: Bench) -> None:
+def test_finished_samples_are_unchanged(bench: Bench) -> None:
     group = bench.group(2)
     group[0].status, group[0].response = Status.COMPLETED, "done before"
     samples = bench.run(CALCULATOR, group=group)
@@ -474,11 +497,11 @@ def test_what_is_finished_stays_as_it_is(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("caught", [False, True])
-def test_faults_of_the_engines_end_the_round(bench: Bench, caught: bool) -> None:
+def test_engine_failures_end_round(bench: Bench, caught: bool) -> None:
     code = f"""
     async def generate(args, sample, engine):
         try:
-            engine.client.version = "run/3"
+            engine.client.weight_version = "run/3"
             await engine.generate(sample)
         except RuntimeError:
             if {caught}:
@@ -489,13 +512,13 @@ def test_faults_of_the_engines_end_the_round(bench: Bench, caught: bool) -> None
         bench.run(code)
 
 
-def test_an_answer_of_other_weights_that_the_function_fetched_itself(bench: Bench) -> None:
+def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
     code = """
     async def generate(args, sample, sampling_params):
         sample.append_response_tokens([11], [-1.0], meta_info={"weight_version": "run/3"})
         return sample
     """
-    with pytest.raises(RuntimeError, match="answered by weights 'run/3', expected 'run/4'"):
+    with pytest.raises(RuntimeError, match="weights 'run/3', expected 'run/4'"):
         bench.run(code)
 
 
@@ -503,7 +526,10 @@ def test_an_answer_of_other_weights_that_the_function_fetched_itself(bench: Benc
     ("code", "sentence"),
     [
         ("x = 1", "defines no function"),
-        ("async def generate(args): ...", r"generate of .* has the signature \(args\), but is called with \(args, sample"),
+        (
+            "async def generate(args): ...",
+            r"generate of .* has the signature \(args\), but is called with \(args, sample",
+        ),
         ("async def generate(args, sample, params, more): ...", "missing a required argument: 'more'"),
         ("async def generate(args, sample):\n    yield 1", "is a generator"),
         ("class Generate:\n    pass", "is a class: name a function"),
@@ -512,5 +538,5 @@ def test_an_answer_of_other_weights_that_the_function_fetched_itself(bench: Benc
 )
 def test_preflight(bench: Bench, code: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        check_generate_function(bench.path(code))
-    check_generate_function(bench.path(CALCULATOR))
+        find_generate_function(bench.path(code))
+    find_generate_function(bench.path(CALCULATOR))

@@ -1,4 +1,4 @@
-"""Data sources of the user's own, in the forms in which people write them, and the two that they derive from."""
+"""User-defined data sources in common forms, and their two base classes."""
 
 import json
 import textwrap
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.custom_source import (
-    Dataset,
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.custom_source import (
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
     load_data_source,
-    next_groups,
     open_data_source,
 )
-from stages.rollout.prompts.lengths import LengthFilter
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
+from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound, next_groups
+from penstock.stages.rollout.prompts.lengths import LengthFilter
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import PluginError
 
 SEED = """
     class RolloutDataSource:
@@ -31,7 +30,7 @@ SEED = """
             pass
 """
 SEED_WITH_BUFFER = """
-    from stages.rollout.custom_source import RolloutDataSource
+    from penstock.stages.rollout.plugins.custom_source import RolloutDataSource
 
     class RolloutDataSourceWithBuffer(RolloutDataSource):
         def __init__(self):
@@ -66,8 +65,13 @@ class Bed:
 
     def source(self, code: str | None = None, buffer_filter: Any = None, **options: Any) -> RolloutDataSource:
         config = self.config.model_copy(update={"data_source_path": self.path(code) if code else None, **options})
-        dataset = Dataset(config, PromptSource.open(config), self.tokenizer, LengthFilter(config, self.tokenizer))
-        dataset.round = Round("run", 3, 5)
+        dataset = Dataset(
+            config,
+            PromptSource.open(config),
+            self.tokenizer,
+            RolloutRound("run", 3, 5),
+            LengthFilter(config, self.tokenizer),
+        )
         return open_data_source(config, dataset, buffer_filter)
 
 
@@ -80,7 +84,7 @@ def ids(groups: list[list[Any]]) -> list[str]:
     return [group[0].group_id for group in groups]
 
 
-def test_without_a_class_of_ones_own_prompts_come_in_their_order(bed: Bed) -> None:
+def test_default_source_serves_prompts_in_order(bed: Bed) -> None:
     source = bed.source()
     prompts, _ = source.dataset.prompts.take(source.dataset.state, 6)
     groups = next_groups(source, 4) + next_groups(source, 2)
@@ -92,7 +96,7 @@ def test_without_a_class_of_ones_own_prompts_come_in_their_order(bed: Bed) -> No
     assert sample.token_ids == bed.tokenizer.encode([sample.prompt])[0] and not any(sample.loss_mask)
 
 
-def test_a_source_goes_on_from_its_state(bed: Bed) -> None:
+def test_source_continues_from_state(bed: Bed) -> None:
     whole = next_groups(bed.source(), 9)
     source = bed.source()
     first = next_groups(source, 4)
@@ -106,7 +110,7 @@ def test_a_source_goes_on_from_its_state(bed: Bed) -> None:
     assert next_groups(again, 9) == whole
 
 
-def test_what_comes_back_is_used_first_and_survives_a_restart(bed: Bed) -> None:
+def test_returned_groups_are_used_first_and_survive_restart(bed: Bed) -> None:
     source = bed.source()
     assert isinstance(source, RolloutDataSourceWithBuffer)
     first = next_groups(source, 4)
@@ -121,7 +125,7 @@ def test_what_comes_back_is_used_first_and_survives_a_restart(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_the_class_of_the_seeds_works_as_it_stands(bed: Bed, single: bool) -> None:
+def test_minimal_user_defined_classes_work(bed: Bed, single: bool) -> None:
     source = bed.source(SEED)
     assert type(source).__name__ == "RolloutDataSource" and isinstance(source, RolloutDataSource)
     expected = next_groups(bed.source(), 5)
@@ -145,7 +149,7 @@ def test_the_class_of_the_seeds_works_as_it_stands(bed: Bed, single: bool) -> No
 
 
 @pytest.mark.parametrize("removes", [False, True])
-def test_a_filter_function_may_remove_what_it_takes_or_not(bed: Bed, removes: bool) -> None:
+def test_buffer_filter_may_remove_selected_groups(bed: Bed, removes: bool) -> None:
     rounds = []
 
     def pop_last(args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]:
@@ -162,9 +166,9 @@ def test_a_filter_function_may_remove_what_it_takes_or_not(bed: Bed, removes: bo
     assert rounds == [3, 3]
 
 
-def test_state_of_ones_own_travels_with_the_position(bed: Bed) -> None:
+def test_state_of_subclass_is_stored_with_position(bed: Bed) -> None:
     code = """
-        from stages.rollout.custom_source import RolloutDataSource
+        from penstock.stages.rollout.plugins.custom_source import RolloutDataSource
 
         class Curriculum(RolloutDataSource):
             def __init__(self, args):
@@ -174,7 +178,8 @@ def test_state_of_ones_own_travels_with_the_position(bed: Bed) -> None:
 
             def get_samples(self, num_samples):
                 self.level += 1
-                return [*self.dataset.sample(num_samples - 1), self.dataset.issue(f"{self.level}+{self.size}=", label="?")]
+                groups = self.dataset.sample(num_samples - 1)
+                return [*groups, self.dataset.issue(f"{self.level}+{self.size}=", label="?")]
 
             def state_dict(self):
                 return super().state_dict() | {"level": self.level}
@@ -192,65 +197,74 @@ def test_state_of_ones_own_travels_with_the_position(bed: Bed) -> None:
     assert "2+10=" in next_groups(again, 1)[0][0].prompt
 
 
+@pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
+@pytest.mark.parametrize("module", ["stages.rollout.custom_source", "penstock.stages.rollout.plugins.custom_source"])
+@pytest.mark.parametrize("separator", [".", ":"])
+def test_data_source_loads_under_current_and_old_paths(cls: type, module: str, separator: str) -> None:
+    assert load_data_source(f"{module}{separator}{cls.__name__}") is cls
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("def get_samples(n):\n    return []\n", "is no class: name a class with get_samples"),
-        ("class Mine:\n    pass\n", "has no get_samples: write def get_samples"),
-        ("class Mine:\n    def get_samples(self):\n        return []\n", "its get_samples takes other arguments"),
+        ("def get_samples(n):\n    return []\n", "get_samples"),
+        ("class Mine:\n    pass\n", "get_samples"),
+        ("class Mine:\n    def get_samples(self):\n        return []\n", r"get_samples\(self, num_samples\)"),
         (
-            "class Mine:\n    def get_samples(self, n):\n        return []\n    def buffer_filter(self, buffer):\n        return []\n",
-            "its buffer_filter takes other arguments",
+            "class Mine:\n    def get_samples(self, n):\n        return []\n"
+            "    def buffer_filter(self, buffer):\n        return []\n",
+            r"buffer_filter\(self, args, buffer, num_samples\)",
         ),
     ],
 )
-def test_a_class_that_cannot_work_is_refused_before_anything_starts(bed: Bed, code: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_class_with_wrong_signature_raises_when_loaded(bed: Bed, code: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         load_data_source(bed.path(code))
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("1 / 0", "Mine.get_samples failed with ZeroDivisionError"),
-        ("None", "Mine.get_samples returned NoneType; a list of groups"),
-        ("['a']", "returned a list of str"),
-        ("self.dataset.sample(num_samples + 1)", "returned 4 groups; 3 were asked for"),
+        ("1 / 0", "Mine.get_samples .*ZeroDivisionError"),
+        ("None", "Mine.get_samples .*NoneType"),
+        ("['a']", "Mine.get_samples .*list of str"),
+        ("self.dataset.sample(num_samples + 1)", r"Mine.get_samples .*4 groups.*\(3\)"),
         (
             "[group[:1] for group in self.dataset.sample(num_samples)]",
-            "'000000000' with 1 samples of 1 ids; --n-samples-per-prompt is 2",
+            "'000000000' .*1 samples .*--n-samples-per-prompt",
         ),
-        ("[group[:1] * 2 for group in self.dataset.sample(num_samples)]", "with 2 samples of 1 ids"),
+        ("[group[:1] * 2 for group in self.dataset.sample(num_samples)]", "2 samples and 1 distinct ids"),
     ],
 )
-def test_what_it_returns_is_checked(bed: Bed, body: str, message: str) -> None:
+def test_invalid_return_values_of_get_samples_raise(bed: Bed, body: str, message: str) -> None:
     source = bed.source(f"class Mine:\n    def get_samples(self, num_samples):\n        return {body}\n")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PluginError, match=message):
         next_groups(source, 3)
 
 
-def test_a_class_that_cannot_be_made_and_a_filter_that_lies_are_told(bed: Bed) -> None:
-    with pytest.raises(ValueError, match=r"cannot be made \(KeyError: 'x'\)"):
+def test_failing_constructor_and_invalid_buffer_filter_raise(bed: Bed) -> None:
+    with pytest.raises(PluginError, match=r"--data-source-path .*KeyError: 'x'"):
         bed.source(
-            "class Mine:\n    def __init__(self, args):\n        {}['x']\n    def get_samples(self, n):\n        return []\n"
+            "class Mine:\n    def __init__(self, args):\n        {}['x']\n"
+            "    def get_samples(self, n):\n        return []\n"
         )
     for wrong, message in (
-        (lambda args, buffer, n: ["other"], "a list of entries of the buffer"),
-        (lambda a, b, n: b, "returned 4 groups"),
+        (lambda args, buffer, n: ["other"], "list of str"),
+        (lambda a, b, n: b, "4 groups"),
     ):
         source = bed.source(buffer_filter=wrong)
         source.add_samples(next_groups(source, 4))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(PluginError, match=message):
             next_groups(source, 2)
 
 
-def test_samples_made_by_hand_are_refused(bed: Bed) -> None:
+def test_samples_not_issued_by_dataset_raise(bed: Bed) -> None:
     source = bed.source("""
-        from storage.sample import Sample
+        from penstock.storage.samples.sample import Sample
 
         class Mine:
             def get_samples(self, num_samples):
                 return [Sample(f"{i}", "g", f"{i}", 0, prompt="1+1=") for i in range(2)]
     """)
-    with pytest.raises(ValueError, match=r"Mine.get_samples returned group 'g', which the data set has not issued"):
+    with pytest.raises(PluginError, match=r"Mine.get_samples .*'g'"):
         next_groups(source, 1)

@@ -1,19 +1,21 @@
-"""Demonstrations: which tokens are trained, and that they lie in the store as any rollout does."""
+"""SFT data: which tokens are trained, and how it is committed."""
 
 from pathlib import Path
 
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout.beginning import beginning_of
-from stages.rollout.config import RolloutConfig
-from stages.rollout.demonstrations import demonstration_stage, demonstrations
-from stages.rollout.prompts.source import Messages, Prompt, PromptSource
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.errors import DataError
-from storage.refs import RunKeys
-from storage.shards import read_samples
-from storage.store import Store
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.source import Prompt, PromptSource
+from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.rollout import RolloutContext
+from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
+from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import DataError
+from penstock.storage.refs import RunKeys
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 
 def prompt(content: str | Messages) -> Prompt:
@@ -26,7 +28,7 @@ def chat(*turns: str) -> Messages:
 
 def trained_text(tokenizer: PromptTokenizer, messages: Messages) -> list[str]:
     """The masked tokens, decoded one by one."""
-    [sample] = demonstrations([prompt(messages)], tokenizer, rollout_id=0)
+    [sample] = sft_samples([prompt(messages)], tokenizer, rollout_id=0)
     sample.check()
     kept = [token for token, mask in zip(sample.token_ids, sample.loss_mask) if mask]
     return tokenizer.decode([[token] for token in kept], skip_special_tokens=False)
@@ -39,13 +41,13 @@ def test_the_answer_and_its_end_token_are_trained(tokenizer: PromptTokenizer) ->
 def test_every_assistant_turn_is_trained_and_the_text_is_whole(tokenizer: PromptTokenizer) -> None:
     messages = chat("1+1=", "2", "and 2+2=", "4")
     assert trained_text(tokenizer, messages) == ["2", "<|end|>", "4", "<|end|>"]
-    [sample] = demonstrations([prompt(messages)], tokenizer, rollout_id=0)
+    [sample] = sft_samples([prompt(messages)], tokenizer, rollout_id=0)
     [whole] = tokenizer.render_chats([messages], add_generation_prompt=False)
     assert sample.token_ids == tokenizer.encode([whole])[0]
     assert sample.prompt + sample.response == whole
 
 
-def test_what_a_template_writes_behind_the_end_token_is_not_trained(tokenizer: PromptTokenizer) -> None:
+def test_text_after_end_token_is_not_trained(tokenizer: PromptTokenizer) -> None:
     """Qwen's templates end a turn with a line break that no model ever generates."""
     other = PromptTokenizer.__new__(PromptTokenizer)
     other.__dict__ = {**tokenizer.__dict__, "inner": __import__("copy").deepcopy(tokenizer.inner)}
@@ -61,28 +63,28 @@ def test_a_template_that_opens_every_conversation_differently_is_trained_exactly
 
 
 @pytest.mark.parametrize("content", ["text", [{"role": "user", "content": "a"}]])
-def test_a_row_without_an_answer_is_refused(tokenizer: PromptTokenizer, content: str | Messages) -> None:
+def test_row_without_answer_raises_data_error(tokenizer: PromptTokenizer, content: str | Messages) -> None:
     with pytest.raises(DataError, match="row 0 of file 1"):
-        demonstrations([prompt(content)], tokenizer, rollout_id=0)
+        sft_samples([prompt(content)], tokenizer, rollout_id=0)
 
 
 def test_stage_commits_rows_in_order(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     rows = [{"messages": chat(f"{i}+0=", f"{i}")} for i in range(10)]
     config = RolloutConfig(
-        prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), input_key="messages", rollout_batch_size=6, rollout_shuffle=False
+        prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows),
+        input_key="messages",
+        rollout_batch_size=6,
+        rollout_shuffle=False,
     )
     store, keys, source = Store(str(tmp_path / "store")), RunKeys("sft"), PromptSource.open(config)
     seen = []
     for r in range(3):
-        commit = demonstration_stage(
-            store,
+        commit = sft_data_stage(
+            RolloutContext(store, config, source, tokenizer),
             keys.rollout(r),
-            run="sft",
-            rollout_id=r,
-            source=source,
-            tokenizer=tokenizer,
-            config=config,
-            state=beginning_of(store, keys, r).state,
+            "sft",
+            r,
+            resume_point_of(store, keys, r).state,
         )
         assert commit.policy_version == -1 and commit.summary["rollout/num_samples"] == 6
         seen += read_samples(store, commit)

@@ -1,4 +1,5 @@
-"""Waves, filters, the buffer and partial rollouts, with an engine that writes token by token and stops when it is told to."""
+"""Sampling batches, filters, the buffer and partial rollouts, with an engine that writes token by token until it is
+aborted."""
 
 import asyncio
 import itertools
@@ -14,17 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import KEYS, Bench, SlowClient
 
-from engines.sglang.generation import Generation
-from stages.rollout.collect import collect
-from stages.rollout.filters import DynamicFilterOutput
-from stages.rollout.responses import mask_earlier_policies
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.audit import audit
-from storage.refs import BUFFER, Commit
-from storage.sample import Sample, Status
-from storage.shards import read_samples
+from penstock.engines.generation import Generation
+from penstock.stages.rollout.group import mask_earlier_policies
+from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
+from penstock.stages.rollout.rollout import collect
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.refs import BUFFER, Commit
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
 
-FILTER = "def check(args, samples):\n    import random\n    return random.Random(samples[0].group_id).random() >= {share}\n"
+FILTER = (
+    "def check(args, samples):\n    import random\n    return random.Random(samples[0].group_id).random() >= {share}\n"
+)
 
 
 def bench_with(directory: Path, tokenizer: PromptTokenizer, share: float = 0.0, **options: Any) -> Bench:
@@ -59,37 +62,43 @@ def test_dropped_groups_are_replaced_and_counted(tmp_path: Path, tokenizer: Prom
     assert max(commit.summary.get("rollout/num_waves", 1) for commit in commits) > 1
 
 
-def test_a_filter_that_drops_everything_ends_the_round(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_filter_that_drops_everything_fails_round(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, share=1.0, max_waves=3)
-    with pytest.raises(RuntimeError, match=r"3 waves of prompts gave 0 of 4 groups .* \(dropped: \d+ for 'check'\)"):
+    with pytest.raises(RuntimeError, match=r"3 .*0 of 4 groups .*\d+ for 'check'.*--max-waves"):
         bench.round(0, client=SlowClient)
 
 
 @pytest.mark.parametrize(("fallback", "num_waves"), [(True, 1), (False, 3)])
-def test_groups_are_kept_when_dropping_them_would_start_another_wave(fallback: bool, num_waves: int) -> None:
+def test_fallback_keeps_groups_instead_of_another_sampling_batch(fallback: bool, num_waves: int) -> None:
     numbers = itertools.count()
 
-    async def produce(group: list[Sample]) -> list[Sample]:
-        return group
+    class Runner:
+        async def run(self, group: list[Sample]) -> list[Sample]:
+            return group
 
-    async def judge(group: list[Sample]) -> DynamicFilterOutput:
+        async def stop(self) -> None:
+            raise AssertionError("nothing is left to stop")
+
+    async def group_filter(group: list[Sample]) -> DynamicFilterOutput:
         return DynamicFilterOutput(group[0].group_id >= "08", "zero_std_0.0", keep_when_insufficient=fallback)
-
-    async def stop() -> None:
-        raise AssertionError("nothing is left to stop")
 
     def next_groups(count: int) -> list[list[Sample]]:
         return [[Sample("s", f"{next(numbers):02}", "s", 0)] for _ in range(count)]
 
-    found = asyncio.run(collect(next_groups, produce, judge, stop, num_groups=2, wave=4, max_waves=3))
-    assert found.num_waves == num_waves and len(found.kept) == 2 and len(found.dropped) == (2 if fallback else 8)
+    limits = {"num_groups": 2, "batch_size": 4, "max_batches": 3}
+    found = asyncio.run(collect(next_groups, Runner(), group_filter, **limits))  # type: ignore[arg-type]
+    assert found.num_batches == num_waves and len(found.kept) == 2 and len(found.dropped) == (2 if fallback else 8)
 
 
-def test_what_is_not_needed_comes_back_and_begins_anew(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_unneeded_groups_are_buffered_and_restart(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10)
     first = bench.round(0, client=SlowClient)
     aside = buffered(bench, first)
-    assert len(groups(trained(bench, first))) == 4 and len(groups(aside)) == 6 and first.state["data_source"]["issued"] == 10
+    assert (
+        len(groups(trained(bench, first))) == 4
+        and len(groups(aside)) == 6
+        and first.state["data_source"]["issued"] == 10
+    )
     stopped = [sample for sample in aside if sample.status is Status.PENDING]
     assert stopped and not any(any(sample.loss_mask) or sample.response for sample in stopped)
     second = bench.round(1, client=SlowClient)
@@ -98,7 +107,7 @@ def test_what_is_not_needed_comes_back_and_begins_anew(tmp_path: Path, tokenizer
     assert second.summary["rollout/num_buffered_groups"] == len(groups(buffered(bench, second)))
 
 
-def test_partial_rollouts_go_on_where_they_were_stopped(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_partial_rollouts_continue_where_they_were_aborted(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     halves: dict[str, Sample] = {}
     num_continued = 0
@@ -115,10 +124,12 @@ def test_partial_rollouts_go_on_where_they_were_stopped(tmp_path: Path, tokenize
             if half.status is Status.ABORTED:
                 num_continued += 1
                 spans = sample.metadata["policy_spans"]
-                assert sample.policy_versions[1] == r == spans[-1][0] and sum(n for _, n in spans) == sum(sample.loss_mask)
-                assert bench.tokenizer.decode([sample.token_ids[sample.prompt_length :]], skip_special_tokens=False) == [
-                    sample.response
-                ]
+                assert sample.policy_versions[1] == r == spans[-1][0] and sum(n for _, n in spans) == sum(
+                    sample.loss_mask
+                )
+                assert bench.tokenizer.decode(
+                    [sample.token_ids[sample.prompt_length :]], skip_special_tokens=False
+                ) == [sample.response]
         halves |= {sample.sample_id: sample for sample in buffered(bench, commit)}
     assert num_continued > 4
 
@@ -131,9 +142,7 @@ def test_the_response_limit_holds_for_both_parts_together(tmp_path: Path, tokeni
     assert any("policy_spans" in sample.metadata and sample.status is Status.TRUNCATED for sample in samples)
 
 
-def test_what_is_stopped_draws_its_last_token_again_for_it_may_have_been_the_end(
-    tmp_path: Path, tokenizer: PromptTokenizer
-) -> None:
+def test_last_token_of_aborted_sample_is_sampled_again(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     class Stopped(SlowClient):
         async def generate_each(self, prompts: Any, samplings: Any, **named: Any) -> list[Generation]:
             answers = await super().generate_each(prompts, samplings, **named)
@@ -154,11 +163,13 @@ def test_what_is_stopped_draws_its_last_token_again_for_it_may_have_been_the_end
     assert not any(tokenizer.end_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
 
 
-def test_a_half_that_has_no_room_any_more_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_partial_sample_without_room_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     first = bench.round(0, client=SlowClient, longest=40)
     halves = {
-        sample.sample_id: sample for sample in buffered(bench, first) if sample.status is Status.ABORTED and sample.response
+        sample.sample_id: sample
+        for sample in buffered(bench, first)
+        if sample.status is Status.ABORTED and sample.response
     }
     longest = max(sum(half.loss_mask) for half in halves.values())
     bench.config = bench.config.model_copy(update={"rollout_max_response_len": longest})
@@ -168,7 +179,9 @@ def test_a_half_that_has_no_room_any_more_is_truncated(tmp_path: Path, tokenizer
     assert full and all(sample.policy_versions == (0, 0) for sample in full), "nothing can be added to it"
     assert all(sample.status in (Status.TRUNCATED, Status.PENDING, Status.ABORTED) for sample in full)
     assert all(
-        sample.status is Status.TRUNCATED for sample in full if sample.rollout_id == 1 and sample in trained(bench, second)
+        sample.status is Status.TRUNCATED
+        for sample in full
+        if sample.rollout_id == 1 and sample in trained(bench, second)
     )
 
 
@@ -186,15 +199,18 @@ def test_tokens_of_earlier_policies_can_be_masked(tmp_path: Path, tokenizer: Pro
     assert num_masked
 
 
-def test_masking_a_multi_turn_sample_leaves_the_last_policy() -> None:
-    sample = Sample("s", "g", "s", 0, token_ids=[1] * 8, loss_mask=[0, 1, 1, 0, 1, 0, 1, 1], rollout_logprobs=[-1.0] * 8)
+def test_masking_multi_turn_sample_keeps_last_policy() -> None:
+    sample = Sample(
+        "s", "g", "s", 0, token_ids=[1] * 8, loss_mask=[0, 1, 1, 0, 1, 0, 1, 1], rollout_logprobs=[-1.0] * 8
+    )
     sample.metadata["policy_spans"] = [[0, 2], [1, 1], [3, 2]]
     mask_earlier_policies(sample)
     assert sample.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1] and sample.rollout_logprobs == [0.0] * 6 + [-1.0] * 2
 
 
-def test_a_buffer_filter_chooses_what_comes_back_first(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    code = "def buffer_filter(args, rollout_id, buffer, num_samples):\n    assert rollout_id > 0\n    return buffer[::-1][:1]\n"
+def test_buffer_filter_selects_next_groups(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    code = "def buffer_filter(args, rollout_id, buffer, num_samples):\n"
+    code += "    assert rollout_id > 0\n    return buffer[::-1][:1]\n"
     (tmp_path / "buffers.py").write_text(code)
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=8, buffer_filter_path=str(tmp_path / "buffers.py"))
     first = bench.round(0, client=SlowClient)
@@ -205,7 +221,7 @@ def test_a_buffer_filter_chooses_what_comes_back_first(tmp_path: Path, tokenizer
     assert set(waiting[:-1]) <= groups(buffered(bench, second))
 
 
-def test_what_a_data_source_forgets_is_dropped_with_that_reason(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_groups_lost_by_data_source_are_dropped_with_reason(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     (tmp_path / "sources.py").write_text(
         "class Forgetful:\n"
         "    def get_samples(self, num_samples):\n"
@@ -219,7 +235,9 @@ def test_what_a_data_source_forgets_is_dropped_with_that_reason(tmp_path: Path, 
         {"not kept by the data source": 3}
     ] * 3
     own = [sample for commit in commits for sample in trained(bench, commit) if sample.metadata.get("own")]
-    assert {sample.prompt for sample in own} == {"<|user|>3+4=<|end|>\n<|assistant|>"} or own  # which ones are fast is chance
+    assert {sample.prompt for sample in own} == {
+        "<|user|>3+4=<|end|>\n<|assistant|>"
+    } or own  # which ones are fast is chance
     assert not problems_of(bench)
 
 
@@ -229,7 +247,7 @@ def problems_of(bench: Bench) -> list[str]:
     return [line for line in audit(bench.store, KEYS).problems if "rollouts/" in line or "sample ids" in line]
 
 
-def test_the_audit_misses_a_dropped_or_waiting_prompt_that_nobody_accounts_for(
+def test_audit_reports_dropped_or_buffered_prompt_missing_from_commit(
     tmp_path: Path, tokenizer: PromptTokenizer
 ) -> None:
     bench = bench_with(tmp_path, tokenizer, share=0.5, over_sampling_batch_size=10)
@@ -253,7 +271,7 @@ def test_the_audit_misses_a_dropped_or_waiting_prompt_that_nobody_accounts_for(
     broken=st.sampled_from([0.0, 0.02, 0.1]),
     slots=st.sampled_from([2, 6, 512]),
 )
-def test_every_prompt_is_in_exactly_one_place(
+def test_every_prompt_is_trained_dropped_or_buffered_once(  # noqa: PLR0913, drawn by hypothesis
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PromptTokenizer,
     seed: int,

@@ -1,4 +1,4 @@
-"""The examples with a real engine: what the model wrote is trained, what a tool said is not, token by token."""
+"""The examples with a real engine: the model's tokens are trained, tool output is not."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from flows.config import read_toml
-from stages.plugins import load_function
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import rollout_stage
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.sample import Sample, Status
-from storage.shards import read_samples
-from storage.store import Store
+from penstock.flows.config import read_toml
+from penstock.stages.plugins import load_function
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 if TYPE_CHECKING:
-    from engines.cluster import Cluster
-    from engines.sglang.pool import EnginePool
+    from penstock.engines.cluster import Cluster
+    from penstock.engines.serving.pool import EnginePool
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,11 +38,13 @@ def tiny(name: str, directory: Path) -> Path:
 @contextmanager
 def engine_for(cluster: Cluster, directory: Path) -> Iterator[EnginePool]:
     """An engine with the tokenizer of the example: the session's would not know its stop texts."""
-    from engines.sglang.pool import EnginePool
-    from engines.sglang.server import ServerSpec
+    from penstock.engines.serving.pool import EnginePool
+    from penstock.engines.serving.server import ServerSpec
 
     args = {"dtype": "bfloat16", "mem_fraction_static": 0.3} if cluster.num_gpus else {}
-    pool = EnginePool(cluster, ServerSpec(model_path=str(directory / "model"), args=args, log_dir=str(directory / "log")))
+    pool = EnginePool(
+        cluster, ServerSpec(model_path=str(directory / "model"), args=args, log_dir=str(directory / "log"))
+    )
     try:
         yield pool
     finally:
@@ -59,13 +61,9 @@ def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample
     publish(pool.urls, directory / "model", f"{name}/0")
     store = Store(str(directory / "store"))
     commit = rollout_stage(
-        store,
+        RolloutContext(store, config, PromptSource.open(config), tokenizer, pool.urls),
         "rollouts/000000",
-        Round(name, rollout_id=0, policy_version=0),
-        engines=pool.urls,
-        source=PromptSource.open(config),
-        tokenizer=tokenizer,
-        config=config,
+        RolloutRound(name, rollout_id=0, policy_version=0),
     )
     samples = read_samples(store, commit)
     assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt
@@ -86,15 +84,20 @@ def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample
 def expected_mask(
     sample: Sample, tokenizer: PromptTokenizer, stops: tuple[str, ...], reply: Callable[[str], str | None]
 ) -> list[int]:
-    """Told from the text alone: a turn goes on to its stop text or end token, and behind a call stands what the tool says to it."""
+    """Told from the text alone: a turn goes on to its stop text or end token, and behind a call stands what the tool
+    says to it."""
     tokens = tokenizer.decode([[token_id] for token_id in sample.token_ids], skip_special_tokens=False)
     mask = [0] * len(tokenizer.encode([sample.prompt])[0])
     while len(mask) < len(tokens):
         begin = len(mask)
-        while len(mask) < len(tokens) and not (len(mask) > begin and tokens[len(mask) - 1].endswith((*stops, "<|end|>"))):
+        while len(mask) < len(tokens) and not (
+            len(mask) > begin and tokens[len(mask) - 1].endswith((*stops, "<|end|>"))
+        ):
             mask.append(1)
         said = reply("".join(tokens[begin : len(mask)]))
-        if said is None or len(mask) == len(tokens):  # the answer has ended, or there was no room for what the tool says
+        if said is None or len(mask) == len(
+            tokens
+        ):  # the answer has ended, or there was no room for what the tool says
             break
         num_said = len(tokenizer.encode([said])[0])
         assert "".join(tokens[len(mask) : len(mask) + num_said]) == said

@@ -1,4 +1,4 @@
-"""Filters of the user's: every truth value they may return counts, everything else is one sentence that names them."""
+"""Dynamic sampling filters: every kind of truth value is accepted, other return values raise an error with the name."""
 
 import math
 import random
@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from stages.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std, load_filter
-from storage.sample import Sample, Status
+from penstock.stages.rollout.plugins.filters import DynamicFilterOutput, check_reward_nonzero_std, load_filter
+from penstock.storage.samples.sample import Sample, Status
 
 ARGS = SimpleNamespace(reward_timeout=5.0, threshold=0.5)
 
 
 def group(*rewards: float | None) -> list[Sample]:
     return [
-        Sample(f"g-{i}", "g", f"g-{i}", 0, token_ids=[5, 6], loss_mask=[0, 1], rollout_logprobs=[0.0, -1.0], reward=reward)
+        Sample(
+            f"g-{i}", "g", f"g-{i}", 0, token_ids=[5, 6], loss_mask=[0, 1], rollout_logprobs=[0.0, -1.0], reward=reward
+        )
         for i, reward in enumerate(rewards)
     ]
 
@@ -45,20 +47,22 @@ def test_the_built_in_filter_is_a_standard_deviation() -> None:
         ([None], "no_reward"),
     ],
 )
-def test_a_group_without_contrast_is_dropped_and_says_its_reward(rewards: list[float | None], reason: str) -> None:
+def test_group_with_equal_rewards_is_dropped_with_its_reward(rewards: list[float | None], reason: str) -> None:
     assert check_reward_nonzero_std(None, group(*rewards)) == DynamicFilterOutput(False, reason)
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "stages.rollout.filters:check_reward_nonzero_std",
-        "stages.rollout.filters.check_reward_nonzero_std",
+        "penstock.stages.rollout.plugins.filters:check_reward_nonzero_std",
+        "penstock.stages.rollout.plugins.filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std",
+        "stages.rollout.filters:check_reward_nonzero_std",  # recorded in run.json by earlier versions
+        "stages.rollout.filters.check_reward_nonzero_std",
     ],
 )
-def test_the_built_in_filter_has_slimes_name_too(path: str) -> None:
+def test_built_in_filter_loads_under_current_old_and_slime_names(path: str) -> None:
     check = load_filter(path, ARGS)
     assert check(group(0.0, 1.0)) == DynamicFilterOutput(True)
     assert not check(group(1.0, 1.0)).keep
@@ -77,17 +81,22 @@ def test_the_built_in_filter_has_slimes_name_too(path: str) -> None:
         ("return samples[0].tokens == [5, 6] and samples[0].response_length == 1", True, None),  # slime's names
     ],
 )
-def test_what_may_be_returned(body: str, kept: bool, reason: str | None, tmp_path: Path) -> None:
+def test_accepted_return_values_of_filter(body: str, kept: bool, reason: str | None, tmp_path: Path) -> None:
     assert load_filter(plugin(tmp_path, body), ARGS)(group(1.0, 0.0)) == DynamicFilterOutput(kept, reason)
 
 
-def test_a_filter_may_say_that_a_group_is_kept_when_too_few_are_left(tmp_path: Path) -> None:
+def test_filter_may_keep_group_when_insufficient(tmp_path: Path) -> None:
     body = "return SimpleNamespace(keep=False, reason='short', keep_when_insufficient=True)"
     assert load_filter(plugin(tmp_path, body), ARGS)(group(1.0, 0.0)) == DynamicFilterOutput(False, "short", True)
     name = "check_reward_nonzero_std_with_fallback"
-    for path in (f"stages.rollout.filters:{name}", f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}"):
+    for path in (
+        f"penstock.stages.rollout.plugins.filters:{name}",
+        f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}",
+    ):
         check = load_filter(path, ARGS)
-        assert check(group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0", True) and check(group(1.0, 0.0)).keep
+        assert (
+            check(group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0", True) and check(group(1.0, 0.0)).keep
+        )
 
 
 def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:
@@ -95,11 +104,11 @@ def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:
     assert load_filter(path, ARGS)(group(1.0)).keep
 
 
-def test_a_filter_cannot_change_what_it_judges(tmp_path: Path) -> None:
+def test_filter_cannot_change_samples(tmp_path: Path) -> None:
     samples = group(1.0, 0.0)
-    load_filter(plugin(tmp_path, "samples[0].reward = 9.0; samples[0].token_ids.clear(); samples.pop(); return True"), ARGS)(
-        samples
-    )
+    load_filter(
+        plugin(tmp_path, "samples[0].reward = 9.0; samples[0].token_ids.clear(); samples.pop(); return True"), ARGS
+    )(samples)
     assert samples == group(1.0, 0.0)
 
 
@@ -115,19 +124,19 @@ def test_a_filter_cannot_change_what_it_judges(tmp_path: Path) -> None:
         ("time.sleep(60)", "takes more than 0.2 s"),
     ],
 )
-def test_what_is_wrong_with_a_filter_is_one_sentence(body: str, words: str, tmp_path: Path) -> None:
+def test_failing_filter_raises_with_its_name(body: str, words: str, tmp_path: Path) -> None:
     check = load_filter(plugin(tmp_path, body), SimpleNamespace(reward_timeout=0.2))
     with pytest.raises(ValueError, match=words) as caught:
         check(group(1.0, 0.0))
     assert "check of " in str(caught.value) and "my_filter.py" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_filter_with_another_signature_is_refused_before_it_is_called(tmp_path: Path) -> None:
+def test_filter_with_wrong_signature_raises_when_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"check of .*signature \(samples\), but is called with \(args, samples\)"):
         load_filter(plugin(tmp_path, "return True", "def check(samples):"), ARGS)
 
 
-def test_a_filter_that_yields_is_refused_before_it_is_called(tmp_path: Path) -> None:
+def test_generator_filter_raises_when_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"check of .*my_filter.py is a generator"):
         load_filter(plugin(tmp_path, "yield True"), ARGS)
 

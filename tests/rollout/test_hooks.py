@@ -1,4 +1,4 @@
-"""Hooks of the user's: what they change is taken over if it holds together; what goes wrong is one sentence that names them."""
+"""User-defined hooks: valid changes are applied; failures raise an error with the name of the hook."""
 
 import copy
 import time
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.hooks import Hooks, check_hooks
-from storage.sample import Sample, Status
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.storage.samples.sample import Sample, Status
 
 FLAGS = {
     "sample_hook": "rollout_sample_hook_path",
@@ -44,7 +44,7 @@ def hooks(tmp_path: Path, kind: str, body: str, *, head: str | None = None, time
     return Hooks(RolloutConfig.model_validate({FLAGS[kind]: str(file), "reward_timeout": timeout, "max_turns": 3}))
 
 
-def test_without_hooks_nothing_happens() -> None:
+def test_without_hooks_samples_are_unchanged() -> None:
     nothing, one = Hooks(RolloutConfig()), sample()
     nothing.sample_hook(one)
     nothing.sample_filter([[one]])
@@ -55,12 +55,14 @@ def test_without_hooks_nothing_happens() -> None:
 @pytest.mark.parametrize("head", ["def sample_hook(args, sample):", "async def sample_hook(args, sample, **kwargs):"])
 def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
     one = sample()
-    body = (
-        "sample.metadata['turns'] = args.max_turns; sample.loss_mask = [0, 1]; sample.response = 'no'; sample.group_id = 'other'"
-    )
+    body = "sample.metadata['turns'] = args.max_turns; sample.loss_mask = [0, 1]; "
+    body += "sample.response = 'no'; sample.group_id = 'other'"
     hooks(tmp_path, "sample_hook", body, head=head).sample_hook(one)
     assert (one.metadata, one.response) == ({"row": 0, "turns": 3}, "no")
-    assert (one.loss_mask, one.rollout_logprobs) == ([0, 0, 0, 1], [0.0, 0.0, 0.0, -0.5])  # no log-prob where nothing is trained
+    assert (one.loss_mask, one.rollout_logprobs) == (
+        [0, 0, 0, 1],
+        [0.0, 0.0, 0.0, -0.5],
+    )  # no log-prob where nothing is trained
     assert one.group_id == "g"  # which sample it is, is not the hook's to say
 
 
@@ -74,11 +76,11 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
         ("sample.metadata['x'] = object()", "metadata"),
         ("sample.reward = float('nan')", "reward is nan"),
         ("sample.status = 'fine'", "status is 'fine'"),
-        ("sample.token_ids[0] = 1", "do not begin with"),
+        ("sample.token_ids[0] = 1", "tokens of the prompt"),
         ("return 1", "returned int"),
     ],
 )
-def test_a_failing_sample_hook_costs_this_sample(body: str, words: str, tmp_path: Path) -> None:
+def test_failing_sample_hook_fails_its_sample(body: str, words: str, tmp_path: Path) -> None:
     one, other = sample(0), sample(1)
     hook = hooks(tmp_path, "sample_hook", f"if sample.metadata['row'] == 1: return\n    {body}", timeout=0.2)
     start = time.monotonic()
@@ -89,12 +91,17 @@ def test_a_failing_sample_hook_costs_this_sample(body: str, words: str, tmp_path
     reason = one.metadata.pop("error")
     assert words in reason and "sample_hook of " in reason and "my_hooks.py" in reason and "\n" not in reason
     one.status = Status.COMPLETED
-    assert (one, other) == (sample(0), sample(1))  # nothing of the half-done change is left, and the next one is untouched
+    assert (one, other) == (
+        sample(0),
+        sample(1),
+    )  # nothing of the half-done change is left, and the next one is untouched
 
 
 def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) -> None:
     groups = [[sample(0), sample(1)], [sample(2, "h")]]
-    hooks(tmp_path, "sample_filter", "groups[0][1].remove_sample = groups[1][0].remove_sample = True").sample_filter(groups)
+    hooks(tmp_path, "sample_filter", "groups[0][1].remove_sample = groups[1][0].remove_sample = True").sample_filter(
+        groups
+    )
     assert [any(s.loss_mask) for group in groups for s in group] == [True, False, False]
     assert [any(s.rollout_logprobs) for group in groups for s in group] == [True, False, False]
     assert [s.reward for group in groups for s in group] == [0.0, 1.0, 2.0]
@@ -106,22 +113,24 @@ def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) ->
     [
         ("raise RuntimeError('no')", "raises RuntimeError: no"),
         ("time.sleep(60)", "takes more than 0.2 s"),
-        ("return [True, False]", "returned list: change what it is given"),
-        ("groups[0].pop()", "set `remove_sample`"),
-        ("groups.clear()", "set `remove_sample`"),
-        ("groups[0][1].loss_mask = [2, 2]", "only 0 and 1"),
+        ("return [True, False]", "returned list"),
+        ("groups[0].pop()", "remove_sample"),
+        ("groups.clear()", "remove_sample"),
+        ("groups[0][1].loss_mask = [2, 2]", "loss_mask"),
     ],
 )
-def test_a_failing_sample_filter_is_one_sentence_and_changes_nothing(body: str, words: str, tmp_path: Path) -> None:
+def test_failing_sample_filter_raises_and_changes_nothing(body: str, words: str, tmp_path: Path) -> None:
     groups = [[sample(0), sample(1)]]
     before = copy.deepcopy(groups)
     with pytest.raises(ValueError, match=words) as caught:
-        hooks(tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2).sample_filter(groups)
+        hooks(tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2).sample_filter(
+            groups
+        )
     assert "sample_filter of " in str(caught.value) and "\n" not in str(caught.value)
     assert groups == before
 
 
-def test_all_samples_are_looked_at_with_their_source(tmp_path: Path) -> None:
+def test_all_samples_hook_gets_groups_and_source(tmp_path: Path) -> None:
     seen: list[object] = []
     groups = [[sample(0)], [sample(1, "h")]]
     body = "data_source.append([s.tokens for group in groups for s in group]); groups[0][0].reward = 9.0"
@@ -130,16 +139,16 @@ def test_all_samples_are_looked_at_with_their_source(tmp_path: Path) -> None:
     assert groups == [[sample(0)], [sample(1, "h")]]
 
 
-def test_a_failing_look_at_all_samples_is_one_sentence(tmp_path: Path) -> None:
+def test_failing_all_samples_hook_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"process_all of .* raises ZeroDivisionError"):
         hooks(tmp_path, "process_all", "1 / 0").all_samples([[sample()]], None)
 
 
 @pytest.mark.parametrize("kind", FLAGS)
-def test_preflight_refuses_what_cannot_be_called(kind: str, tmp_path: Path) -> None:
+def test_preflight_rejects_missing_functions_and_wrong_signatures(kind: str, tmp_path: Path) -> None:
     file = tmp_path / f"bad_{kind}.py"
     file.write_text(f"def {kind}():\n    pass\n")
     with pytest.raises(ValueError, match=rf"{kind} of .*bad_{kind}.py has the signature \(\)"):
-        check_hooks(RolloutConfig.model_validate({FLAGS[kind]: str(file)}))
-    with pytest.raises(ValueError, match="no function 'missing'"):
-        check_hooks(RolloutConfig.model_validate({FLAGS[kind]: f"{file}:missing"}))
+        Hooks(RolloutConfig.model_validate({FLAGS[kind]: str(file)}))
+    with pytest.raises(ValueError, match="missing"):
+        Hooks(RolloutConfig.model_validate({FLAGS[kind]: f"{file}:missing"}))

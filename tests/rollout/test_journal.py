@@ -1,4 +1,5 @@
-"""What a round that did not finish leaves for the next attempt: finished groups once, and nothing that another policy or config made."""
+"""The journal of an unfinished round: the next attempt adopts finished groups once, and none of another policy or
+config."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 from scripted_engine import Bench, ScriptedClient
 
-from engines.sglang.client import Generation
-from stages.rollout.journal import Journal
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.preemption import Preempted, StopRequest
-from storage.refs import RunKeys
-from storage.shards import read_samples
+from penstock.engines.generation import Generation
+from penstock.stages.rollout.journal import Journal
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.preemption import Preempted, StopRequest
+from penstock.storage.refs import RunKeys
+from penstock.storage.samples.shards import read_samples
 
 PREFIX = RunKeys("run").rollout(0)
 JOURNAL = f"{PREFIX}.journal"
@@ -64,12 +65,15 @@ WHOLE = [f"{g:09d}-{j:02d}" for g in range(8) for j in range(2)]
     [(0.05, Killed()), (60.0, RuntimeError("the engines are gone")), (60.0, TimeoutError())],
     ids=["killed after an interval", "failed before one", "out of time"],
 )
-def test_what_was_finished_is_not_generated_again(bench: Bench, interval: float, failure: BaseException) -> None:
+def test_finished_groups_are_not_generated_again(bench: Bench, interval: float, failure: BaseException) -> None:
     bench.config = bench.config.model_copy(update={"rollout_journal_interval": interval})
     with pytest.raises(type(failure)):
         bench.round(0, client=Breaking, failure=failure)
     first = prompts_of(bench.clients[-1])
-    assert bench.store.committed(PREFIX) is None and bench.store.committed_indices(f"{RunKeys('run').prefix}/rollouts") == []
+    assert (
+        bench.store.committed(PREFIX) is None
+        and bench.store.committed_indices(f"{RunKeys('run').prefix}/rollouts") == []
+    )
     commit = bench.round(0)
     second = prompts_of(bench.clients[-1])
     assert (len(first), len(second)) == (5, 3) and not first & second
@@ -79,7 +83,7 @@ def test_what_was_finished_is_not_generated_again(bench: Bench, interval: float,
     assert not list(bench.store.walk(JOURNAL)), "a committed round needs no journal"
 
 
-def test_several_deaths_in_a_row_add_up(bench: Bench) -> None:
+def test_journals_of_several_failed_attempts_add_up(bench: Bench) -> None:
     for expected in (2, 4, 6):
         with pytest.raises(Killed):
             bench.round(0, client=Breaking, num_answers=2)
@@ -100,22 +104,26 @@ def test_several_deaths_in_a_row_add_up(bench: Bench) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_groups_of_another_config_are_not_taken(bench: Bench, change: dict[str, Any]) -> None:
+def test_groups_of_other_config_are_not_adopted(bench: Bench, change: dict[str, Any]) -> None:
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
     before = set(bench.clients[-1].requests[0][0])
     bench.config = bench.config.model_copy(update=change)
     commit = bench.round(0)
-    # In another order of the rows a journalled group is another prompt; each is asked anew unless it is the very same one.
+    # In another order of the rows a journalled group is another prompt; it is generated again unless it is the same
+    # one.
     assert commit.summary["rollout/num_adopted_groups"] == 0 or change.get("rollout_seed")
     samples = read_samples(bench.store, commit)
-    assert before and len({sample.sample_id for sample in samples}) == len(samples) == 8 * bench.config.n_samples_per_prompt
+    assert (
+        before
+        and len({sample.sample_id for sample in samples}) == len(samples) == 8 * bench.config.n_samples_per_prompt
+    )
     rows = [sample.metadata["source"]["row"] for sample in samples[:: bench.config.n_samples_per_prompt]]
     expected, _ = bench.source().take(bench.source().restore(None), 8)
     assert rows == [prompt.row for prompt in expected]
 
 
-def test_groups_of_another_policy_are_not_taken(bench: Bench) -> None:
+def test_groups_of_other_policy_are_not_adopted(bench: Bench) -> None:
     """An evaluation's prefix says the version, a rollout's too; the journal checks nevertheless."""
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
@@ -124,7 +132,7 @@ def test_groups_of_another_policy_are_not_taken(bench: Bench) -> None:
     assert {sample.policy_versions for sample in read_samples(bench.store, commit)} == {(1, 1)}
 
 
-def test_a_damaged_journal_is_generated_again(bench: Bench) -> None:
+def test_groups_of_damaged_journal_are_generated_again(bench: Bench) -> None:
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
     for entry in bench.journal(0):
@@ -134,7 +142,7 @@ def test_a_damaged_journal_is_generated_again(bench: Bench) -> None:
     assert len(bench.clients[-1].requests) == 8 and ids_of(bench) == WHOLE
 
 
-def test_two_attempts_at_once_use_each_group_once(bench: Bench) -> None:
+def test_two_concurrent_attempts_use_each_group_once(bench: Bench) -> None:
     """A driver that was taken for dead writes entries of the same round as its successor."""
 
     def zombie() -> None:
@@ -152,43 +160,45 @@ def test_two_attempts_at_once_use_each_group_once(bench: Bench) -> None:
     assert ids_of(bench) == WHOLE and len(commit.state["adopted_groups"]) == 5
 
 
-def test_asked_to_stop_without_time_it_journals_and_gives_up(bench: Bench) -> None:
+def test_stop_request_without_grace_period_journals_and_raises_preempted(bench: Bench) -> None:
     bench.config = bench.config.model_copy(update={"rollout_journal_interval": 60.0})
     stop = StopRequest()
     threading.Timer(0.2, stop.ask, args=(0.0,)).start()
     start = time.monotonic()
-    with pytest.raises(Preempted, match="with 10 of 16 samples done"):
+    with pytest.raises(Preempted, match="10 of 16 samples"):
         bench.round(0, client=Breaking, wait=60.0, stop=stop)
     assert time.monotonic() - start < 30, "the samples that hang take a minute"
     bench.round(0)
     assert len(bench.clients[-1].requests) == 3 and ids_of(bench) == WHOLE
 
 
-def test_asked_to_stop_with_time_enough_it_finishes(bench: Bench) -> None:
+def test_stop_request_with_long_grace_period_finishes_round(bench: Bench) -> None:
     stop = StopRequest()
     stop.ask(grace=60.0)
-    assert bench.round(0, stop=stop, pause=0.4).summary["rollout/num_samples"] == 16
+    assert bench.round(0, stop=stop, pause_seconds=0.4).summary["rollout/num_samples"] == 16
 
 
-def test_asked_to_stop_while_grading_it_keeps_what_was_generated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef reward_func(args, sample):\n    time.sleep(20)\n    return 1.0\n")
+def test_stop_request_while_grading_keeps_generated_groups(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef reward_func(args, sample):\n    time.sleep(20)\n    return 1.0\n"
+    )
     bench = Bench(tmp_path, tokenizer, rollout_batch_size=8, rm_type=None, custom_rm_path=str(tmp_path / "slow.py"))
     stop = StopRequest()
     threading.Timer(0.5, stop.ask, args=(0.0,)).start()
-    with pytest.raises(Preempted, match="with 0 of 16 samples done"):
+    with pytest.raises(Preempted, match="0 of 16 samples"):
         bench.round(0, stop=stop)
     bench.config = bench.config.model_copy(update={"custom_rm_path": None, "rm_type": "exact_number"})
     bench.round(0)
     assert not bench.clients[-1].requests and ids_of(bench) == WHOLE
 
 
-def test_what_is_flushed_after_the_round_is_over_leaves_nothing(bench: Bench) -> None:
+def test_flush_after_commit_writes_nothing(bench: Bench) -> None:
     """A flush in its thread may end after the commit."""
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
     [entry, *_] = bench.journal(0)
     samples = read_samples(bench.store, entry)
-    journal = Journal(bench.store, PREFIX, Round("run", 0, policy_version=0), bench.config)
+    journal = Journal(bench.store, PREFIX, RolloutRound("run", 0, policy_version=0), bench.config)
     journal.read()
     journal.add(samples)
     journal.remove()

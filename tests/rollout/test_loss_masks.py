@@ -1,4 +1,5 @@
-"""Loss masks of SFT: for the templates of all families exactly what the model generates is trained, and the text is the template's own."""
+"""Loss masks of SFT: for the templates of all families exactly the model's text is trained, and the rendered text is
+unchanged."""
 
 import logging
 import random
@@ -8,11 +9,12 @@ import pytest
 from chat_templates import chat_tokenizer
 from sft_templates import DEEPSEEK_R1, FAMILIES, GLM4, GLM47, LLAMA31, QWEN3, QWEN3_THINKING_2507, QWEN25
 
-from stages.rollout.demonstrations import demonstrations
-from stages.rollout.loss_masks import MARK, split_pieces
-from stages.rollout.prompts.source import Messages, Prompt
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.errors import DataError, TemplateError
+from penstock.stages.rollout.prompts.source import Prompt
+from penstock.stages.rollout.sft_data import sft_samples
+from penstock.stages.rollout.text.loss_masks import MARK, split_pieces
+from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import DataError, TemplateError
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +69,9 @@ def trained(tokenizer: PromptTokenizer, messages: Messages, tools: Any = None) -
 
 def marked(tokenizer: PromptTokenizer, messages: Messages, tools: Any = None) -> list[str]:
     """What the template itself says is generated."""
-    [text] = tokenizer.render_chats([messages], add_generation_prompt=False, tools=[tools], options={"a": MARK, "z": MARK})
+    [text] = tokenizer.render_chats(
+        [messages], add_generation_prompt=False, tools=[tools], options={"a": MARK, "z": MARK}
+    )
     return text.split(MARK)[1::2]
 
 
@@ -78,7 +82,9 @@ def for_family(family: str, messages: Messages) -> Messages:
     if not family.startswith("deepseek"):
         return messages
     return [
-        calling('{"a": 1}', int(message["tool_calls"][0]["id"].rpartition(":")[2])) if message.get("tool_calls") else message
+        calling('{"a": 1}', int(message["tool_calls"][0]["id"].rpartition(":")[2]))
+        if message.get("tool_calls")
+        else message
         for message in messages
     ]
 
@@ -93,13 +99,17 @@ def test_every_answer_is_trained_exactly(family: str, messages: Messages) -> Non
 
 
 def random_conversation(generator: random.Random, family: str) -> Messages:
-    """A conversation of several questions, with calls, thoughts in both spellings, odd white space and words of the templates."""
+    """A conversation of several questions, with calls, thoughts in both spellings, odd white space and words of the
+    templates."""
     words = ["2", "a\n\nb", "two\n", "think", "assistant\n", "", "<b>", 'it\'s "so"', "Ünïcode 漢字", "{}", "\n3"]
     messages: Messages = [SYSTEM] if generator.random() < 0.5 else []
     for _ in range(generator.randint(1, 3)):
         messages.append(user(generator.choice(words) + "?"))
         for number in range(generator.randint(0, 2)):
-            messages += [calling({"a": generator.choice(words), "b": generator.randint(0, 9)}, number), result("r", number)]
+            messages += [
+                calling({"a": generator.choice(words), "b": generator.randint(0, 9)}, number),
+                result("r", number),
+            ]
         text = generator.choice(words) + "."
         thoughts = generator.choice(["", "", "hm\nhm"])
         spelling = generator.random() < 0.5
@@ -128,11 +138,14 @@ def test_many_random_conversations_are_trained_exactly(family: str) -> None:
     check_random_conversations(family, 200)
 
 
-def test_what_is_trained_by_name() -> None:
+def test_trained_text_by_template() -> None:
     """The same by hand, for the templates that render a conversation differently once it continues."""
     assert trained(chat_tokenizer(QWEN3), THINKING) == ["2<|im_end|>", "<think>\ntwo more\n</think>\n\n4<|im_end|>"]
     assert trained(chat_tokenizer(QWEN3), PLAIN) == ["2<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]
-    assert trained(chat_tokenizer(QWEN3_THINKING_2507), THINKING) == ["2<|im_end|>", "two more\n</think>\n\n4<|im_end|>"]
+    assert trained(chat_tokenizer(QWEN3_THINKING_2507), THINKING) == [
+        "2<|im_end|>",
+        "two more\n</think>\n\n4<|im_end|>",
+    ]
     assert trained(chat_tokenizer(GLM47), THINKING) == ["2<|user|>", "two more</think>4"]
     assert trained(chat_tokenizer(DEEPSEEK_R1), PLAIN) == ["2<｜end▁of▁sentence｜>", "4<｜end▁of▁sentence｜>"]
     assert trained(chat_tokenizer(QWEN25), AGENT, TOOLS)[0] == (
@@ -153,12 +166,12 @@ def test_step_loss_mask_leaves_a_turn_untrained(family: str) -> None:
     assert trained(tokenizer, [PLAIN[0], {**PLAIN[1], "step_loss_mask": 0}, *PLAIN[2:]]) == expected[1:]
     assert trained(tokenizer, [*PLAIN[:3], {**PLAIN[3], "step_loss_mask": 0}]) == expected[:1]
     assert trained(tokenizer, [{**message, "step_loss_mask": 1} for message in PLAIN]) == expected
-    [sample] = demonstrations([prompt([{**message, "step_loss_mask": 0} for message in PLAIN])], tokenizer, 0)
+    [sample] = sft_samples([prompt([{**message, "step_loss_mask": 0} for message in PLAIN])], tokenizer, 0)
     sample.check()
     assert not any(sample.loss_mask) and sample.token_ids
 
 
-def test_step_loss_mask_other_than_0_and_1_is_refused() -> None:
+def test_invalid_step_loss_mask_raises() -> None:
     with pytest.raises(DataError, match="step_loss_mask"):
         trained(chat_tokenizer(QWEN3), [user("a"), answer("b", step_loss_mask=0.5)])
 
@@ -174,7 +187,7 @@ def test_fields_that_parquet_adds_do_not_reach_the_template() -> None:
 
 
 @every_family
-def test_calls_in_another_form_than_the_template_wants_are_rendered(family: str) -> None:
+def test_calls_are_rendered_in_form_that_template_accepts(family: str) -> None:
     if family == "moonlight":
         pytest.skip("its template writes no calls")
     tokenizer = chat_tokenizer(FAMILIES[family])
@@ -189,7 +202,7 @@ BLOCKS = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-def test_generation_blocks_of_a_template_are_taken() -> None:
+def test_generation_blocks_of_template_are_trusted() -> None:
     tokenizer = chat_tokenizer(BLOCKS)
     assert trained(tokenizer, PLAIN) == ["2<|im_end|>", "4<|im_end|>"]
     assert trained(tokenizer, [PLAIN[0], {**PLAIN[1], "step_loss_mask": 0}, *PLAIN[2:]]) == ["4<|im_end|>"]
@@ -198,32 +211,33 @@ def test_generation_blocks_of_a_template_are_taken() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for message in messages %}{{ message.role + ': ' + message.content | upper }}{% endfor %}",  # marks are changed too
+        # marks are changed too
+        "{% for message in messages %}{{ message.role + ': ' + message.content | upper }}{% endfor %}",
         "{% for message in messages %}{{ message.content | length }} {% endfor %}",
         "{% for message in messages if message.role != 'assistant' %}{{ message.content }}{% endfor %}",
         "{% for message in messages %}{{ 'x' if message.content == '2' else message.content }}{% endfor %}",
     ],
 )
-def test_a_template_whose_answers_cannot_be_located_is_refused_with_the_row(template: str) -> None:
+def test_template_whose_answers_cannot_be_located_raises_with_row(template: str) -> None:
     with pytest.raises(TemplateError, match="row 7 of file 1") as caught:
-        demonstrations([prompt(PLAIN, row=7)], chat_tokenizer(template), 0)
+        sft_samples([prompt(PLAIN, row=7)], chat_tokenizer(template), 0)
     assert len(str(caught.value)) <= 300
 
 
 def test_a_failing_template_names_the_row() -> None:
     messages = [user("a"), answer(None, tool_calls=[calling({})["tool_calls"][0]] * 2)]
     with pytest.raises(TemplateError, match=r"row 3 of file 1.*single tool-calls"):
-        demonstrations([prompt(messages, row=3)], chat_tokenizer(LLAMA31), 0)
+        sft_samples([prompt(messages, row=3)], chat_tokenizer(LLAMA31), 0)
 
 
-def test_a_conversation_that_begins_with_an_untrained_answer_is_trained_behind_it() -> None:
+def test_conversation_starting_with_untrained_answer_is_trained_after_it() -> None:
     messages = [answer("hello", step_loss_mask=0), *PLAIN]
     assert trained(chat_tokenizer(GLM4), messages) == ["\n2<|user|>", "\n4"]
 
 
-def test_dropped_thoughts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_reasoning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="stages"):
-        demonstrations([prompt(THINKING)], chat_tokenizer(QWEN3), 0)
+        sft_samples([prompt(THINKING)], chat_tokenizer(QWEN3), 0)
         assert not caplog.records
-        demonstrations([prompt(THINKING, row=5)], chat_tokenizer(DEEPSEEK_R1), 0)
-    assert "row 5" in caplog.text and "thoughts" in caplog.text
+        sft_samples([prompt(THINKING, row=5)], chat_tokenizer(DEEPSEEK_R1), 0)
+    assert "row 5" in caplog.text and "reasoning" in caplog.text

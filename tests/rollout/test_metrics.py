@@ -1,13 +1,19 @@
-"""Numbers and samples of a round, against what can be counted by hand."""
+"""Metrics and preview of a round, compared with values counted by hand."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from stages.rollout.metrics import drop_metrics, rollout_metrics, staleness_metrics
-from stages.rollout.shown import LONGEST, clipped, shown
-from storage.sample import Sample, Status
+from penstock.stages.rollout.metrics import (
+    PREVIEW_CHARS,
+    clip_text,
+    drop_metrics,
+    rollout_metrics,
+    sample_preview,
+    staleness_metrics,
+)
+from penstock.storage.samples.sample import Sample, Status
 
 
 def sample(number: int, mask: list[int], reward: float | None = 1.0, prompt_length: int = 2, **fields: Any) -> Sample:
@@ -25,7 +31,7 @@ def sample(number: int, mask: list[int], reward: float | None = 1.0, prompt_leng
     )
 
 
-def test_single_turns_have_no_numbers_of_turns() -> None:
+def test_single_turn_samples_have_no_turn_metrics() -> None:
     found = rollout_metrics([sample(0, [1, 1]), sample(1, [1], status=Status.TRUNCATED)])
     assert not [name for name in found if name.startswith("multi_turn/")]
     assert (found["rollout/response_len/mean"], found["rollout/truncated_ratio"], found["rollout/removed_ratio"]) == (
@@ -49,15 +55,18 @@ def test_turns_and_the_tokens_of_tools_are_counted() -> None:
         "multi_turn/raw_response_length/response_length_mean": 13 / 3,
         "multi_turn/raw_response_length/response_length_max": 6.0,
     }
-    assert (found["rollout/response_len/mean"], found["rollout/response_len/max"]) == (7 / 3, 3.0)  # what is trained, as in slime
+    assert (found["rollout/response_len/mean"], found["rollout/response_len/max"]) == (
+        7 / 3,
+        3.0,
+    )  # what is trained, as in slime
 
 
-def test_removed_samples_are_counted_and_failed_ones_are_not_among_them() -> None:
+def test_removed_samples_are_counted_without_failed_ones() -> None:
     samples = [sample(0, [1]), sample(1, [0, 0]), sample(2, [], status=Status.FAILED, reward=None), sample(3, [1])]
     assert rollout_metrics(samples)["rollout/removed_ratio"] == 0.25
 
 
-def test_groups_without_contrast_are_counted_by_slimes_names() -> None:
+def test_groups_with_equal_rewards_are_counted_under_slimes_names() -> None:
     """str(round(reward, 1)), and groups with one graded sample are among them."""
     rewards = [1.0, 1.0, 0.0, 1.0, 0.25, 0.25, -1.0, None, -0.01, -0.01]
     samples = [sample(number, [1], reward) for number, reward in enumerate(rewards)]
@@ -87,24 +96,24 @@ def test_dropped_groups_are_counted_by_reason() -> None:
 @pytest.mark.parametrize(
     ("count", "rewards"), [(0, []), (1, [9]), (2, [9, 0]), (3, [9, 5, 0]), (4, [9, 6, 3, 0]), (99, range(9, -1, -1))]
 )
-def test_what_is_shown_is_spread_from_the_best_to_the_worst(count: int, rewards: list[int]) -> None:
+def test_preview_covers_best_to_worst(count: int, rewards: list[int]) -> None:
     samples = [sample(i, [1], reward=float(reward)) for i, reward in enumerate([3, 9, 0, 6, 4, 1, 8, 2, 7, 5])]
-    assert [row["reward"] for row in shown(samples, count)] == list(rewards)
-    assert shown(samples, count) == shown(samples[::-1], count)
+    assert [row["reward"] for row in sample_preview(samples, count)] == list(rewards)
+    assert sample_preview(samples, count) == sample_preview(samples[::-1], count)
 
 
-def test_failed_samples_are_shown_where_there_are_no_others() -> None:
+def test_preview_shows_failed_samples_only_without_others() -> None:
     failed = sample(0, [], reward=None, status=Status.FAILED, metadata={"error": "timeout: more than 1 s in f"})
-    rows = shown([failed, sample(1, [1])], 4)
+    rows = sample_preview([failed, sample(1, [1])], 4)
     assert [(row["sample"], row["status"]) for row in rows] == [("s1", "completed"), ("s0", "failed")]
     assert rows[1]["error"] == "timeout: more than 1 s in f"
     assert list(rows[0]) == list(rows[1])  # they are columns of one table
-    assert shown([], 4) == []
+    assert sample_preview([], 4) == []
 
 
-def test_a_long_text_loses_its_middle() -> None:
+def test_long_text_is_clipped_in_the_middle() -> None:
     text = "".join(chr(97 + i % 26) for i in range(50_000))
-    short = clipped(text)
-    assert len(short) <= LONGEST and "48,000 characters" in short
+    short = clip_text(text)
+    assert len(short) <= PREVIEW_CHARS and "48,000 characters" in short
     assert text.startswith(short[:900]) and text.endswith(short[-900:])
-    assert clipped("x" * LONGEST) == "x" * LONGEST
+    assert clip_text("x" * PREVIEW_CHARS) == "x" * PREVIEW_CHARS

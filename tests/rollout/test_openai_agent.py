@@ -1,4 +1,4 @@
-"""examples/openai_agent with a real engine: an agent that knows nothing of Penstock, and what is trained of its calls."""
+"""examples/openai_agent with a real engine: an agent unaware of Penstock, and the samples of its conversations."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING
 import pytest
 from test_real_engine import hugging_face_logprobs, publish
 
-from flows.config import read_toml
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
-from stages.rollout.rollout import rollout_stage
-from stages.rollout.round import Round
-from stages.rollout.tokenizer import PromptTokenizer
-from storage.sample import Sample, Status
-from storage.shards import read_samples
-from storage.store import Store
+from penstock.flows.config import read_toml
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 if TYPE_CHECKING:
-    from engines.sglang.pool import EnginePool
+    from penstock.engines.serving.pool import EnginePool
 
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent"
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'
 
 
-def test_the_agent_is_trained_on_its_own_words(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_is_trained_on_its_own_tokens(
+    engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(EXAMPLE.parents[1])  # where the recipe's path begins
     runpy.run_path(str(EXAMPLE / "tiny.py"))["main"](str(tmp_path))
     config = RolloutConfig(**read_toml(EXAMPLE / "run.toml")["rollout"], prompt_data=[str(tmp_path / "prompts.jsonl")])
@@ -35,13 +37,9 @@ def test_the_agent_is_trained_on_its_own_words(engine_pool: EnginePool, tmp_path
     publish(engine_pool.urls, tmp_path / "model", "agent/0")
     store = Store(str(tmp_path / "store"))
     commit = rollout_stage(
-        store,
+        RolloutContext(store, config, PromptSource.open(config), tokenizer, engine_pool.urls),
         "rollouts/000000",
-        Round("agent", rollout_id=0, policy_version=0),
-        engines=engine_pool.urls,
-        source=PromptSource.open(config),
-        tokenizer=tokenizer,
-        config=config,
+        RolloutRound("agent", rollout_id=0, policy_version=0),
     )
     samples = read_samples(store, commit)
     assert len(samples) == 80 and {sample.status for sample in samples} <= {Status.COMPLETED, Status.TRUNCATED}
@@ -55,11 +53,14 @@ def test_the_agent_is_trained_on_its_own_words(engine_pool: EnginePool, tmp_path
 
 
 def expected_mask(tokenizer: PromptTokenizer, sample: Sample) -> list[int]:
-    """Told from the text alone: a reply goes on to its end token, and behind one with calls stands what the tool says to them."""
+    """Told from the text alone: a reply goes on to its end token, and behind one with calls stands what the tool
+    says to them."""
     tokens = tokenizer.decode([[token_id] for token_id in sample.token_ids], skip_special_tokens=False)
     assert "".join(tokens) == sample.prompt + sample.response
     num_opening = len(["<|user|>", *sample.metadata["question"], "<|end|>", "<|assistant|>"])
-    assert "".join(tokens[:num_opening]) == f"<|user|>{sample.metadata['question']}<|end|><|assistant|>" == sample.prompt
+    assert (
+        "".join(tokens[:num_opening]) == f"<|user|>{sample.metadata['question']}<|end|><|assistant|>" == sample.prompt
+    )
     mask = [0] * num_opening
     while True:
         rest = tokens[len(mask) :]

@@ -1,4 +1,4 @@
-"""Agents that use the `openai` package: what they are answered, and what samples their calls become."""
+"""Agents that use the `openai` package: the answers they get, and the samples that their calls become."""
 
 import asyncio
 import logging
@@ -15,11 +15,11 @@ from aiohttp import web
 from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
 
-from stages.rollout.agents.endpoint import OpenAIEndpoint
-from stages.rollout.agents.session import AgentSession
-from stages.rollout.user_sample import UserSample, taken
-from storage.errors import EngineError
-from storage.sample import Status
+from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
+from penstock.stages.rollout.agents.session import AgentSession
+from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.storage.errors import EngineError
+from penstock.storage.samples.sample import Status
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
@@ -55,7 +55,7 @@ class Bench:
 
     def checked(self, sample: UserSample) -> UserSample:
         if sample.status not in (Status.ABORTED, Status.FAILED):
-            plain = taken(sample)
+            plain = checked_sample(sample)
             assert [bool(logprob) for logprob in plain.rollout_logprobs] == [bool(mask) for mask in plain.loss_mask]
             assert plain.prompt + plain.response == text(self.handle, plain)
         return sample
@@ -81,7 +81,9 @@ def test_a_tool_loop_is_one_sample(bench: Any) -> None:
     assert first.choices[0].finish_reason == "tool_calls" and first.model == "any"
     message = first.choices[0].message
     assert message.content is None and message.tool_calls[0].function.name == "add"
-    second = b.ask(user("1+1?"), message, RESULT, tools=TOOLS)  # as the package's own objects, with all their empty fields
+    second = b.ask(
+        user("1+1?"), message, RESULT, tools=TOOLS
+    )  # as the package's own objects, with all their empty fields
     assert second.choices[0].message.content == "it is 2" and second.choices[0].finish_reason == "stop"
 
     (sample,) = b.samples()
@@ -91,27 +93,34 @@ def test_a_tool_loop_is_one_sample(bench: Any) -> None:
     start = sample.loss_mask.index(1)
     assert [token.logprob for token in written] == sample.rollout_logprobs[start : start + len(written)]
     assert second.usage.prompt_tokens + second.usage.completion_tokens == len(sample.token_ids)
-    assert sample.prompt.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n") and sample.trajectory_id == b.sample.trajectory_id
+    assert (
+        sample.prompt.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
+        and sample.trajectory_id == b.sample.trajectory_id
+    )
     assert b.sample.token_ids == b.handle.tokenizer.encode(["1+1="])[0]  # the one that was given is as it was
 
 
-def test_a_stream_says_the_same(bench: Any) -> None:
+def test_streamed_answer_equals_whole_answer(bench: Any) -> None:
     b = bench("so " + CALL)
     chunks = list(b.ask(user("1+1?"), tools=TOOLS, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == "so"
     assert [call.function.arguments for delta in deltas for call in delta.tool_calls or ()] == ['{"a": 1}']
     (sample,) = b.samples()
-    assert chunks[-2].choices[0].finish_reason == "tool_calls" and chunks[-1].usage.completion_tokens == sum(sample.loss_mask)
+    assert chunks[-2].choices[0].finish_reason == "tool_calls" and chunks[-1].usage.completion_tokens == sum(
+        sample.loss_mask
+    )
     assert trained(b.handle, sample) == ["so " + CALL]
 
 
-def test_branches_train_what_they_share_once(bench: Any) -> None:
+def test_forks_train_shared_turns_once(bench: Any) -> None:
     b = bench("a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "d<|im_end|>", "e<|im_end|>")
     system: Any = {"role": "system", "content": "help"}
     assert b.say(system, user("1")) == "a"
     assert b.say(system, user("1"), assistant("a"), user("2")) == "b"
-    assert b.say(system, user("1"), assistant(" a\n"), user("3")) == "c"  # from the first reply once more, which was trimmed
+    assert (
+        b.say(system, user("1"), assistant(" a\n"), user("3")) == "c"
+    )  # from the first reply once more, which was trimmed
     assert b.say(user("other")) == "d"  # a helper
     assert b.say(system, user("1"), assistant("a"), user("2"), assistant("b"), user("4")) == "e"
     main, branch, helper = b.samples()
@@ -125,7 +134,7 @@ def test_branches_train_what_they_share_once(bench: Any) -> None:
     assert {sample.trajectory_id for sample in (main, branch, helper)} == {"g-00"}
 
 
-def test_a_rewritten_history_is_a_new_sample(bench: Any) -> None:
+def test_rewritten_history_starts_new_sample(bench: Any) -> None:
     b = bench("a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
     b.say(user("1"))
     b.say(user("1"), assistant("A"), user("2"))  # not what the model said
@@ -133,7 +142,7 @@ def test_a_rewritten_history_is_a_new_sample(bench: Any) -> None:
     assert [trained(b.handle, sample) for sample in b.samples()] == [["a<|im_end|>"], ["b<|im_end|>"], ["c<|im_end|>"]]
 
 
-def test_calls_at_once(bench: Any) -> None:
+def test_concurrent_calls(bench: Any) -> None:
     b = bench("a<|im_end|>", *["x<|im_end|>"] * 8)
     b.say(user("1"))
     with ThreadPoolExecutor(8) as pool:
@@ -145,7 +154,7 @@ def test_calls_at_once(bench: Any) -> None:
     assert sorted(i for i in range(8) for sample in samples if f"more {i}" in text(b.handle, sample)) == list(range(8))
 
 
-def test_how_tokens_are_drawn_is_the_runs(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_parameters_of_requests_are_ignored(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     b = bench("a b<|im_end|>", "c<|im_end|>", rollout_temperature=0.7)
     with caplog.at_level(logging.WARNING):
         assert b.say(user("1"), temperature=0.0, seed=1, stop=" b", max_tokens=9, top_p=1.0, tool_choice="auto") == "a"
@@ -154,8 +163,8 @@ def test_how_tokens_are_drawn_is_the_runs(bench: Any, caplog: pytest.LogCaptureF
     assert first["temperature"] == second["temperature"] == 0.7 and "sampling_seed" not in first
     assert first["stop"] == [" b"] and first["no_stop_trim"] is True
     assert (first["max_new_tokens"], second["max_new_tokens"]) == (9, 5)
-    told = [record.message for record in caplog.records if "an agent asks for" in record.message]
-    assert [message.split()[4].partition("=")[0] for message in told] == ["seed", "temperature"]
+    warnings = [record.args for record in caplog.records if "an agent requested" in record.message]
+    assert [args[0] for args in warnings if args] == ["seed", "temperature"]  # type: ignore[index]
     assert trained(b.handle, b.samples()[0]) == ["a b<|im_end|>"]
 
 
@@ -171,19 +180,19 @@ def test_an_agent_that_never_calls_has_failed(bench: Any) -> None:
     [
         ({"messages": []}, "has no messages"),
         ({"messages": [{"content": "x"}]}, "needs a role"),
-        ({"messages": [user("1")], "n": 2}, "ask for one choice at a time"),
-        ({"messages": [user("1"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "no tool call"),
+        ({"messages": [user("1")], "n": 2}, "n is 2"),
+        ({"messages": [user("1"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
     ],
 )
-def test_wrong_requests_are_refused_in_openais_words(bench: Any, request_: dict[str, Any], sentence: str) -> None:
+def test_invalid_requests_get_openai_errors(bench: Any, request_: dict[str, Any], sentence: str) -> None:
     b = bench()
     with pytest.raises(openai.BadRequestError, match=sentence) as refused:
         b.client.chat.completions.create(model="any", **request_)
     assert refused.value.type == "invalid_request_error"
 
 
-def test_no_room_is_the_error_that_agents_know(bench: Any) -> None:
+def test_full_context_is_context_length_exceeded(bench: Any) -> None:
     b = bench("a<|im_end|>", rollout_max_response_len=50)
     b.say(user("1"))
     with pytest.raises(openai.BadRequestError) as refused:
@@ -195,7 +204,7 @@ def test_no_room_is_the_error_that_agents_know(bench: Any) -> None:
     assert trained(b.handle, sample) == ["a<|im_end|>"] and sample.status is Status.TRUNCATED
 
 
-def test_an_agents_own_error_stays_its_own(bench: Any) -> None:
+def test_error_of_agent_is_raised(bench: Any) -> None:
     b = bench("a<|im_end|>", "b<|im_end|>", rollout_max_response_len=50)
     b.say(user("1"))
     with pytest.raises(openai.BadRequestError):
@@ -205,23 +214,23 @@ def test_an_agents_own_error_stays_its_own(bench: Any) -> None:
         _ = 1 / 0
 
 
-def test_a_round_that_is_over_answers_nobody(bench: Any) -> None:
+def test_calls_after_end_of_round_get_503(bench: Any) -> None:
     b = bench("a<|im_end|>")
     b.say(user("1"))
     b.handle.client.stopped = True
     for _ in range(2):
-        with pytest.raises(openai.InternalServerError, match="generation was stopped") as stopped:
+        with pytest.raises(openai.InternalServerError, match="round") as stopped:
             b.say(user("1"), assistant("a"), user("2"))
         assert stopped.value.status_code == 503
     assert len(b.handle.client.requests) == 2  # nor did the package try again
     assert b.sample.aborted  # holds even if the agent's error is all that its caller sees
     (sample,) = b.samples()
     assert sample is b.sample and sample.status is Status.ABORTED and not any(sample.loss_mask)
-    with pytest.raises(openai.InternalServerError, match="no such session"):
+    with pytest.raises(openai.InternalServerError, match="session"):
         b.say(user("1"))
 
 
-def test_the_fault_of_an_engine_is_known_to_the_round(bench: Any) -> None:
+def test_engine_failure_ends_round(bench: Any) -> None:
     b = bench(ConnectionError("no engine answered"))
     with pytest.raises(openai.InternalServerError, match="no engine answered"):
         b.say(user("1"))
@@ -230,7 +239,7 @@ def test_the_fault_of_an_engine_is_known_to_the_round(bench: Any) -> None:
     assert "its last call failed: no engine answered" in sample.metadata["error"]
 
 
-def test_an_answer_that_nobody_waited_for_leaves_nothing(bench: Any) -> None:
+def test_cancelled_call_leaves_no_trace(bench: Any) -> None:
     b = bench("a<|im_end|>", "late<|im_end|>", "b<|im_end|>")
     b.say(user("1"))
     b.handle.client.hold = asyncio.Event()  # never set
@@ -247,14 +256,14 @@ def test_an_answer_that_nobody_waited_for_leaves_nothing(bench: Any) -> None:
     assert text(b.handle, sample).count("user\n2") == 1
 
 
-def test_models_and_other_addresses(bench: Any) -> None:
+def test_models_and_unknown_addresses(bench: Any) -> None:
     b = bench()
     assert [model.id for model in b.client.models.list()] == ["policy"]
     with pytest.raises(openai.NotFoundError):
         b.client.embeddings.create(model="any", input="x")
 
 
-def test_a_call_without_the_key_of_its_session_or_with_a_foreign_host_is_refused(bench: Any) -> None:
+def test_call_without_session_key_or_with_foreign_host_is_refused(bench: Any) -> None:
     b = bench("a<|im_end|>")
     other = b.endpoint.session(UserSample.of(pending(b.handle)))
     assert b.session.api_key not in b.session.base_url
@@ -269,21 +278,21 @@ def test_a_call_without_the_key_of_its_session_or_with_a_foreign_host_is_refused
     assert len(b.samples()) == 1
 
 
-def test_sessions_end_one_by_one_and_all_together(bench: Any) -> None:
+def test_sessions_close_one_by_one_and_together(bench: Any) -> None:
     b = bench("a<|im_end|>", "b<|im_end|>")
     other = b.endpoint.session(UserSample.of(pending(b.handle)))
     assert other.base_url != b.session.base_url
     b.endpoint.end("g-01")
     assert b.say(user("1")) == "a"
     b.endpoint.end("g-00")
-    with pytest.raises(openai.InternalServerError, match="no such session"):
+    with pytest.raises(openai.InternalServerError, match="session"):
         b.say(user("1"))
     b.endpoint.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "openai-endpoint"]
     assert [trained(b.handle, sample) for sample in b.samples()] == [["a<|im_end|>"]]
 
 
-def test_a_port_that_is_taken_is_one_sentence() -> None:
+def test_port_in_use_raises_engine_error() -> None:
     handle = handle_with(QWEN3)
     with socket.create_server(("127.0.0.1", 0)) as taken_port:
         endpoint = OpenAIEndpoint(handle, taken_port.getsockname()[1])
@@ -291,7 +300,7 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
             endpoint.session(pending(handle))
 
 
-def test_a_server_that_cannot_start_is_an_error_and_not_a_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(runner: web.AppRunner) -> None:
         raise RuntimeError("out of file descriptors")
 

@@ -1,4 +1,5 @@
-"""Patterns, slices, several processes, rows on the disk: always the same rows, and always the place of what is wrong."""
+"""Patterns, slices, several processes, rows on the disk: always the same rows, and always the place of what is
+wrong."""
 
 import gzip
 import json
@@ -14,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts import files as prompt_files
-from stages.rollout.prompts.files import parse_slice, read_entry
-from stages.rollout.prompts.source import PromptSource, check_prompt_data
-from stages.rollout.prompts.spool import STRIDE, SpooledRows
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts import files as prompt_files
+from penstock.stages.rollout.prompts.check import check_prompt_data
+from penstock.stages.rollout.prompts.files import parse_slice, read_entry
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.prompts.spool import STRIDE, SpooledRows
 
 
 def rows_of(entry: Path | str, **options: Any) -> list[bytes]:
@@ -35,7 +37,7 @@ def some_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"input": f"{i} " + "é" * rng.randint(0, 60), "metadata": {"i": i}} for i in range(count)]
 
 
-def test_a_pattern_is_its_files_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_pattern_lists_files_in_numeric_order(tmp_path: Path) -> None:
     for number in (10, 2, 1):
         write_jsonl(tmp_path / f"shard-{number}.jsonl", [{"input": f"{number}:{row}"} for row in range(2)])
     assert texts(tmp_path / "shard-*.jsonl") == ["1:0", "1:1", "2:0", "2:1", "10:0", "10:1"]
@@ -62,13 +64,15 @@ def test_a_file_that_is_added_to_a_pattern_is_a_new_segment(tmp_path: Path) -> N
     resumed = PromptSource.open(config).restore(state.model_dump(mode="json"))
     assert [(s.file, s.start, s.rows) for s in resumed.segments] == [(0, 0, 3), (0, 3, 4)]
     write_jsonl(tmp_path / "day-1.jsonl", some_rows(4, seed=1))  # before what the run has seen
-    with pytest.raises(ValueError, match="have changed"):
+    with pytest.raises(ValueError, match="--prompt-data"):
         PromptSource.open(config).restore(state.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_slices_are_those_of_a_list(tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_those_of_a_list(
+    tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 64)  # many blocks
     monkeypatch.setattr(prompt_files, "_BLOCK_ROWS", 3)
     rows = [{"input": f"{i}"} for i in range(20)]
@@ -92,15 +96,15 @@ def test_slices_are_those_of_a_list(tmp_path: Path, kind: str, streaming: bool, 
     ]:
         expected = whole[slice(*(int(n) if n else None for n in (start, stop)))]
         assert texts(f"{path}@[{start}:{stop}]", **options) == expected, (start, stop)
-    with pytest.raises(ValueError, match=r"@\[5:5\] takes no row"):
+    with pytest.raises(ValueError, match=r"@\[5:5\]"):
         rows_of(f"{path}@[5:5]", **options)
 
 
-def test_what_lies_outside_a_slice_is_not_looked_at(tmp_path: Path) -> None:
+def test_rows_outside_slice_are_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "a"}\n{broken\n{"input": "b"}\n')
     assert texts(f"{path}@[:1]") == ["a"] and texts(f"{path}@[2:]") == ["b"]
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: malformed"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: "):
         rows_of(f"{path}@[1:]")
     assert parse_slice("s3://b/a@[x].jsonl") == ("s3://b/a@[x].jsonl", None, None)
 
@@ -128,7 +132,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "a-*")
 
 
-def test_rows_do_not_depend_on_processes_or_on_where_they_lie(mixed: str, tmp_path: Path) -> None:
+def test_rows_do_not_depend_on_processes_or_storage(mixed: str, tmp_path: Path) -> None:
     plain = rows_of(mixed)
     assert len(plain) == 1501
     cache = {"streaming_data": True, "data_cache": str(tmp_path / "cache")}
@@ -136,7 +140,7 @@ def test_rows_do_not_depend_on_processes_or_on_where_they_lie(mixed: str, tmp_pa
         assert rows_of(mixed, **options) == plain, options
 
 
-def test_states_do_not_depend_on_where_rows_lie(mixed: str, tmp_path: Path) -> None:
+def test_states_do_not_depend_on_storage_of_rows(mixed: str, tmp_path: Path) -> None:
     options = {"prompt_data": [mixed], "rollout_shuffle": True}
     memory = PromptSource.open(RolloutConfig(**options))
     disk = PromptSource.open(RolloutConfig(**options, streaming_data=True, data_cache=str(tmp_path / "cache")))
@@ -146,7 +150,9 @@ def test_states_do_not_depend_on_where_rows_lie(mixed: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_wrong_row_is_told_whoever_reads_it(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_invalid_row_is_reported_by_any_worker(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 500)
     lines = [json.dumps({"input": "x" * 40}) for _ in range(400)]
     lines[207], lines[330] = '{"input": 3}', "{"
@@ -156,15 +162,15 @@ def test_the_first_wrong_row_is_told_whoever_reads_it(tmp_path: Path, workers: i
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_worker_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows(50))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="a process of --num-data-workers has died"):
+    with pytest.raises(RuntimeError, match="--num-data-workers"):
         rows_of(path, num_data_workers=2)
 
 
-def test_any_file_system_will_do(tmp_path: Path) -> None:
+def test_any_fsspec_file_system_works(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     for number in (1, 2):
         memory.pipe_file(
@@ -183,7 +189,7 @@ def test_any_file_system_will_do(tmp_path: Path) -> None:
         rows_of(f"{place}/[4].jsonl")
 
 
-def test_checks_of_all_rows_know_the_row_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_report_row_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
     rows: list[dict[str, Any]] = [{"input": "text"} for _ in range(30)]
     rows[17] = {"input": [{"role": "user", "content": "a"}]}
@@ -193,10 +199,10 @@ def test_checks_of_all_rows_know_the_row_in_any_block(tmp_path: Path, monkeypatc
             check_prompt_data(RolloutConfig(prompt_data=path, **options))
 
 
-# ---- rows on the disk ---------------------------------------------------------------------------------------------------
+# ---- rows on the disk ------------------------------------------------------------------------------------------------
 
 
-def test_rows_on_the_disk_are_a_sequence(tmp_path: Path) -> None:
+def test_spooled_rows_are_a_sequence(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows(5 * STRIDE + 3))
     plain = rows_of(path)
     spool = read_entry(path, RolloutConfig(streaming_data=True, data_cache=str(tmp_path / "cache"))).rows
@@ -210,7 +216,7 @@ def test_rows_on_the_disk_are_a_sequence(tmp_path: Path) -> None:
         assert b"".join(spool.content(start, stop)) == b"".join(row + b"\n" for row in plain[start:stop])
 
 
-def test_the_files_of_the_cache_serve_until_the_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_reused_until_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     write_jsonl(path, some_rows(40))
     options = {"streaming_data": True, "data_cache": str(cache)}
@@ -222,18 +228,18 @@ def test_the_files_of_the_cache_serve_until_the_source_changes(tmp_path: Path, m
     in_use = read_entry(str(path), RolloutConfig(**options)).rows
     write_jsonl(path, some_rows(41))
     assert len(rows_of(path, **options)) == 41
-    assert not kept.exists() and len(list(cache.iterdir())) == 2, "what nobody will open again is gone"
+    assert not kept.exists() and len(list(cache.iterdir())) == 2, "unused files are deleted"
     assert in_use[39] == before[39], "who has it open can still read it"
     assert texts(path, **options, metadata_key="none") == texts(path, **options), "other columns, other files"
     [kept] = [file for file in cache.glob("*.rows") if file.stat().st_size > 0][:1]
     kept.write_bytes(kept.read_bytes()[:-5])
-    assert len(rows_of(path, **options)) == 41, "a damaged file is written anew"
+    assert len(rows_of(path, **options)) == 41, "a damaged file is written again"
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_cache_raises(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows(3))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file/cache cannot keep the rows .*--data-cache"):
+    with pytest.raises(ValueError, match=r"file/cache .*--data-cache"):
         rows_of(path, streaming_data=True, data_cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(ValueError, match=r"absent.jsonl does not exist"):
         rows_of(tmp_path / "absent.jsonl", streaming_data=True, data_cache=str(tmp_path / "cache"))
@@ -241,8 +247,8 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 MEASURE = """
 import json, sys
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.source import PromptSource
 def memory(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 config = RolloutConfig(prompt_data=sys.argv[1], rollout_shuffle=True, streaming_data=True, data_cache=sys.argv[2])
 before = memory()
@@ -256,7 +262,8 @@ print(json.dumps([len(source), memory() - before]))
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
-    """50 MB of rows: a list of them would take more than that; here are the blocks in flight and a few bytes per row."""
+    """50 MB of rows: a list of them would take more than that; here are the blocks in flight and a few bytes per
+    row."""
     num_rows, text = 25_000, "x" * 2000
     path = tmp_path / f"rows.{kind}"
     if kind == "jsonl":
@@ -266,6 +273,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
         table = pa.table({"input": [f"{i} {text}" for i in range(num_rows)]})
         pq.write_table(table, path, use_dictionary=False, compression="none")  # one row group
     words = [sys.executable, "-c", MEASURE, str(path), str(tmp_path / "cache")]
-    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    found = subprocess.run(
+        words, capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
     rows, growth = json.loads(found.stdout)
     assert rows == num_rows and growth < 30e6

@@ -1,4 +1,4 @@
-"""Prompts that are too long, and tools that a template writes."""
+"""Prompts that are too long, and tool definitions in templates."""
 
 import copy
 import logging
@@ -9,11 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.lengths import LengthFilter, prompt_limit, response_limit
-from stages.rollout.prompts.source import Messages, PromptSource, check_prompt_data
-from stages.rollout.tokenizer import PromptTokenizer, check_tokenizer
-from storage.errors import TemplateError
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.group import response_limit
+from penstock.stages.rollout.prompts.check import check_prompt_data
+from penstock.stages.rollout.prompts.lengths import LengthFilter, prompt_limit
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
+from penstock.storage.errors import TemplateError
 
 TOOL = {
     "type": "function",
@@ -31,7 +34,7 @@ def with_tools(tokenizer: PromptTokenizer) -> PromptTokenizer:
     return other
 
 
-def test_prompts_that_are_too_long_are_skipped_counted_and_told_once(
+def test_long_prompts_are_skipped_counted_and_logged_once(
     tmp_path: Path, tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"input": "1+" * (i % 5 + 1)} for i in range(10)]
@@ -43,8 +46,8 @@ def test_prompts_that_are_too_long_are_skipped_counted_and_told_once(
         prompts, state = source.take(source.restore(None), 12, admits)
     assert [prompt.row for prompt in prompts] == [0, 1, 2, 5, 6, 7] * 2
     assert (state.epoch, state.cursor, state.skipped) == (1, 8, 6)
-    [told] = caplog.messages
-    assert f"row 3 of {path} has {lengths[3]} tokens and a prompt may have {lengths[2]}" in told
+    [message] = caplog.messages
+    assert f"row 3 of {path} has {lengths[3]} tokens" in message and str(lengths[2]) in message
 
 
 def test_prompt_and_response_share_the_context() -> None:
@@ -53,7 +56,7 @@ def test_prompt_and_response_share_the_context() -> None:
     assert prompt_limit(config) == 99 and prompt_limit(config.model_copy(update={"rollout_max_prompt_len": 20})) == 20
     assert [response_limit(config, length) for length in (10, 60, 70, 99)] == [40, 40, 30, 1]
     assert response_limit(RolloutConfig(rollout_max_response_len=40), 10_000) == 40
-    with pytest.raises(ValueError, match="a prompt of 100 tokens leaves no room within --rollout-max-context-len 100"):
+    with pytest.raises(ValueError, match=r"100 tokens .*--rollout-max-context-len 100"):
         response_limit(config, 100)
 
 
@@ -64,7 +67,9 @@ def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: Pro
         {"input": "3"},
         {"input": "4", "tools": None},
     ]
-    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), apply_chat_template=True, tool_key="tools")
+    config = RolloutConfig(
+        prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), apply_chat_template=True, tool_key="tools"
+    )
     assert check_prompt_data(config) == 4
     source = PromptSource.open(config)
     prompts, _ = source.take(source.restore(None), 4)
@@ -94,29 +99,31 @@ def test_parquet_adds_nothing_to_tools(tmp_path: Path) -> None:
     ("tools", "message"),
     [
         ('"{"', "rows.jsonl:1: column 'tools' is text but not JSON"),
-        ('{"name": "add"}', "rows.jsonl:1: column 'tools' holds .* a list of tool definitions"),
+        ('{"name": "add"}', "rows.jsonl:1: column 'tools' holds .*--tool-key"),
         ('["add"]', "rows.jsonl:1: column 'tools' holds"),
     ],
 )
-def test_tools_that_are_none_are_told(tmp_path: Path, tools: str, message: str) -> None:
+def test_invalid_tools_raise(tmp_path: Path, tools: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"input": "1", "tools": {tools}}}\n')
     with pytest.raises(ValueError, match=message):
-        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / "rows.jsonl"), apply_chat_template=True, tool_key="tools"))
+        check_prompt_data(
+            RolloutConfig(prompt_data=str(tmp_path / "rows.jsonl"), apply_chat_template=True, tool_key="tools")
+        )
 
 
-def test_tools_that_nobody_would_see_are_refused(tmp_path: Path, tokenizer: PromptTokenizer, with_tools: PromptTokenizer) -> None:
+def test_tools_without_template_raise(tmp_path: Path, tokenizer: PromptTokenizer, with_tools: PromptTokenizer) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1", "tools": [TOOL]}])
-    with pytest.raises(ValueError, match="--tool-key tools has no effect without a chat template"):
+    with pytest.raises(ValueError, match=r"--tool-key tools .*--apply-chat-template"):
         check_prompt_data(RolloutConfig(prompt_data=path, tool_key="tools"))
     for which, model in (("without", tokenizer), ("with", with_tools)):
         model.inner.save_pretrained(tmp_path / which)
     check_tokenizer(tmp_path / "with", apply_chat_template=True, tools=True)
     check_tokenizer(tmp_path / "without", apply_chat_template=True)
-    with pytest.raises(ValueError, match="does not write tool definitions"):
+    with pytest.raises(ValueError, match="--tool-key"):
         check_tokenizer(tmp_path / "without", apply_chat_template=True, tools=True)
 
 
-def test_a_conversation_that_the_template_refuses_is_told(with_tools: PromptTokenizer) -> None:
+def test_conversation_rejected_by_template_is_named(with_tools: PromptTokenizer) -> None:
     with_tools.inner.chat_template = "{{ raise_exception('roles must alternate') }}"
     chat: Messages = [{"role": "user", "content": "37+8="}]
     with pytest.raises(TemplateError, match=r'\[\{"role": "user", "content": "37\+8="\}\] \(roles must alternate\)'):

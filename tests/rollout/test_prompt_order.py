@@ -1,11 +1,11 @@
-"""Orders and turns: exact, complete, and for ever the same."""
+"""Permutations and the selection of sources: exact, complete and stable."""
 
 import random
 
 import numpy as np
 import pytest
 
-from stages.rollout.prompts.order import WHOLE, permutation, scattered, shares, turns
+from penstock.stages.rollout.prompts.order import WHOLE, permutation, scattered, select_sources, shares
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])
@@ -17,7 +17,7 @@ def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 255, 1000])
-def test_a_computed_order_holds_every_row_once_and_changes_with_seed_epoch_and_segment(rows: int) -> None:
+def test_computed_order_has_every_row_once_and_depends_on_seed_epoch_and_segment(rows: int) -> None:
     orders = [
         [scattered(position, *which, rows) for position in range(rows)]
         for which in ((42, 0, 0), (42, 1, 0), (42, 0, 1), (7, 0, 0))
@@ -32,7 +32,9 @@ def test_a_computed_order_is_random_enough() -> None:
     order = np.array([scattered(position, 42, 0, 0, rows) for position in range(rows)])
     assert abs(np.corrcoef(np.arange(rows), order)[0, 1]) < 0.03, "3 standard deviations of a random order"
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
-    assert len({scattered(position, 42, 0, 0, 1 << 40) for position in range(1000)}) == 1000, "no memory, however many rows"
+    assert len({scattered(position, 42, 0, 0, 1 << 40) for position in range(1000)}) == 1000, (
+        "no memory, however many rows"
+    )
 
 
 def test_a_computed_order_is_pinned() -> None:
@@ -44,31 +46,31 @@ def test_a_computed_order_is_pinned() -> None:
 def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int) -> None:
     rng = random.Random(trial)
     weights = [rng.random() for _ in range(rng.randint(2, 6))]
-    asked, credits = turns([0] * len(weights), shares(weights), 5000)
+    asked, credits = select_sources([0] * len(weights), shares(weights), 5000)
     assert sum(credits) == 0
     counts = np.cumsum([[source == one for one in range(len(weights))] for source in asked], axis=0)
     ideal = np.outer(np.arange(1, 5001), np.array(weights) / sum(weights))
     assert np.abs(counts - ideal).max() < 1.5
 
 
-def test_turns_in_pieces_are_the_same_turns() -> None:
+def test_selecting_sources_in_pieces_gives_same_order() -> None:
     parts = shares([0.7, 0.2, 0.1])
-    whole, after = turns([0, 0, 0], parts, 100)
-    first, credits = turns([0, 0, 0], parts, 37)
-    second, end = turns(credits, parts, 63)
+    whole, after = select_sources([0, 0, 0], parts, 100)
+    first, credits = select_sources([0, 0, 0], parts, 37)
+    second, end = select_sources(credits, parts, 63)
     assert (first + second, end) == (whole, after)
     assert [whole.count(source) for source in range(3)] == [70, 20, 10]
 
 
-def test_shares_are_whole_numbers_that_sum_up() -> None:
+def test_shares_are_integers_with_fixed_sum() -> None:
     for weights in ([1, 1, 1], [0.7, 0.3], [0, 5], [1e-12, 1, 3]):
         assert sum(shares(weights)) == WHOLE
     assert shares([0, 5]) == [0, WHOLE]
-    asked, _ = turns([WHOLE // 2, -WHOLE // 2], shares([0, 1]), 50)
+    asked, _ = select_sources([WHOLE // 2, -WHOLE // 2], shares([0, 1]), 50)
     assert set(asked) == {1}, "a source without a share is not asked, whatever is owed to it"
 
 
-def test_changed_weights_ask_for_nothing_to_be_made_up() -> None:
-    _, credits = turns([0, 0], shares([0.9, 0.1]), 1000)
-    asked, _ = turns(credits, shares([0.5, 0.5]), 10)
+def test_changed_weights_are_not_made_up_for() -> None:
+    _, credits = select_sources([0, 0], shares([0.9, 0.1]), 1000)
+    asked, _ = select_sources(credits, shares([0.5, 0.5]), 10)
     assert asked.count(0) == 5

@@ -1,4 +1,5 @@
-"""R3 with a real SGLang server: the experts it chose, through shards, are those that the trainer's routers would choose and follow."""
+"""R3 with a real SGLang server: the experts it chose, through shards, are those that the trainer's routers would
+choose and follow."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.megatron.experts import experts_format
-from engines.megatron.replay import RoutingRecord
-from engines.megatron.shape import ModelShape
-from engines.sglang.args import returning_experts
-from engines.sglang.client import EngineClient, Generation
-from engines.sglang.server import ServerSpec, SGLangServer
-from stages.train.routing import EngineChoices
-from storage.refs import Commit
-from storage.sample import Sample, Status
-from storage.shards import read_table, write_shards
-from storage.store import Store
-from tests.engines.replay_ranks import made_up_record, make_engine
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.generation import Generation
+from penstock.engines.megatron.model.experts import experts_format
+from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.args import returning_experts
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.server import SGLangServer
+from penstock.stages.train.routing import EngineChoices
+from penstock.storage.refs import Commit
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_table, write_shards
+from penstock.storage.store import Store
+from tests.engines.replay_ranks import make_engine, random_record
 from tests.families import make_family
 
 pytestmark = pytest.mark.integration
@@ -39,7 +43,7 @@ def sampled(checkpoint: Path, shape: ModelShape, directory: Path) -> list[list[G
     server = SGLangServer(ServerSpec(model_path=str(checkpoint), args=returning_experts({}), log_dir=str(directory)))
 
     async def ask(url: str) -> list[list[Generation]]:
-        async with EngineClient([url], experts=experts_format(shape, "--use-rollout-routing-replay")) as client:
+        async with SGLangClient([url], experts=experts_format(shape, "--use-rollout-routing-replay")) as client:
             params = {"temperature": 1.0, "max_new_tokens": 9}
             return [await client.generate(prompt, params, 2) for prompt in (*PROMPTS, PROMPTS[0])]
 
@@ -82,8 +86,8 @@ def logprobs_of(engine: Any, pack: Any, routing: str | None) -> Tensor:
     return output["logprobs"]
 
 
-def test_the_engines_experts_are_the_trainers(world: None, checkpoint: Path, tmp_path: Path) -> None:
-    shape = ModelShape.from_hf(checkpoint)
+def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path: Path) -> None:
+    shape = read_shape(checkpoint)
     answers = sampled(checkpoint, shape, tmp_path)
     assert answers[2][0].cached_tokens >= 30, "the third request shall find its prompt"
     store = Store(str(tmp_path / "store"))
@@ -115,8 +119,10 @@ def test_the_engines_experts_are_the_trainers(world: None, checkpoint: Path, tmp
 
     pack.routing = theirs
     assert (logprobs_of(engine, pack, "replay") - of_engine)[trained].abs().max() < 1e-4
-    pack.routing = made_up_record(len(pack.token_ids), shape, seed=0)
-    assert (logprobs_of(engine, pack, "replay") - of_engine)[trained].abs().max() > 0.1, "another choice gives other log-probs"
+    pack.routing = random_record(len(pack.token_ids), shape, seed=0)
+    assert (logprobs_of(engine, pack, "replay") - of_engine)[trained].abs().max() > 0.1, (
+        "another choice gives other log-probs"
+    )
 
     with torch.no_grad():  # a trainer that would choose otherwise follows all the same
         for name, tensor in engine.named_weights():
@@ -128,6 +134,10 @@ def test_the_engines_experts_are_the_trainers(world: None, checkpoint: Path, tmp
     moved = sum(int((drifted.choices[layer] != own.choices[layer]).any(-1).sum()) for layer in own.choices)
     pack.routing = choices.record(rows)
     replayed = logprobs_of(engine, pack, "record")
-    followed = all(torch.equal(pack.routing.choices[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.choices.items())
+    followed = all(
+        torch.equal(pack.routing.choices[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.choices.items()
+    )
     assert moved > 0 and followed
-    print(f"{moved} choices moved; log-probs then differ by {(replayed - of_engine)[trained].abs().max():.1e} with replay")
+    print(
+        f"{moved} choices moved; log-probs then differ by {(replayed - of_engine)[trained].abs().max():.1e} with replay"
+    )

@@ -1,4 +1,5 @@
-"""Chat templates are untrusted programs: rendered as transformers renders them, in a process with limits that ends in one sentence."""
+"""Chat templates are untrusted programs: rendered as transformers renders them, in a process with limits that ends
+in one sentence."""
 
 import json
 import os
@@ -11,10 +12,10 @@ import pytest
 from chat_templates import DEEPSEEK, chat_tokenizer
 from sft_templates import FAMILIES
 
-from stages.rollout.agents.chat_format import ChatFormat
-from stages.rollout.templates import RenderLimitError, RenderLimits, TemplateRenderer
-from stages.rollout.tokenizer import check_tokenizer
-from storage.errors import TemplateError
+from penstock.stages.rollout.text.chat_format import ChatFormat
+from penstock.stages.rollout.text.templates import RenderLimitError, RenderLimits, TemplateRenderer
+from penstock.stages.rollout.text.tokenizer import check_tokenizer
+from penstock.storage.errors import TemplateError
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "<b>ü</b>"}}]
@@ -41,9 +42,12 @@ def test_text_equals_that_of_transformers(family: str) -> None:
         )
 
 
-def test_special_tokens_and_the_template_for_tools_are_given() -> None:
+def test_template_gets_special_tokens_and_tools_variant() -> None:
     tokenizer = chat_tokenizer(None)
-    tokenizer.inner.chat_template = {"default": "{{ unk_token }}", "tool_use": "{{ tools | tojson }}{{ strftime_now('%Y')[:1] }}"}
+    tokenizer.inner.chat_template = {
+        "default": "{{ unk_token }}",
+        "tool_use": "{{ tools | tojson }}{{ strftime_now('%Y')[:1] }}",
+    }
     assert tokenizer.render_chats([CHAT, CHAT], add_generation_prompt=True, tools=[None, TOOLS]) == [
         "<unk>",
         json.dumps(TOOLS, ensure_ascii=False) + "2",
@@ -76,7 +80,9 @@ def test_a_template_that_fails_or_exceeds_its_limits_is_one_error(
     assert renderer.render("{{ messages[0].content }}", [(CHAT, None, True)] * 200) == ["1+1?"] * 200
 
 
-def test_other_conversations_of_a_batch_are_rendered_although_one_exceeds_its_limits(renderer: TemplateRenderer) -> None:
+def test_other_conversations_of_a_batch_are_rendered_although_one_exceeds_its_limits(
+    renderer: TemplateRenderer,
+) -> None:
     template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
     loop = [{"role": "user", "content": "loop"}]
     results = renderer.render(template, [(CHAT, None, True), (loop, None, True), (CHAT, None, True)])
@@ -114,14 +120,14 @@ def test_threads_get_their_own_texts() -> None:
     assert not wrong
 
 
-def test_conversations_of_agents_end_in_one_error_too() -> None:
+def test_conversations_of_agents_raise_template_error() -> None:
     with pytest.raises(TemplateError, match="1\\+1"):
         ChatFormat(chat_tokenizer("{{ 1 // 0 }}")).opening(CHAT)
     with pytest.raises(RenderLimitError):
         ChatFormat(chat_tokenizer("{{ 'x' * 10**10 }}")).opening(CHAT)
 
 
-def test_preflight_tries_the_template(tmp_path: Any) -> None:
+def test_preflight_renders_template(tmp_path: Any) -> None:
     for template in ("{{ 1 // 0 }}", "{{ 'x' * 10**10 }}", "{% if %}"):
         chat_tokenizer(template).inner.save_pretrained(tmp_path)
         with pytest.raises(TemplateError, match=str(tmp_path)):

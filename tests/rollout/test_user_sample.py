@@ -1,4 +1,4 @@
-"""What a user's function may leave in a sample, in every spelling, and what is refused."""
+"""Samples of user-defined functions: accepted spellings, and rejected values."""
 
 import copy
 import dataclasses
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.rollout.user_sample import UserSample, taken
-from storage.sample import Sample, Status, from_table, to_table
+from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 
 NUM_PROMPT = 4
 
@@ -52,8 +52,8 @@ def answered(**changes: Any) -> UserSample:
         {"loss_mask": [1, 0, 1], "tokens": np.array([9, 8, 7, 6, 11, 12, 13])},
     ],
 )
-def test_every_spelling_of_the_streams(changes: dict[str, Any]) -> None:
-    sample = taken(answered(**changes))
+def test_token_fields_accept_all_names_lengths_and_types(changes: dict[str, Any]) -> None:
+    sample = checked_sample(answered(**changes))
     assert type(sample) is Sample
     assert sample.token_ids == [9, 8, 7, 6, 11, 12, 13]
     assert sample.loss_mask == [0, 0, 0, 0, 1, 0, 1]
@@ -62,24 +62,24 @@ def test_every_spelling_of_the_streams(changes: dict[str, Any]) -> None:
     assert from_table(to_table([sample])) == [sample]
 
 
-def test_a_mask_that_nobody_gives_trains_the_whole_response() -> None:
-    assert taken(answered()).loss_mask == [0, 0, 0, 0, 1, 1, 1]
-    assert taken(answered(loss_mask=None)).loss_mask == [0, 0, 0, 0, 1, 1, 1]
+def test_missing_mask_trains_whole_response() -> None:
+    assert checked_sample(answered()).loss_mask == [0, 0, 0, 0, 1, 1, 1]
+    assert checked_sample(answered(loss_mask=None)).loss_mask == [0, 0, 0, 0, 1, 1, 1]
     # also if the response is as long as the prompt, where the mask of the prompt could be taken for one of the response
     sample = UserSample.of(blank())
     sample.tokens = [*sample.tokens, 11, 12, 13, 14]
     sample.rollout_log_probs = [-1.0] * 4
-    assert taken(sample).loss_mask == [0] * 4 + [1] * 4
+    assert checked_sample(sample).loss_mask == [0] * 4 + [1] * 4
     sample.loss_mask = [0, 0, 0, 1]
-    assert taken(sample).loss_mask == [0] * 4 + [0, 0, 0, 1]
+    assert checked_sample(sample).loss_mask == [0] * 4 + [0, 0, 0, 1]
 
 
-def test_streams_extended_in_place() -> None:
+def test_token_fields_extended_in_place() -> None:
     sample = UserSample.of(blank())
     sample.tokens += [11, 12]
     sample.loss_mask += [1, 0]
     sample.rollout_log_probs += [-1.0, -9.0]
-    assert taken(sample).rollout_logprobs == [0.0] * 4 + [-1.0, 0.0]
+    assert checked_sample(sample).rollout_logprobs == [0.0] * 4 + [-1.0, 0.0]
 
 
 def test_append_response_tokens() -> None:
@@ -88,13 +88,13 @@ def test_append_response_tokens() -> None:
     sample.append_response_tokens([13, 14], trainable=False, text="cd")
     info = {"finish_reason": {"type": "length"}, "weight_version": "run/3"}
     sample.append_response_tokens([15], [-3.0], text="e", meta_info=info)
-    made = taken(sample)
+    made = checked_sample(sample)
     assert made.loss_mask == [0, 0, 0, 0, 1, 1, 0, 0, 1]
     assert made.rollout_logprobs == [0.0] * 4 + [-1.0, -2.0, 0.0, 0.0, -3.0]
     assert (made.response, made.status, sample.weight_versions) == ("abcde", Status.TRUNCATED, ["run/3"])
-    with pytest.raises(ValueError, match="1 trained tokens came with none log-probs"):
+    with pytest.raises(ValueError, match=r"1 trained tokens .*log-probs"):
         sample.append_response_tokens([16])
-    with pytest.raises(ValueError, match="2 trained tokens came with 1 log-probs"):
+    with pytest.raises(ValueError, match=r"2 trained tokens .*1 log-probs"):
         sample.append_response_tokens([16, 17], [-1.0])
 
 
@@ -106,64 +106,70 @@ def test_siblings_are_independent_copies() -> None:
     second.metadata["source"]["row"] = 6
     third = dataclasses.replace(UserSample.of(blank()), token_ids=[9, 8, 7, 6, 1], rollout_logprobs=[0.0] * 4 + [-1.0])
     third.loss_mask = [0, 0, 0, 0, 1]
-    assert len(taken(second).token_ids) == 8 and len(taken(first).token_ids) == 7
-    assert taken(first).metadata["source"]["row"] == 5
+    assert len(checked_sample(second).token_ids) == 8 and len(checked_sample(first).token_ids) == 7
+    assert checked_sample(first).metadata["source"]["row"] == 5
     assert UserSample.of(blank()).prompt_length == 4 == second.prompt_length
 
 
-def test_another_prompt_must_be_said() -> None:
+def test_changed_prompt_requires_restart() -> None:
     sample = UserSample.of(blank())
     sample.restart("hello", [5, 5])
     sample.append_response_tokens([11], [-1.0])
-    made = taken(sample)
+    made = checked_sample(sample)
     assert (made.prompt, made.token_ids, made.loss_mask) == ("hello", [5, 5, 11], [0, 0, 1])
 
 
 def test_removed_samples_keep_their_reward_and_train_nothing() -> None:
-    made = taken(answered(remove_sample=True, reward=0.5))
+    made = checked_sample(answered(remove_sample=True, reward=0.5))
     assert (sum(made.loss_mask), sum(made.rollout_logprobs), made.reward) == (0, 0.0, 0.5)
 
 
-def test_a_response_that_begins_with_tool_tokens() -> None:
-    plain = taken(answered(loss_mask=[0, 0, 1]))
+def test_response_that_starts_with_tool_tokens() -> None:
+    plain = checked_sample(answered(loss_mask=[0, 0, 1]))
     again = UserSample.of(plain, prompt_length=4)
     assert again.response_length == 3
-    assert taken(again) == plain == taken(plain, 4)
+    assert checked_sample(again) == plain == checked_sample(plain, 4)
 
 
 WRONG: list[tuple[Callable[[UserSample], Any], str]] = [
-    (lambda s: setattr(s, "loss_mask", [1, 1]), "loss_mask has 2 entries for a response of 3 tokens after a prompt of 4"),
-    (lambda s: setattr(s, "loss_mask", [1, 2, 0]), "loss_mask holds 2: only 0 and 1"),
-    (lambda s: setattr(s, "loss_mask", [[1], 1, 1]), "only 0 and 1"),
-    (lambda s: setattr(s, "loss_mask", [0, 0, 0, 1, 1, 1, 1]), "trains on tokens of the prompt"),
+    (
+        lambda s: setattr(s, "loss_mask", [1, 1]),
+        "loss_mask has 2 entries .*3 tokens .*4",
+    ),
+    (lambda s: setattr(s, "loss_mask", [1, 2, 0]), "loss_mask holds 2"),
+    (lambda s: setattr(s, "loss_mask", [[1], 1, 1]), "loss_mask"),
+    (lambda s: setattr(s, "loss_mask", [0, 0, 0, 1, 1, 1, 1]), "loss_mask .*prompt"),
     (lambda s: setattr(s, "loss_mask", "111"), "loss_mask is a str: it must be a list"),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0, float("nan"), -1.0]), "log-prob of token 1 of the response is nan"),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0, float("-inf"), -1.0]), "is -inf: a finite number"),
-    (lambda s: setattr(s, "rollout_log_probs", [0.4, 0.9, 0.3]), "is 0.4: a finite number, 0 or less"),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0, None, -1.0]), "is None: a finite number"),
+    (
+        lambda s: setattr(s, "rollout_log_probs", [-1.0, float("nan"), -1.0]),
+        "log-prob of token 1 of the response is nan",
+    ),
+    (lambda s: setattr(s, "rollout_log_probs", [-1.0, float("-inf"), -1.0]), "token 1 .*-inf"),
+    (lambda s: setattr(s, "rollout_log_probs", [0.4, 0.9, 0.3]), "token 0 .*0.4"),
+    (lambda s: setattr(s, "rollout_log_probs", [-1.0, None, -1.0]), "token 1 .*None"),
     (lambda s: setattr(s, "rollout_log_probs", [-1.0]), "rollout_log_probs has 1 entries"),
-    (lambda s: setattr(s, "rollout_log_probs", None), "trained tokens without log-probs"),
-    (lambda s: setattr(s, "tokens", [1, 2, 3]), "do not begin with the 4 tokens of the prompt"),
-    (lambda s: s.tokens.__setitem__(5, -1), "a token id is 0 or more"),
-    (lambda s: s.tokens.__setitem__(5, 2**31), "less than 2"),
-    (lambda s: s.tokens.__setitem__(5, 1.5), "no whole numbers"),
-    (lambda s: setattr(s, "response_length", 5), "response_length is 5, but 3 tokens come after the prompt"),
-    (lambda s: setattr(s, "status", "done"), "status is 'done', and there are only pending, completed"),
-    (lambda s: setattr(s, "metadata", {"tool": object()}), "metadata cannot be written as JSON"),
-    (lambda s: setattr(s, "metadata", [1]), "metadata is a list"),
-    (lambda s: setattr(s, "response", ["hello"]), "response is a list: it must be text"),
+    (lambda s: setattr(s, "rollout_log_probs", None), "log-probs"),
+    (lambda s: setattr(s, "tokens", [1, 2, 3]), "4 tokens of the prompt"),
+    (lambda s: s.tokens.__setitem__(5, -1), "-1"),
+    (lambda s: s.tokens.__setitem__(5, 2**31), "2147483648"),
+    (lambda s: s.tokens.__setitem__(5, 1.5), "float"),
+    (lambda s: setattr(s, "response_length", 5), "response_length is 5, but 3 tokens"),
+    (lambda s: setattr(s, "status", "done"), "'done'.*pending, completed"),
+    (lambda s: setattr(s, "metadata", {"tool": object()}), "metadata .*JSON"),
+    (lambda s: setattr(s, "metadata", [1]), "metadata .*list"),
+    (lambda s: setattr(s, "response", ["hello"]), "response .*list"),
     (lambda s: setattr(s, "response", "\ud800"), "surrogates not allowed"),
 ]
 
 
 @pytest.mark.parametrize(("mistake", "sentence"), WRONG, ids=range(len(WRONG)))
-def test_what_is_refused(mistake: Callable[[UserSample], Any], sentence: str) -> None:
+def test_invalid_samples_raise(mistake: Callable[[UserSample], Any], sentence: str) -> None:
     sample = answered()
     mistake(sample)
     with pytest.raises(ValueError, match=sentence) as refusal:
-        taken(sample)
+        checked_sample(sample)
     assert "\n" not in str(refusal.value)
 
 
 def test_metadata_is_what_will_be_read_back() -> None:
-    assert taken(answered(metadata={"a": (1, 2)})).metadata == json.loads('{"a": [1, 2]}')
+    assert checked_sample(answered(metadata={"a": (1, 2)})).metadata == json.loads('{"a": [1, 2]}')

@@ -1,4 +1,4 @@
-"""Weighted sources and skipped prompts: still a pure function of the state, whatever stops in between."""
+"""Weighted sources and skipped prompts are a pure function of the state, whatever interrupts them."""
 
 import random
 from collections import Counter
@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from scripted_engine import write_jsonl
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.source import Prompt, PromptSource
-from stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.source import Prompt, PromptSource
+from penstock.stages.rollout.prompts.state import SourceState
 
 
 def source_of(*sizes: int, weights: Sequence[float] = (), shuffle: bool = True) -> PromptSource:
     files = [[f'["{file}:{row}","",{{}}]'.encode() for row in range(size)] for file, size in enumerate(sizes)]
-    return PromptSource(files, shuffle=shuffle, seed=42, weights=weights, names=[f"f{file}" for file in range(len(sizes))])
+    return PromptSource(
+        files, shuffle=shuffle, seed=42, weights=weights, names=[f"f{file}" for file in range(len(sizes))]
+    )
 
 
 def not_a_third(prompts: Sequence[Prompt]) -> list[bool]:
@@ -50,7 +52,7 @@ def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> 
     assert [prompt.issue for prompt in pieces] == list(range(80))
 
 
-def test_every_source_has_epochs_of_its_own_and_its_share() -> None:
+def test_every_source_has_its_own_epochs_and_its_share() -> None:
     source = source_of(3, 50, weights=[0.75, 0.25])
     prompts, state = source.take(source.restore(None), 40)
     assert Counter(prompt.file for prompt in prompts) == {0: 30, 1: 10}
@@ -70,7 +72,7 @@ def test_shares_are_those_of_the_prompts_served() -> None:
     assert state.places[0].cursor == 20 + state.skipped and state.places[1].cursor == 20
 
 
-def test_skipped_prompts_are_counted_and_have_no_number() -> None:
+def test_skipped_prompts_are_counted_and_not_numbered() -> None:
     source = source_of(9)
     prompts, state = source.take(source.restore(None), 12, not_a_third)  # 6 of 9 in every epoch
     assert [prompt.issue for prompt in prompts] == list(range(12))
@@ -82,15 +84,15 @@ def test_skipped_prompts_are_counted_and_have_no_number() -> None:
     assert [(prompt.epoch, prompt.row) for prompt in kept] == [(prompt.epoch, prompt.row) for prompt in prompts]
 
 
-def test_when_no_prompt_is_short_enough_it_ends_with_a_sentence() -> None:
+def test_epoch_without_short_prompt_raises() -> None:
     source = source_of(5, 7, weights=[1, 1])
-    with pytest.raises(ValueError, match="none of the 7 prompts of f1 is short enough: raise --rollout-max-prompt-len"):
+    with pytest.raises(ValueError, match=r"7 prompts of f1 .*--rollout-max-prompt-len"):
         source.take(source.restore(None), 6, lambda prompts: [prompt.file == 0 for prompt in prompts])
     rare = lambda prompts: [prompt.row == 4 for prompt in prompts]
     assert [prompt.epoch for prompt in source_of(5).take(source_of(5).restore(None), 7, rare)[0]] == list(range(7))
 
 
-def test_a_run_that_gets_weights_goes_on_in_each_source_where_it_stands() -> None:
+def test_run_that_gets_weights_keeps_position_in_each_source() -> None:
     plain = source_of(4, 6)
     before, state = plain.take(plain.restore(None), 17)  # 4 + 6, then 4 + 3 of the second epoch
     mixed = source_of(4, 6, weights=[0.5, 0.5])
@@ -102,7 +104,7 @@ def test_a_run_that_gets_weights_goes_on_in_each_source_where_it_stands() -> Non
     assert [prompt.epoch for prompt in after if prompt.file == 0] == [2, 2, 2]
 
 
-def test_a_mixed_run_takes_new_sources_and_other_weights_but_not_none() -> None:
+def test_mixed_run_accepts_new_sources_and_weights_but_not_missing_weights() -> None:
     two = source_of(4, 6, weights=[0.5, 0.5])
     _, state = two.take(two.restore(None), 5)
     saved = state.model_dump(mode="json")
@@ -112,11 +114,11 @@ def test_a_mixed_run_takes_new_sources_and_other_weights_but_not_none() -> None:
     prompts, after = three.take(resumed, 8)
     assert Counter(prompt.file for prompt in prompts) == {0: 4, 2: 4}
     assert [(s.file, s.start, s.rows) for s in after.segments] == [(0, 0, 4), (1, 0, 6), (1, 6, 2), (2, 0, 3)]
-    with pytest.raises(ValueError, match="mixes its sources and this command gives no --prompt-data-weights"):
+    with pytest.raises(ValueError, match="--prompt-data-weights"):
         source_of(4, 6).restore(saved)
 
 
-def test_states_of_before_are_understood_and_plain_ones_say_nothing_new_of_segments() -> None:
+def test_old_states_are_read_and_unweighted_states_keep_their_format() -> None:
     old = {"epoch": 1, "cursor": 2, "issued": 7, "segments": [{"file": 0, "start": 0, "rows": 5, "digest": "?"}]}
     source = source_of(5)
     old["segments"][0]["digest"] = source.restore(None).segments[0].digest  # type: ignore[index]
@@ -126,8 +128,8 @@ def test_states_of_before_are_understood_and_plain_ones_say_nothing_new_of_segme
     assert SourceState(issued=3, segments=()).places == ()
 
 
-def test_a_large_segment_keeps_the_order_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.rollout.prompts import source as data_source
+def test_large_segment_keeps_its_kind_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.stages.rollout.prompts import source as data_source
 
     old = source_of(20)
     expected, _ = old.take(old.restore(None), 60)
@@ -144,22 +146,28 @@ def test_a_large_segment_keeps_the_order_it_began_with(monkeypatch: pytest.Monke
     assert SourceState.model_validate(dumped) == resumed
 
 
-def test_flags_make_a_weighted_source(tmp_path: Path) -> None:
-    from flows.flags import parse
+def test_flags_create_weighted_source(tmp_path: Path) -> None:
+    from penstock.flows.options.flags import parse
 
     one, two = (write_jsonl(tmp_path / f"{name}.jsonl", [{"input": name}] * 4) for name in ("one", "two"))
     words = ["--prompt-data", one, "--prompt-data", two, "--prompt-data-weights", "3", "1"]
     config = parse(words).rollout
     source = PromptSource.open(config)
     assert Counter(str(prompt.content) for prompt in source.take(source.restore(None), 8)[0]) == {"one": 6, "two": 2}
-    assert len(PromptSource.open(config.model_copy(update={"prompt_data": [two]})).take(source_of(4).restore(None), 2)[0]) == 2
-    for wrong, message in ([["1"], "has 1 numbers and --prompt-data 2 entries"], [["0", "0"], "at least one is more"]):
+    assert (
+        len(PromptSource.open(config.model_copy(update={"prompt_data": [two]})).take(source_of(4).restore(None), 2)[0])
+        == 2
+    )
+    for wrong, message in (
+        [["1"], "--prompt-data-weights has 1 numbers .* 2 entries"],
+        [["0", "0"], "--prompt-data-weights 0.0 0.0"],
+    ):
         with pytest.raises(ValueError, match=message):
             parse([*words[:5], *wrong])
 
 
 @pytest.mark.parametrize("weights", [[-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+def test_invalid_weights_raise(weights: list[float]) -> None:
     options: dict[str, Any] = {"prompt_data": ["a.jsonl", "b.jsonl"], "prompt_data_weights": weights}
-    with pytest.raises(ValueError, match=r"weights are 0 or more|finite number"):
+    with pytest.raises(ValueError, match=r"--prompt-data-weights|finite number"):
         RolloutConfig(**options)

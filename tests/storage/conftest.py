@@ -1,4 +1,4 @@
-"""A real S3 API on this machine (moto's server, which honours `If-None-Match: *`)."""
+"""Fixtures: a local S3 server (moto, which supports `If-None-Match: *`), with and without faults, and MLflow."""
 
 import os
 import sys
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from storage.store import Store
+from penstock.storage.store import Store
+from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faulty import KINDS, FaultyProxy
@@ -17,7 +19,7 @@ from faulty import KINDS, FaultyProxy
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, Any]]:
-    """fsspec options of an S3 server with the bucket `bucket`."""
+    """Return fsspec options of an S3 server with the bucket `bucket`."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -42,17 +44,20 @@ def s3_options() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def s3_store(s3_options: dict[str, Any]) -> Callable[..., Store]:
-    """Opens a store under a prefix of the bucket."""
+    """Return a function that opens a store under a prefix of the bucket."""
     return lambda prefix, **options: Store(f"s3://bucket/{prefix}", s3_options, **options)
 
 
 @pytest.fixture(scope="session")
 def faulty_s3(s3_options: dict[str, Any]) -> Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]:
-    """Opens a faulty way to the server: `with faulty_s3(rate=0.3) as (proxy, options)`. A client there gives up after a second."""
+    """Return a context manager for a faulty proxy: `with faulty_s3(rate=0.3) as (proxy, options)`. The client's timeout
+    is one second."""
 
     @contextmanager
     def open_proxy(**arguments: Any) -> Iterator[tuple[FaultyProxy, dict[str, Any]]]:
-        with FaultyProxy(s3_options["endpoint_url"], **{"hang_seconds": 1.5, "slow_seconds": 0.1, **arguments}) as proxy:
+        with FaultyProxy(
+            s3_options["endpoint_url"], **{"hang_seconds": 1.5, "slow_seconds": 0.1, **arguments}
+        ) as proxy:
             yield proxy, {**s3_options, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 1}}
 
     return open_proxy
@@ -60,6 +65,23 @@ def faulty_s3(s3_options: dict[str, Any]) -> Callable[..., AbstractContextManage
 
 @pytest.fixture(scope="session")
 def faulty_store(faulty_s3: Callable[..., Any]) -> Iterator[Callable[..., Store]]:
-    """Opens a store under a prefix of the bucket; one call of twenty meets a fault (listings that lag have tests of their own)."""
+    """Return a function that opens a store under a prefix of the bucket, where one call in twenty fails. Stale listings
+    have separate tests."""
     with faulty_s3(rate=0.05, seed=5, kinds=KINDS - {"lag"}) as (_, options):
         yield lambda prefix, **more: Store(f"s3://bucket/{prefix}", options, **more)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs: creating its tables takes seconds, copying it does not."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowTracker(f"sqlite:///{path}", TrackedRun("none")).client.search_experiments()
+    return path
+
+
+@pytest.fixture
+def database(empty_database: Path, tmp_path: Path) -> Path:
+    """A copy of the empty MLflow database."""
+    copy = tmp_path / "mlflow.db"
+    copy.write_bytes(empty_database.read_bytes())
+    return copy

@@ -1,4 +1,4 @@
-"""An S3 server having a bad day: an HTTP proxy that injects faults into a share of the calls and counts what it did.
+"""An HTTP proxy that injects faults into a fraction of the calls to an S3 server, and counts them.
 
 In a test: `with FaultyProxy(target, rate=0.05, seed=1) as proxy: ... proxy.url ... proxy.counts`. As a program:
 
@@ -7,13 +7,13 @@ In a test: `with FaultyProxy(target, rate=0.05, seed=1) as proxy: ... proxy.url 
 It writes its port to F once it listens, answers `GET /-/faults` with its counts, and ends with SIGTERM. The faults:
 
     error       500 InternalError                           throttle   503 SlowDown
-    reset       the connection breaks before the call       hang       it breaks after longer than anybody waits
-    slow        the answer comes late                       lost       the call is done, its answer never comes
+    reset       the connection breaks before the call       hang       it breaks after the client's timeout
+    slow        the response is late                        lost       the call is done, its response is lost
     cut         a download ends early                       damage     a range of a download has a wrong byte
-    cut_upload  the connection breaks in the middle         short      a careless gateway stores half and says it is well
-    lag         a listing lacks what was written in the last `lag_seconds`
+    cut_upload  the connection breaks during an upload      short      half of an upload is stored, with status 200
+    lag         a listing lacks writes of the last `lag_seconds`
 
-`short` leaves records alone (`If-None-Match`): no protocol survives a store whose conditional create is not atomic.
+`short` skips records (`If-None-Match`): no protocol survives a store whose conditional create is not atomic.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FaultyProxy:
         lag_seconds: how old a listing may be.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, options of its command line
         self,
         target: str,
         *,
@@ -93,7 +93,9 @@ class FaultyProxy:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(timeout=30)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
@@ -118,9 +120,9 @@ class FaultyProxy:
             task.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
 
-    # ---- one call ---------------------------------------------------------------------------------------------------------
+    # ---- one call ----------------------------------------------------------------------------------------------------
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:  # noqa: C901, a branch per fault
         if request.path == "/-/faults":
             return web.json_response(dict(self.counts))
         self.counts["calls"] += 1
@@ -169,7 +171,9 @@ class FaultyProxy:
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP]
         url = URL(self.target + request.raw_path, encoded=True)
         async with self._records if "If-None-Match" in request.headers else contextlib.nullcontext():
-            async with self._session.request(request.method, url, headers=headers, data=body, allow_redirects=False) as answer:
+            async with self._session.request(
+                request.method, url, headers=headers, data=body, allow_redirects=False
+            ) as answer:
                 return answer.status, list(answer.headers.items()), await answer.read()
 
     async def _answer(
@@ -202,14 +206,16 @@ class FaultyProxy:
         where = urlsplit(self.target)
         _, writer = await asyncio.open_connection(where.hostname, where.port)
         headers = [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
-        head = "\r\n".join([f"{request.method} {request.raw_path} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "", ""])
+        head = "\r\n".join(
+            [f"{request.method} {request.raw_path} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "", ""]
+        )
         writer.write(head.encode() + body[: len(body) // 2])
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
 
     def _yesterday(self, answer: bytes) -> bytes:
-        """A listing as it was `lag_seconds` ago, but for what has been deleted since."""
+        """Return a listing as it was `lag_seconds` ago, without objects deleted since."""
         space = "{http://s3.amazonaws.com/doc/2006-03-01/}"
         try:
             root = ElementTree.fromstring(answer)
@@ -231,7 +237,9 @@ def main() -> None:
     parser.add_argument("--port-file", type=Path, required=True, help="where to write the port, once it listens")
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hang-seconds", type=float, default=20.0, help="longer than the client's read timeout (s3fs: 15)")
+    parser.add_argument(
+        "--hang-seconds", type=float, default=20.0, help="longer than the client's read timeout (s3fs: 15)"
+    )
     parser.add_argument("--lag-seconds", type=float, default=5.0)
     parser.add_argument("--kinds", nargs="*", help="only these faults")
     words = parser.parse_args()

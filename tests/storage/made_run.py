@@ -1,17 +1,17 @@
-"""A whole run without an engine: real data source, real shards, real commits; the weights are bytes."""
+"""Make a complete run without an engine: real data source, shards and commits; the weights are arbitrary bytes."""
 
 import json
 from pathlib import Path
 
-from flows.config import PostTrainConfig, config_hash
-from flows.flags import parse
-from flows.runs import open_run
-from stages.rollout.beginning import beginning_of
-from stages.rollout.prompts.source import PromptSource
-from storage.refs import CheckpointRef, Commit, RunKeys, commit_key
-from storage.sample import Sample, Status
-from storage.shards import write_shards
-from storage.store import Store
+from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import open_run
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import write_shards
+from penstock.storage.store import Store
 
 ROWS, BATCH, SAMPLES = 5, 3, 2  # an epoch ends inside every second round
 
@@ -30,7 +30,8 @@ def write_data(path: Path, rows: int = ROWS, word: str = "prompt") -> Path:
 def make_run(
     store: Store, config: PostTrainConfig, rounds: int, save: tuple[int, ...] = (), score: tuple[int, ...] = ()
 ) -> RunKeys:
-    """Begin a run, or go on with it, up to so many rounds; checkpoints of `save` and evaluations of `score` are made on the way."""
+    """Start or resume a run up to a number of rounds, with checkpoints of the versions `save` and evaluations of
+    `score`."""
     keys = open_run(store, "post_train", config)
     if not store.exists(f"{keys.prefix}/base.json"):
         commit_files(store, "models/abc", {"weights": b"base"}, kind="model", policy_version=0)
@@ -51,7 +52,7 @@ def make_run(
 
 
 def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
-    state = beginning_of(store, keys, rollout_id).state
+    state = resume_point_of(store, keys, rollout_id).state
     parent = (store.read_json(keys.record) or {}).get("parent") or {}
     source = PromptSource.open(config.rollout)
     if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:
@@ -69,7 +70,13 @@ def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int
     source = PromptSource.open(config.rollout.model_copy(update={"rollout_shuffle": False}))
     prompts, after = source.take(source.restore(None), len(source))
     samples = _samples(prompts, version, 1, f"eval-{version:06d}-sums-", reward)
-    fields = {"kind": "eval", "run": keys.run, "index": version, "policy_version": version, "summary": {"eval/sums": reward}}
+    fields = {
+        "kind": "eval",
+        "run": keys.run,
+        "index": version,
+        "policy_version": version,
+        "summary": {"eval/sums": reward},
+    }
     return commit_samples(
         store, keys.eval(version, "sums"), samples, state={"data_source": after.model_dump(mode="json")}, **fields
     )

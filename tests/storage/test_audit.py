@@ -1,4 +1,4 @@
-"""A whole run has nothing wrong with it; whatever is damaged, lost, doubled or out of order is found and named."""
+"""The audit of an undamaged run has no problems; damaged, missing, repeated or misplaced records are reported."""
 
 import json
 import shutil
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_of, make_run, roll_one, write_data
 
-from flows import fork, verify
-from flows.config import PostTrainConfig
-from storage.audit import audit
-from storage.errors import StoreError
-from storage.refs import Commit, RunKeys, commit_key, is_unchanged, record_digest
-from storage.retention import expire_checkpoints
-from storage.shards import read_samples
-from storage.store import Store
+from penstock.flows.commands import fork, verify
+from penstock.flows.config import PostTrainConfig
+from penstock.storage.errors import StoreError
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.retention import expire_checkpoints
+from penstock.storage.refs import Commit, RunKeys, commit_key, is_unchanged, record_digest
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 ROUNDS = 5
 
@@ -44,7 +44,7 @@ def rewrite(store: Store, prefix: str, change: Callable[[dict], object]) -> None
     path.write_text(json.dumps(record))
 
 
-def test_a_whole_run_has_no_problems(made) -> None:
+def test_an_undamaged_run_has_no_problems(made) -> None:
     store, keys, _ = made
     found = audit(store, keys)
     assert found.problems == []
@@ -54,7 +54,7 @@ def test_a_whole_run_has_no_problems(made) -> None:
     assert (found.num_orphans, found.num_expired) == (0, 0)
 
 
-def test_a_run_in_an_object_store(tmp_path: Path) -> None:
+def test_a_run_in_an_object_store_has_no_problems(tmp_path: Path) -> None:
     store = Store(f"memory://{tmp_path.name}")
     keys = make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 3, save=(2,))
     assert audit(store, keys).problems == []
@@ -62,7 +62,7 @@ def test_a_run_in_an_object_store(tmp_path: Path) -> None:
     assert len(audit(store, keys).problems) == 1
 
 
-def test_a_run_between_rollout_and_step_and_data_that_grew_is_whole(made, tmp_path: Path) -> None:
+def test_an_unfinished_round_and_appended_data_are_no_problem(made, tmp_path: Path) -> None:
     store, keys, config = made
     write_data(tmp_path / "data.jsonl", ROWS + 4)
     make_run(store, config, ROUNDS + 3)
@@ -70,18 +70,22 @@ def test_a_run_between_rollout_and_step_and_data_that_grew_is_whole(made, tmp_pa
     assert audit(store, keys).problems == []
 
 
-def test_expired_checkpoints_are_no_loss(made) -> None:
+def test_expired_checkpoints_are_not_reported_as_missing(made) -> None:
     store, keys, _ = made
-    export = Commit(kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint(2))})
+    export = Commit(
+        kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint(2))}
+    )
     store.commit(keys.export(2), export)
     expire_checkpoints(store, keys, keep=1)
     found = audit(store, keys)
     assert (found.problems, found.num_expired) == ([], 1)
     store.delete([f"{keys.checkpoint(2)}.expired.json"])
-    assert [problem for problem in audit(store, keys).problems if "is not there" in problem], "without a tombstone it is one"
+    assert [problem for problem in audit(store, keys).problems if "does not exist" in problem], (
+        "without a tombstone it is one"
+    )
 
 
-def test_orphans_are_counted_and_harmless(made) -> None:
+def test_orphans_are_counted_and_not_a_problem(made) -> None:
     store, keys, _ = made
     with pytest.raises(RuntimeError), store.writing(store.new_attempt(keys.rollout(ROUNDS))) as out:
         (out.path / "part").write_bytes(b"half")
@@ -103,7 +107,7 @@ def first_file(store: Store, prefix: str) -> Path:
         ("runs/r/evals/000004/sums", False),
     ],
 )
-def test_one_changed_byte_is_found(made, prefix: str, hashes: bool) -> None:
+def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
     store, keys, _ = made
     path = first_file(store, prefix)
     content = path.read_bytes()
@@ -113,14 +117,14 @@ def test_one_changed_byte_is_found(made, prefix: str, hashes: bool) -> None:
 
 
 @pytest.mark.parametrize("hashes", [True, False])
-def test_a_lost_file_is_found(made, hashes: bool) -> None:
+def test_a_missing_file_is_reported(made, hashes: bool) -> None:
     store, keys, _ = made
     first_file(store, keys.checkpoint(4)).unlink()
     assert "is missing" in audit(store, keys, hashes=hashes).problems[0]
 
 
 def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
-    """Other metrics, by somebody who also computes the digest anew."""
+    """Return a change of the metrics that also updates the digest."""
 
     def change(record: dict) -> None:
         record["summary"].update(summary)
@@ -131,31 +135,49 @@ def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
 
 TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
     ("steps/000003", lambda r: r.update(policy_version=3), "policy version 3; it must be 4"),
-    ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "made from rollout"),
-    ("checkpoints/000004", lambda r: r["inputs"].update(step="runs/r/steps/000009.commit.json"), "is not there"),
-    ("rollouts/000002", lambda r: r.update(index=3), "says that it is rollout 3"),
+    ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "has the rollout"),
+    (
+        "checkpoints/000004",
+        lambda r: r["inputs"].update(step="runs/r/steps/000009.commit.json"),
+        "which does not exist",
+    ),
+    ("rollouts/000002", lambda r: r.update(index=3), "rollouts/000002.commit.json contains rollout 3 of run"),
     ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is not a valid record (kind"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples lead to"),
+    ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples give"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "number 9 is missing"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "has forgotten data"),
-    ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "its digest differs"),
-    ("steps/000003", lambda r: r.update(seconds={"x": 1.0}), "its digest differs"),
-    ("steps/000003", lambda r: r.pop("digest"), "its digest differs"),
-    ("evals/000004/sums", lambda r: r["summary"].update({"eval/sums": 4.5}), "says eval/sums 4.5, but its samples give 4"),
-    ("rollouts/000002", sealed_again({"rollout/raw_reward": 0.5}), "says rollout/raw_reward 0.5, but its samples give 0.25"),
-    ("rollouts/000002", sealed_again({"rollout/num_samples": 5.0}), "says rollout/num_samples 5, but its samples give 6"),
-    ("evals/000004/sums", lambda r: r.update(index=5, policy_version=5), "says that it is eval 5"),
+    ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "lacks data segments"),
+    ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "steps/000003.commit.json was modified"),
+    ("steps/000003", lambda r: r.update(seconds={"x": 1.0}), "steps/000003.commit.json was modified"),
+    ("steps/000003", lambda r: r.pop("digest"), "steps/000003.commit.json was modified"),
+    (
+        "evals/000004/sums",
+        lambda r: r["summary"].update({"eval/sums": 4.5}),
+        "has eval/sums 4.5, but its samples give 4",
+    ),
+    (
+        "rollouts/000002",
+        sealed_again({"rollout/raw_reward": 0.5}),
+        "has rollout/raw_reward 0.5, but its samples give 0.25",
+    ),
+    (
+        "rollouts/000002",
+        sealed_again({"rollout/num_samples": 5.0}),
+        "has rollout/num_samples 5, but its samples give 6",
+    ),
+    ("evals/000004/sums", lambda r: r.update(index=5, policy_version=5), "contains eval 5 of run"),
 ]
 
 
-@pytest.mark.parametrize(("where", "change", "sentence"), TAMPERED, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_record_that_does_not_fit_is_found(made, where: str, change: Callable[[dict], object], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "change", "sentence"), TAMPERED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_an_inconsistent_record_is_reported(made, where: str, change: Callable[[dict], object], sentence: str) -> None:
     store, keys, _ = made
     rewrite(store, f"{keys.prefix}/{where}", change)
     assert any(sentence in problem for problem in audit(store, keys).problems), audit(store, keys).problems
 
 
-def test_a_gap_is_found(made) -> None:
+def test_a_missing_round_is_reported(made) -> None:
     store, keys, _ = made
     store.delete([commit_key(keys.step(2)), commit_key(keys.rollout(1))])
     problems = audit(store, keys).problems
@@ -176,7 +198,7 @@ def renamed(samples: list) -> list:
 
 
 def served_again(samples: list) -> list:
-    """The first prompt's row in place of the last one's, as if the cursor had been lost."""
+    """Return samples whose last prompt is replaced by the first one, as after a lost cursor."""
     row = samples[0].metadata
     return [replace(sample, metadata=row) if sample.group_id == samples[-1].group_id else sample for sample in samples]
 
@@ -185,34 +207,40 @@ BROKEN: list[tuple[Callable[[list], list], str]] = [
     (lambda samples: samples[SAMPLES:], "number 6 is missing"),
     (lambda samples: samples[1:], "groups have 1 to 2 samples"),
     (lambda samples: [*samples, samples[0]], "sample ids are not unique"),
-    (renamed, "sample ids stand in more than one round"),
+    (renamed, "sample ids are used more than once"),
     (served_again, "served before in epoch 1"),
     (lambda samples: [replace(samples[0], policy_versions=(1, 2)), *samples[1:]], "policy versions [1, 2]"),
-    (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "says rollout 7"),
-    (lambda samples: [replace(sample, metadata={}) for sample in samples], "which the run has not seen"),
-    (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is no issue number"),
+    (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "has rollout 7"),
+    (lambda samples: [replace(sample, metadata={}) for sample in samples], "which is not in the run's data"),
+    (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is not an issue number"),
 ]
 
 
 @pytest.mark.parametrize(("change", "sentence"), BROKEN, ids=[sentence for _, sentence in BROKEN])
-def test_samples_lost_doubled_or_served_twice_are_found(made, change: Callable[[list], list], sentence: str) -> None:
+def test_lost_repeated_or_twice_served_samples_are_reported(
+    made, change: Callable[[list], list], sentence: str
+) -> None:
     store, keys, _ = made
     change_samples(store, keys.rollout(2), change)  # prompts 6 to 8, all of epoch 1
     problems = audit(store, keys, hashes=False).problems
     assert any(sentence in problem for problem in problems), problems
 
 
-def test_an_evaluation_that_skipped_a_prompt_is_found(made) -> None:
+def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
     store, keys, _ = made
     change_samples(store, keys.eval(4, "sums"), lambda samples: samples[:-1])
-    rewrite(store, keys.eval(4, "sums"), lambda record: record["state"]["data_source"].update(issued=ROWS - 1, cursor=ROWS - 1))
-    assert any("has scored 4 of the data set's prompts" in problem for problem in audit(store, keys).problems)
+    rewrite(
+        store,
+        keys.eval(4, "sums"),
+        lambda record: record["state"]["data_source"].update(issued=ROWS - 1, cursor=ROWS - 1),
+    )
+    assert any("has scored 4 of the data set's 5 prompts" in problem for problem in audit(store, keys).problems)
 
 
-def test_the_command_says_what_is_wrong(made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureFixture[str]) -> None:
     store, keys, _ = made
     assert verify.main([keys.run, "--store", store.root]) == 0
-    assert "the run is whole" in capsys.readouterr().out
+    assert "no problems found" in capsys.readouterr().out
     commit_files(store, "models/other", {"weights": b"other"}, kind="model")
     first_file(store, keys.checkpoint(4)).unlink()
     assert verify.main([keys.run, "--no-hashes", "--store", store.root]) == 1
@@ -222,7 +250,7 @@ def test_the_command_says_what_is_wrong(made, capsys: pytest.CaptureFixture[str]
         verify.main(["x", "--store", store.root])
 
 
-def test_records_of_before_the_digest_still_load_and_verify_counts_them(made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_without_digest_are_read_and_counted(made, capsys: pytest.CaptureFixture[str]) -> None:
     store, keys, _ = made
 
     def older(record: dict) -> None:
@@ -234,14 +262,14 @@ def test_records_of_before_the_digest_still_load_and_verify_counts_them(made, ca
     found = audit(store, keys)
     assert (found.problems, found.num_without_digest) == ([], 1)
     assert verify.main([keys.run, "--store", store.root]) == 0
-    assert "1 records carry no digest" in capsys.readouterr().out
+    assert "1 records have no digest" in capsys.readouterr().out
     rewrite(store, keys.step(3), lambda record: record.update(record_version=3))
     with pytest.raises(StoreError):
         store.committed(keys.step(3))
 
 
 @pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])
-def test_a_digest_survives_being_written_and_read(tmp_path: Path, value: float) -> None:
+def test_a_digest_is_valid_after_a_round_trip(tmp_path: Path, value: float) -> None:
     store = Store(str(tmp_path))
     state = {"x": value, "n": [1, (2, value)], "text": "ü\u2028", "deep": {"b": None, "a": True}}
     commit = store.commit("steps/000000", Commit(kind="step", summary={"m": value}, state=state))
@@ -250,7 +278,7 @@ def test_a_digest_survives_being_written_and_read(tmp_path: Path, value: float) 
     assert not is_unchanged(data.replace(b'"step"', b'"eval"'))
 
 
-def test_a_fork_does_not_copy_an_edited_record(made) -> None:
+def test_a_fork_refuses_an_edited_record(made) -> None:
     store, keys, _ = made
     rewrite(store, keys.step(1), lambda record: record["summary"].update(x=1.0))
     with pytest.raises(StoreError, match=r"steps/000001.commit.json has changed"):
@@ -258,7 +286,7 @@ def test_a_fork_does_not_copy_an_edited_record(made) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", None])
-def test_a_damaged_or_lost_run_record_is_a_problem_and_no_crash(made, content: bytes | None) -> None:
+def test_a_damaged_or_missing_run_record_is_reported(made, content: bytes | None) -> None:
     store, keys, _ = made
     store.delete([keys.record])
     if content is not None:

@@ -1,4 +1,4 @@
-"""No key leaves the store: not by its text, not by a symbolic link, and not out of a record that somebody has edited."""
+"""Keys outside the store are refused: in their text, through symbolic links, and in edited records."""
 
 import json
 import random
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from made_run import config_of, make_run, write_data
 
-from flows import gc
-from storage.audit import audit
-from storage.errors import StoreError
-from storage.keys import key_problem
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
-from storage.retention import expire_checkpoints, expired_key, finish_expiries
-from storage.store import Store
+from penstock.flows.commands import gc
+from penstock.storage.errors import StoreError
+from penstock.storage.keys import key_problem
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.retention import expire_checkpoints, expired_key, finish_expiries
+from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.store import Store
 
 BAD = ["/etc/passwd", "../x", "a/../../x", "a//b", "a/", "/", ".", "a/./b", "a\0b", "..", "x" * 256, "a/" * 600 + "b"]
 KEYS = RunKeys("r")
@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_every_way_into_the_store_refuses_a_key_that_leads_out(store: Store, key: str) -> None:
+def test_every_method_of_the_store_refuses_a_key_outside_its_root(store: Store, key: str) -> None:
     before = list(store.walk(""))
     for call in (store.path, store.read, store.size, store.exists, store.list, lambda k: store.create(k, b"x")):
         with pytest.raises(StoreError):
@@ -39,8 +39,8 @@ def test_every_way_into_the_store_refuses_a_key_that_leads_out(store: Store, key
     assert list(store.walk("")) == before
 
 
-def test_a_key_is_taken_if_and_only_if_it_is_relative_normalized_and_inside() -> None:
-    """Compared with what the operating system makes of the same path."""
+def test_exactly_relative_normalized_keys_are_accepted() -> None:
+    """The operating system's path resolution is the reference."""
     rng, root = random.Random(0), Path("/s/t/o/r/e")
     pieces = ["a", "b.json", "..", ".", "", "...", " ", "\0", "ü", "a..b", "~", "-"]
     taken = 0
@@ -65,10 +65,10 @@ def test_delete_does_not_follow_links_out_of_the_store(store: Store, tmp_path: P
         store.delete(["runs/link/precious"])
     store.delete(["runs/file"])
     assert sorted(path.name for path in outside.iterdir()) == ["other", "precious"]
-    assert not Path(store.root, "runs", "file").is_symlink(), "the link itself lies in the store"
+    assert not Path(store.root, "runs", "file").is_symlink(), "the link itself is in the store"
 
 
-def test_a_store_behind_a_link_is_one_like_any_other(tmp_path: Path) -> None:
+def test_a_store_behind_a_symbolic_link_works(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     store = Store(str(tmp_path / "link"))
@@ -79,7 +79,7 @@ def test_a_store_behind_a_link_is_one_like_any_other(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_a_tombstone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store in which checkpoint 1 of run `r` has expired."""
+    """Return a store in which checkpoint 1 of run `r` has expired."""
     root = tmp_path_factory.mktemp("made")
     store = Store(str(root / "store"))
     keys = make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
@@ -124,7 +124,7 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
     assert any("expired.json" in problem for problem in audit(store, keys).problems)
 
 
-def test_a_commit_that_names_files_elsewhere_is_damaged(store: Store) -> None:
+def test_a_commit_with_files_outside_its_attempt_is_refused(store: Store) -> None:
     with pytest.raises(ValueError):
         FileRecord(path="/etc/passwd", bytes=1, xxh3="")
     record = Commit(kind="step").model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""`gc --delete` beside a writer, in every order: either the whole commit stands, or the writer loses and writes again. Never a hole."""
+"""`gc --delete` and a writer, in every order: either the commit is complete, or the writer fails and writes again."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from flows import gc
-from storage import leases
-from storage.errors import StoreError
-from storage.faults import VARIABLE
-from storage.leases import Lease, claim_key, holder, lease_key, live_drivers, store_time
-from storage.leftovers import Leftover, leftovers, remove
-from storage.refs import Commit, RunKeys, commit_key
-from storage.store import Store
+from penstock.flows.commands import gc
+from penstock.storage.errors import StoreError
+from penstock.storage.failpoints import VARIABLE
+from penstock.storage.maintenance import leases
+from penstock.storage.maintenance.leases import Lease, claim_key, holder, lease_key, live_drivers, store_time
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove
+from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 PREFIX = KEYS.rollout(0)
@@ -35,13 +35,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def lapsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every lease has ended, as that of a writer that was stopped for long."""
+    """Let every lease expire, like that of a writer that was stopped for long."""
     monkeypatch.setattr(leases, "TTL", -10.0)
 
 
 @pytest.fixture
 def stopped_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """`with stopped_at(point, call) as result:` runs `call` in a thread, which stands still at `point` as long as the block runs."""
+    """Return a context manager: `with stopped_at(point, call) as result:` runs `call` in a thread that waits at `point`
+    during the block."""
     (tmp_path / "faults").mkdir()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "faults"))
 
@@ -64,7 +65,7 @@ def stopped_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def write(store: Store, content: bytes = b"data") -> Commit:
-    """What a stage does: look for the commit, write, commit."""
+    """Act like a stage: look for the commit, write, commit."""
     if commit := store.committed(PREFIX):
         return commit
     attempt = store.new_attempt(PREFIX)
@@ -75,9 +76,9 @@ def write(store: Store, content: bytes = b"data") -> Commit:
 
 
 def collect(store: Store) -> set[str]:
-    """`gc --delete --older-than 0`, a minute later by the store's clock. Returns what went."""
+    """Run `gc --delete --older-than 0`, a minute later by the store's clock. Return the deleted keys."""
     now = store_time(store) + 60
-    return {leftover.key for leftover in leftovers(store, older_than=0, now=now) if remove(store, leftover, now)}
+    return {orphan.key for orphan in find_orphans(store, older_than=0, now=now) if remove(store, orphan, now)}
 
 
 def assert_whole(store: Store) -> None:
@@ -87,20 +88,22 @@ def assert_whole(store: Store) -> None:
         assert (directory / "part").exists()
 
 
-# ---- interleavings ----------------------------------------------------------------------------------------------------------
+# ---- interleavings ---------------------------------------------------------------------------------------------------
 
 
-def test_gc_leaves_a_live_writer_alone(store: Store, stopped_at: Callable) -> None:
+def test_gc_keeps_the_files_of_a_live_writer(store: Store, stopped_at: Callable) -> None:
     with stopped_at("commit-before-seal", lambda: write(store)) as result:
         assert collect(store) == set()
-        assert len(leftovers(store, older_than=0, now=time.time() + 60)) == 1, "it is listed"
+        assert len(find_orphans(store, older_than=0, now=time.time() + 60)) == 1, "it is listed"
     assert result.result() == store.committed(PREFIX)
     assert_whole(store)
-    assert {found.key for found in store.walk(PREFIX)} == {file.path for file in result.result().files}, "no lease, no claim"
+    assert {found.key for found in store.walk(PREFIX)} == {file.path for file in result.result().files}, (
+        "no lease, no claim"
+    )
 
 
 @pytest.mark.usefixtures("lapsed")
-def test_gc_before_the_seal_wins_and_the_writer_writes_again(store: Store, stopped_at: Callable) -> None:
+def test_gc_before_the_seal_makes_the_writer_fail_and_rerun(store: Store, stopped_at: Callable) -> None:
     with stopped_at("commit-before-seal", lambda: write(store)) as result:
         assert len(collect(store)) == 1
         assert not list(store.walk(PREFIX))
@@ -121,7 +124,7 @@ def test_gc_after_the_seal_keeps_the_attempt(store: Store, stopped_at: Callable)
 
 
 @pytest.mark.usefixtures("lapsed")
-def test_a_writer_that_comes_while_gc_deletes_loses(store: Store, stopped_at: Callable) -> None:
+def test_a_writer_that_commits_during_gc_fails(store: Store, stopped_at: Callable) -> None:
     with stopped_at("commit-before-seal", lambda: write(store)) as writer:
         with stopped_at("gc-condemned", lambda: collect(store)) as collector:
             os.unlink(Path(os.environ[VARIABLE]) / "commit-before-seal.reached")
@@ -134,7 +137,7 @@ def test_a_writer_that_comes_while_gc_deletes_loses(store: Store, stopped_at: Ca
 
 
 @pytest.mark.usefixtures("lapsed")
-def test_a_commit_between_listing_and_condemning_is_seen(store: Store, stopped_at: Callable) -> None:
+def test_gc_pardons_an_attempt_committed_after_its_listing(store: Store, stopped_at: Callable) -> None:
     with stopped_at("commit-before-seal", lambda: write(store)) as writer:
         with stopped_at("gc-before-condemn", lambda: collect(store)) as collector:
             os.unlink(Path(os.environ[VARIABLE]) / "commit-before-seal.reached")
@@ -145,7 +148,7 @@ def test_a_commit_between_listing_and_condemning_is_seen(store: Store, stopped_a
 
 
 @pytest.mark.usefixtures("lapsed")
-def test_a_killed_gc_leaves_what_the_next_one_finishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_gc_finishes_a_killed_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
@@ -168,36 +171,36 @@ def test_a_killed_gc_leaves_what_the_next_one_finishes(store: Store, monkeypatch
 
 
 @pytest.mark.usefixtures("lapsed")
-def test_a_writer_killed_after_its_seal_is_collected_in_the_end(store: Store) -> None:
+def test_an_attempt_sealed_by_a_killed_writer_is_deleted_after_the_limit(store: Store) -> None:
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
     leases.seal(store, Commit(kind="rollout", attempt=attempt, files=out.files))
     assert collect(store) == set()
-    [leftover] = leftovers(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
-    assert remove(store, leftover, time.time() + 2 * leases.SEAL_LIMIT)
+    [orphan] = find_orphans(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
+    assert remove(store, orphan, time.time() + 2 * leases.SEAL_LIMIT)
     assert not list(store.walk(PREFIX))
 
 
-def test_a_writer_that_was_stopped_after_its_seal_does_not_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_stopped_after_its_seal_does_not_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "SEAL_LIMIT", -1.0)
     with pytest.raises(StoreError):
         write(store)
     assert store.committed(PREFIX) is None
 
 
-# ---- leases -----------------------------------------------------------------------------------------------------------------
+# ---- leases ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_lasts_until_it_is_released(store: Store) -> None:
     key = leases.driver_key(KEYS)
     lease = Lease(store, key)
-    assert len(live_drivers(store, KEYS)) == 1 and live_drivers(store, KEYS, but=key) == []
+    assert len(live_drivers(store, KEYS)) == 1 and live_drivers(store, KEYS, own_lease=key) == []
     lease.release()
     assert live_drivers(store, KEYS) == [] and not store.exists(key)
 
 
-def test_a_lease_is_renewed_and_ends_by_the_stores_own_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock plays no part
     now = store_time(store)
     lease = Lease(store, leases.driver_key(KEYS))
@@ -214,7 +217,7 @@ def test_a_lease_is_renewed_and_ends_by_the_stores_own_time(store: Store, monkey
     lease.release()
 
 
-def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_renewal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
     monkeypatch.setattr(leases, "RENEW", 0.01)
     failures = iter([OSError(28, "No space left on device"), StoreError("away")])
@@ -248,12 +251,12 @@ def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
     assert holder(store, key, now), "of another machine only the age is known"
     store.replace(key, b"")
     assert holder(store, key, now), "cut by a full disk"
-    [leftover] = leftovers(store, older_than=0, now=now + 60)
-    assert (leftover.kind, remove(store, leftover, now)) == ("old lease", False)
-    assert remove(store, leftover, now + leases.TTL + 60)
+    [orphan] = find_orphans(store, older_than=0, now=now + 60)
+    assert (orphan.kind, remove(store, orphan, now)) == ("old lease", False)
+    assert remove(store, orphan, now + leases.TTL + 60)
 
 
-def test_weights_on_their_way_to_engines_stay_while_a_driver_lives(store: Store) -> None:
+def test_published_weights_are_kept_while_a_driver_runs(store: Store) -> None:
     weights = f"{KEYS.prefix}/published/weights-1/model.safetensors"
     store.create(weights, b"x")
     lease = Lease(store, leases.driver_key(KEYS))
@@ -271,7 +274,7 @@ def test_a_writer_that_fails_leaves_no_lease(store: Store) -> None:
     assert not store.exists(lease_key(attempt)) and not store.exists(claim_key(attempt))
 
 
-def test_the_loser_of_a_race_leaves_no_lease_and_its_files_are_found(store: Store) -> None:
+def test_the_loser_of_a_race_leaves_no_lease_and_its_files_are_orphans(store: Store) -> None:
     winner, attempts = write(store), []
     for _ in range(2):
         attempts.append(store.new_attempt(PREFIX))
@@ -282,7 +285,7 @@ def test_the_loser_of_a_race_leaves_no_lease_and_its_files_are_found(store: Stor
     assert_whole(store)
 
 
-def test_a_guard_that_a_kill_left_beside_a_commit_is_found(store: Store) -> None:
+def test_a_lease_or_claim_beside_a_commit_is_an_orphan(store: Store) -> None:
     commit = write(store)
     keys = {lease_key(commit.attempt or ""), claim_key(commit.attempt or "")}
     for key in keys:
@@ -293,11 +296,11 @@ def test_a_guard_that_a_kill_left_beside_a_commit_is_found(store: Store) -> None
 
 
 def test_the_command_uses_the_stores_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """A machine whose clock is two days ahead removes nothing that is young."""
+    """A machine whose clock is two days ahead deletes no recent files."""
     store = Store(str(tmp_path))
     store.create(f"{PREFIX}/attempt-x/part", b"x")
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 2 * 86400)
     assert gc.main(["--delete", "--store", store.root]) == 0
     assert store.exists(f"{PREFIX}/attempt-x/part"), capsys.readouterr().out
-    assert isinstance(leftovers(store, older_than=0)[0], Leftover)
+    assert isinstance(find_orphans(store, older_than=0)[0], Orphan)

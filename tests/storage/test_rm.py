@@ -1,4 +1,4 @@
-"""`penstock rm`: removes a run whole, after any kill; never one that somebody drives, or whose files a fork needs."""
+"""`penstock rm` removes a run completely, even after a kill, unless a driver runs or a fork needs its files."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from made_run import config_of, make_run, write_data
 
-from flows import fork, gc, rm
-from flows.cli import main
-from flows.flags import parse
-from flows.runs import open_run, recorded
-from storage.audit import audit
-from storage.errors import OptionError, RunError
-from storage.leases import Lease, driver_key
-from storage.leftovers import leftovers
-from storage.refs import RunKeys
-from storage.removal import being_removed, is_removed, remove_run, removed_key
-from storage.retention import fork_key
-from storage.store import Store
+from penstock.flows.cli import main
+from penstock.flows.commands import fork, gc, rm
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import open_run, recorded
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.removal import being_removed, is_removed, remove_run, removed_key
+from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 
@@ -47,7 +47,7 @@ def files(store: Store, prefix: str = "") -> set[str]:
     return {found.key for found in store.walk(prefix)}
 
 
-def test_a_run_without_rounds_goes_at_once_and_one_with_rounds_only_by_its_name(store: Store) -> None:
+def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store) -> None:
     others = {key for key in files(store) if not key.startswith(("runs/r/", "runs/empty/"))}
     (Path(store.root) / "runs/empty/rollouts/000000/attempt-x").mkdir(parents=True)
     assert command(store, "empty") == 0
@@ -63,23 +63,25 @@ def test_a_run_without_rounds_goes_at_once_and_one_with_rounds_only_by_its_name(
 
 
 @pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])
-def test_what_is_not_a_run_is_refused(store: Store, words: list[str]) -> None:
+def test_an_unknown_run_is_refused(store: Store, words: list[str]) -> None:
     before = files(store)
     with pytest.raises((RunError, OptionError)):
         command(store, *words)
     assert files(store) == before
 
 
-def test_a_run_that_is_driven_stays(store: Store) -> None:
+def test_a_run_with_a_live_driver_is_not_removed(store: Store) -> None:
     lease = Lease(store, driver_key(KEYS))
-    with pytest.raises(RunError, match="is driven by process"):
+    with pytest.raises(RunError, match="has a running driver, process"):
         command(store, "r", "--yes", "r")
     assert being_removed(store, KEYS) is None and not is_removed(store, KEYS)
     lease.release()
     assert command(store, "r", "--yes", "r") == 0
 
 
-def test_a_driver_that_starts_meanwhile_is_seen_or_sees(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_starting_during_removal_is_seen_or_sees_the_removal(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(store, tmp_path / "data.jsonl")
     lease = Lease(store, driver_key(KEYS))
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
@@ -92,7 +94,7 @@ def test_a_driver_that_starts_meanwhile_is_seen_or_sees(store: Store, tmp_path: 
     lease.release()
 
 
-def test_a_run_whose_files_a_fork_needs_stays(store: Store) -> None:
+def test_a_run_needed_by_a_fork_is_not_removed(store: Store) -> None:
     assert fork.main(["r", "--at", "2", "--name", "f", "--store", store.root]) == 0
     assert fork.main(["f", "--at", "1", "--name", "g", "--store", store.root]) == 0
     assert command(store, "f", "--yes", "f") == 0, "it has no files of its own"
@@ -105,7 +107,7 @@ def test_a_run_whose_files_a_fork_needs_stays(store: Store) -> None:
     assert command(store, "r", "--yes", "r") == 0
 
 
-def test_a_fork_that_is_being_made_is_seen_or_sees(store: Store) -> None:
+def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) -> None:
     store.create(fork_key(RunKeys("f")), b'{"parent": {"run": "r"}}')
     with pytest.raises(RunError, match="its fork 'f'"):
         command(store, "r", "--yes", "r")
@@ -117,7 +119,7 @@ def test_a_fork_that_is_being_made_is_seen_or_sees(store: Store) -> None:
     remover.release()
 
 
-def test_gc_leaves_a_removal_that_goes_on_to_its_process(store: Store) -> None:
+def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
     store.create(removed_key(KEYS), b"")
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     before = files(store, KEYS.prefix)
@@ -129,7 +131,7 @@ def test_gc_leaves_a_removal_that_goes_on_to_its_process(store: Store) -> None:
 
 
 class Dying(Store):
-    """The same store, for a process that dies before it deletes file number `left`."""
+    """A store whose process dies before it deletes file number `left`."""
 
     def __init__(self, store: Store, left: int) -> None:
         super().__init__(store.uri, probe=False)
@@ -144,7 +146,7 @@ class Dying(Store):
 
 
 @pytest.mark.parametrize("finish", ["rm", "gc", "start"])
-def test_killed_anywhere_it_is_finished_later(store: Store, tmp_path: Path, finish: str, capsys, monkeypatch) -> None:
+def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish: str, capsys, monkeypatch) -> None:
     others = {key for key in files(store) if not key.startswith("runs/r/")}
     whole = len(files(store, KEYS.prefix))
     config = config_of(store, tmp_path / "data.jsonl")
@@ -167,14 +169,16 @@ def test_killed_anywhere_it_is_finished_later(store: Store, tmp_path: Path, fini
         }
         finishes[finish]()
         assert files(store) == others | ({KEYS.record} if finish == "start" else set()), left
-        assert leftovers(store, "r", older_than=0) == []
+        assert find_orphans(store, "r", older_than=0) == []
 
 
-def test_in_an_object_store(tmp_path: Path, s3_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_in_an_object_store(
+    tmp_path: Path, s3_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = s3_store(tmp_path.name)
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
-    from storage.tracking import tracking_directory
+    from penstock.storage.tracking import tracking_directory
 
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)
@@ -184,7 +188,9 @@ def test_in_an_object_store(tmp_path: Path, s3_store: Callable[..., Store], monk
     assert files(store, "runs") == set() and not outbox.exists()
 
 
-def test_the_command_is_one_sentence_and_exit_code_2_when_it_refuses(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["rm", "r", "--store", store.root]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "--yes r" in err

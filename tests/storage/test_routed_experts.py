@@ -1,15 +1,16 @@
-"""Experts come back from their bytes; what is no choice of a model's experts is refused."""
+"""Routed experts survive encoding and decoding; invalid routings and bytes of other models are refused."""
 
 import numpy as np
 import pytest
 
-from storage.routed_experts import UNKNOWN, ExpertsFormat
+from penstock.storage.errors import EngineError, RunError
+from penstock.storage.samples.routed_experts import UNKNOWN, ExpertsFormat
 
 
 @pytest.mark.parametrize(("num_experts", "num_bytes"), [(8, 1), (256, 1), (257, 2), (512, 2)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 def test_round_trip(num_experts: int, num_bytes: int, num_tokens: int) -> None:
-    """The last token is not known; layers without experts are left out, whatever the engine says of them."""
+    """The last token is unknown; layers without experts are ignored."""
     known = ExpertsFormat(num_layers=5, num_dense_layers=2, num_experts=num_experts, top_k=3)
     rng = np.random.default_rng(num_experts + num_tokens)
     chosen = rng.random((num_tokens, 5, num_experts)).argsort(-1)[..., :3].astype(np.int32)
@@ -25,20 +26,20 @@ def test_round_trip(num_experts: int, num_bytes: int, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("chosen", "sentence"),
     [
-        ([0, 1, 2], "returned 3 routed experts for 1 tokens, 2 layers and 2 experts a token: it must serve"),
+        ([0, 1, 2], "3 routed experts for 1 tokens, 2 layers and 2 experts"),
         ([0, 1, 2, 2], "not 2 different ones of 4 experts"),
         ([0, 1, 2, 4], "not 2 different ones of 4 experts"),
         ([-1, 1, 2, 3], "not 2 different ones of 4 experts"),
     ],
 )
-def test_what_an_engine_may_not_say(chosen: list[int], sentence: str) -> None:
+def test_encode_refuses_an_invalid_routing(chosen: list[int], sentence: str) -> None:
     known = ExpertsFormat(num_layers=2, num_dense_layers=0, num_experts=4, top_k=2)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(EngineError, match=sentence):
         known.encode(np.array(chosen, dtype=np.int32), 1)
 
 
 @pytest.mark.parametrize("content", [bytes(7), bytes(12)])
-def test_bytes_of_another_model(content: bytes) -> None:
+def test_decode_refuses_bytes_of_another_model(content: bytes) -> None:
     known = ExpertsFormat(num_layers=2, num_dense_layers=0, num_experts=4, top_k=2)
-    with pytest.raises(ValueError, match=f"holds {len(content)} numbers for a sample of 2 tokens.*made with another model"):
+    with pytest.raises(RunError, match=f"routed_experts .*{len(content)} expert ids"):
         known.decode(content, 2)

@@ -1,4 +1,4 @@
-"""Samples come back from Parquet as they were, whatever is in them; what does not fit is refused with a sentence."""
+"""Samples are read from Parquet as they were written; inconsistent samples and unknown versions are refused."""
 
 import random
 import string
@@ -10,11 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage import shards
-from storage.refs import Commit
-from storage.sample import SCHEMA, SCHEMA_VERSION, Sample, Status, current, from_table, to_table
-from storage.shards import read_samples, read_table, write_shards
-from storage.store import Store
+from penstock.storage.errors import RunError
+from penstock.storage.refs import Commit
+from penstock.storage.samples import shards
+from penstock.storage.samples.sample import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    Sample,
+    Status,
+    from_table,
+    to_current_schema,
+    to_table,
+)
+from penstock.storage.samples.shards import read_samples, read_table, write_shards
+from penstock.storage.store import Store
 
 ALPHABET = string.printable + "äß汉字🙂\u0000\u2028'\"\\"
 
@@ -24,7 +33,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def random_sample(rng: random.Random, number: int) -> Sample:
-    """Any sample that the rules allow: empty ones, none trained, no reward, text in any script."""
+    """Return any valid sample: perhaps empty, untrained, without reward, with text in any script."""
     num_prompt, num_response = rng.randrange(0, 9), rng.randrange(0, 9)
     mask = [0] * num_prompt + [rng.randrange(2) for _ in range(num_response)]
     return Sample(
@@ -37,7 +46,9 @@ def random_sample(rng: random.Random, number: int) -> Sample:
         label=random_text(rng),
         token_ids=[rng.randrange(2**31) for _ in mask],
         loss_mask=mask,
-        rollout_logprobs=[float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask],  # stored as float32
+        rollout_logprobs=[
+            float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask
+        ],  # stored as float32
         routed_experts=rng.choice([None, b"", rng.randbytes(12)]),
         reward=rng.choice([None, 0.0, -1.5, rng.random(), float("inf")]),
         rewards={random_text(rng): rng.random() for _ in range(rng.randrange(3))},
@@ -68,10 +79,12 @@ def streams(token_ids: list, loss_mask: object, rollout_logprobs: object) -> Sam
         pytest.param(streams([1, 2], np.array([0, 1]), [0.0, -0.1]), id="a numpy mask"),
         pytest.param(streams([1, 2], [0, 1], np.array([0.0, -0.1])), id="numpy log-probs"),
         pytest.param(streams([1, 2], [0, 1], [None, -0.1]), id="no log-prob"),
-        pytest.param(streams([2**31 - 1, -(2**31)], [False, True], [float("-inf"), 5e-324]), id="the ends of the types"),
+        pytest.param(
+            streams([2**31 - 1, -(2**31)], [False, True], [float("-inf"), 5e-324]), id="the ends of the types"
+        ),
     ],
 )
-def test_streams_become_what_arrow_makes_of_them(odd: Sample) -> None:
+def test_token_columns_are_equal_to_those_of_arrow(odd: Sample) -> None:
     samples = [*(random_sample(random.Random(number), number) for number in range(5)), odd, streams([], [], [])]
     table = to_table(samples)
     table.validate(full=True)
@@ -94,15 +107,15 @@ def test_prompt_and_response_lengths_are_split_at_the_first_trained_token() -> N
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"loss_mask": [0, 1]}, "lengths 3, 2, 3; they must be equal"),
-        ({"rollout_logprobs": []}, "lengths 3, 3, 0; they must be equal"),
-        ({"loss_mask": [0, 1, 2]}, "only 0 and 1 are allowed"),
-        ({"loss_mask": [0, 1, -1]}, "only 0 and 1 are allowed"),
-        ({"loss_mask": [0, 1, 256]}, "only 0 and 1 are allowed"),
+        ({"loss_mask": [0, 1]}, "lengths 3, 2, 3"),
+        ({"rollout_logprobs": []}, "lengths 3, 3, 0"),
+        ({"loss_mask": [0, 1, 2]}, "loss_mask .*0 and 1"),
+        ({"loss_mask": [0, 1, -1]}, "loss_mask .*0 and 1"),
+        ({"loss_mask": [0, 1, 256]}, "loss_mask .*0 and 1"),
         ({"token_ids": [1, 2, 2**31]}, "2147483648"),
     ],
 )
-def test_streams_that_do_not_fit_are_refused(changes: dict, sentence: str) -> None:
+def test_inconsistent_token_fields_are_refused(changes: dict, sentence: str) -> None:
     sample = Sample("s", "g", "t", 0, token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logprobs=[0.0, -1.0, -2.0])
     to_table([sample])
     for name, value in changes.items():
@@ -114,7 +127,7 @@ def test_streams_that_do_not_fit_are_refused(changes: dict, sentence: str) -> No
 @pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0, None])
 def test_a_shard_of_another_version_is_refused(version: int | None) -> None:
     metadata = None if version is None else {"penstock_schema_version": str(version)}
-    with pytest.raises(ValueError, match=r"schema version .*; this Penstock reads 1 to .*: install the release that wrote it"):
+    with pytest.raises(RunError, match=f"schema version {version or 'none'}"):
         from_table(to_table([]).replace_schema_metadata(metadata))
 
 
@@ -124,10 +137,10 @@ def test_samples_of_the_first_version_are_read() -> None:
         sample.routed_experts = None
     first = to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
     assert from_table(first) == samples
-    assert current(first).equals(to_table(samples), check_metadata=True)
+    assert to_current_schema(first).equals(to_table(samples), check_metadata=True)
 
 
-# ---- shards in a store --------------------------------------------------------------------------------------------------
+# ---- shards in a store -----------------------------------------------------------------------------------------------
 
 
 def commit_samples(store: Store, samples: list[Sample]) -> Commit:
@@ -138,7 +151,9 @@ def commit_samples(store: Store, samples: list[Sample]) -> Commit:
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 11])
-def test_shards_keep_the_order_and_record_their_rows(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_keep_the_order_and_record_their_rows(
+    num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shards, "SAMPLES_PER_SHARD", 3)
     store = Store(str(tmp_path))
     samples = [random_sample(random.Random(number), number) for number in range(num_samples)]
@@ -151,9 +166,20 @@ def test_shards_keep_the_order_and_record_their_rows(num_samples: int, tmp_path:
 
 def test_a_token_costs_less_than_twelve_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    ids, noise = rng.integers(150_000, size=(64, 500)), -rng.exponential(size=(64, 500)).astype(np.float32)  # nothing to compress
+    ids, noise = (
+        rng.integers(150_000, size=(64, 500)),
+        -rng.exponential(size=(64, 500)).astype(np.float32),
+    )  # nothing to compress
     samples = [
-        Sample(f"{j}", f"{j // 8}", f"{j}", 0, token_ids=ids[j].tolist(), loss_mask=[1] * 500, rollout_logprobs=noise[j].tolist())
+        Sample(
+            f"{j}",
+            f"{j // 8}",
+            f"{j}",
+            0,
+            token_ids=ids[j].tolist(),
+            loss_mask=[1] * 500,
+            rollout_logprobs=noise[j].tolist(),
+        )
         for j in range(64)
     ]
     write_shards(tmp_path, samples)
@@ -188,17 +214,22 @@ def test_a_committed_shard_of_a_newer_version_is_refused(tmp_path: Path) -> None
 
 
 def test_committed_shards_of_the_first_version_are_read(tmp_path: Path) -> None:
-    store, samples = Store(str(tmp_path)), [Sample("s", "g", "t", 0, token_ids=[1], loss_mask=[0], rollout_logprobs=[0.0])]
+    store, samples = (
+        Store(str(tmp_path)),
+        [Sample("s", "g", "t", 0, token_ids=[1], loss_mask=[0], rollout_logprobs=[0.0])],
+    )
     attempt = store.new_attempt("runs/r/rollouts/000000")
     with store.writing(attempt) as out:
-        table = to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
+        table = (
+            to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
+        )
         pq.write_table(table, out.path / "part-00000.parquet")
     commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
     assert read_samples(store, commit) == samples
     assert read_table(store, commit).schema.names == SCHEMA.names
 
 
-def test_people_can_ask_the_shards_with_duckdb(tmp_path: Path) -> None:
+def test_duckdb_can_query_the_shards(tmp_path: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
     store = Store(str(tmp_path))
     mask, ids, logprobs = [0, 1], [1, 2], [0.0, -0.5]
@@ -219,6 +250,7 @@ def test_people_can_ask_the_shards_with_duckdb(tmp_path: Path) -> None:
             for j in range(4)
         ],
     )
-    query = f"select avg(reward), avg(rewards['exact']), avg(len(token_ids)) from '{tmp_path}/runs/r/rollouts/*/*/part-*.parquet'"
+    shards = f"{tmp_path}/runs/r/rollouts/*/*/part-*.parquet"
+    query = f"select avg(reward), avg(rewards['exact']), avg(len(token_ids)) from '{shards}'"
     assert duckdb.sql(query).fetchall() == [(1.5, 1.5, 2.0)]
     assert isinstance(read_table(store, store.committed("runs/r/rollouts/000000")), pa.Table)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""No secret of a configuration leaves the process: what is recorded and shown holds references, and a start resolves them."""
+"""Secrets of a configuration never leave the process: records and output contain references, resolved at a start."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from flows import flags
-from flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
-from flows.runs import create_record, open_store, recorded
-from storage import secrets
-from storage.config import extra_of
-from storage.errors import OptionError, PenstockError, StoreError
-from storage.refs import RunKeys
-from storage.secrets import has_credentials, hide, is_secret_name, masked, redact, reveal, write_private
-from storage.store import Store
-from storage.tracking import Tracker, tracking_uri
-from storage.tracking.lineage import flatten
+from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
+from penstock.flows.options import flags
+from penstock.flows.runtime.runs import create_record, open_store, recorded
+from penstock.storage import secret_references, secrets
+from penstock.storage.config import field_meta
+from penstock.storage.errors import OptionError, PenstockError, StoreError
+from penstock.storage.refs import RunKeys
+from penstock.storage.secret_references import hide, reveal
+from penstock.storage.secrets import has_credentials, is_secret_name, masked, redact, write_private
+from penstock.storage.store import Store
+from penstock.storage.tracking import tracking_uri
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow import flatten
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
 WORDS = [
@@ -40,9 +42,9 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets of one test are not redacted from what other tests of the process print."""
-    monkeypatch.setattr(secrets, "_given", {})
-    monkeypatch.setattr(secrets, "_revealed", set())
+    """Forget the secrets of a test, so that they are not redacted in other tests of the process."""
+    monkeypatch.setattr(secret_references, "_hidden", {})
+    monkeypatch.setattr(secrets, "_protected", set())
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def config() -> PostTrainConfig:
     return flags.parse(WORDS)
 
 
-def test_a_config_holds_references_and_gives_the_secrets_where_they_are_used(config: PostTrainConfig) -> None:
+def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTrainConfig) -> None:
     text = config.model_dump_json()
     assert not [secret for secret in SECRETS if secret in text]
     assert config.run.store_options["endpoint_url"] == "http://127.0.0.1:9000"
@@ -61,15 +63,17 @@ def test_a_config_holds_references_and_gives_the_secrets_where_they_are_used(con
     }  # fmt: skip
     assert reveal(config.rollout.sglang)["api_key"] == "engine-key-1"
     assert reveal(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
-    assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith("postgresql://me:db-passw0rd@")
+    assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith(
+        "postgresql://me:db-passw0rd@"
+    )
     check_secrets(config)
 
 
-def test_no_record_holds_a_secret_and_a_run_reads_its_record_again(config: PostTrainConfig, tmp_path: Path) -> None:
+def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostTrainConfig, tmp_path: Path) -> None:
     config = validated(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
     assert create_record(store, "post_train", config)
-    Tracker("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
+    RunTracking("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600
@@ -78,7 +82,7 @@ def test_no_record_holds_a_secret_and_a_run_reads_its_record_again(config: PostT
     assert json.loads((tmp_path / RunKeys("n").record).read_text())["config_hash"] == config_hash(again)
 
 
-def test_literal_secrets_of_an_old_record_or_a_config_made_by_hand_are_masked() -> None:
+def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> None:
     old = {
         "rollout": {"sglang": {"api_key": "old-key-1"}, "input_key": "question"},
         "run": {"store_options": {"key": "old-key-2"}},
@@ -92,21 +96,27 @@ def test_literal_secrets_of_an_old_record_or_a_config_made_by_hand_are_masked() 
     assert validated({"rollout": {"sglang": {}}}).rollout.sglang == {}
 
 
-def test_only_options_that_no_identity_holds_are_secret() -> None:
-    marked = {name for _, name, field in options() if extra_of(field)["secret"]}
+def test_secret_options_are_not_identity_options() -> None:
+    marked = {name for _, name, field in options() if field_meta(field).secret}
     assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "sglang", "router"} <= marked
-    assert not [name for _, name, field in options() if extra_of(field)["secret"] and extra_of(field)["change"] == "identity"]
-    assert not [name for _, name, _ in options() if is_secret_name(name)], "an ordinary option would be masked in records"
+    assert not [
+        name for _, name, field in options() if field_meta(field).secret and field_meta(field).mutability == "identity"
+    ]
+    assert not [name for _, name, _ in options() if is_secret_name(name)], (
+        "an ordinary option would be masked in records"
+    )
 
 
-@pytest.mark.parametrize("name", ["key", "api_key", "aws_secret_access_key", "aws_access_key_id", "aws_session_token", "account_key",
-                                  "sas_token", "connection_string", "control_plane_api_keys", "password", "ssl_keyfile_password"])  # fmt: skip
-def test_names_of_secrets(name: str) -> None:
+@pytest.mark.parametrize("name", [
+    "key", "api_key", "aws_secret_access_key", "aws_access_key_id", "aws_session_token", "account_key", "sas_token",
+    "connection_string", "control_plane_api_keys", "password", "ssl_keyfile_password",
+])  # fmt: skip
+def test_names_of_secret_options_are_recognized(name: str) -> None:
     assert is_secret_name(name)
     assert hide(f"x.{name}", "s3cr3t of a test") == f"env:PENSTOCK_SECRET_X_{name.upper()}"
 
 
-def test_a_deployment_takes_references_and_refuses_literal_secrets(
+def test_a_deployment_accepts_references_and_refuses_literal_secrets(
     config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionError, match="--store-options"):
@@ -132,7 +142,7 @@ def test_a_secret_file_must_be_private(tmp_path: Path) -> None:
         reveal(f"secret-file:{tmp_path}/none")
 
 
-def test_credentials_in_urls_are_neither_accepted_as_a_store_nor_shown() -> None:
+def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
     url = "s3://KEY:SEC/RET+1@bucket/prefix"
     with pytest.raises(OptionError) as refused:
         flags.parse(["--store", url])
@@ -141,7 +151,10 @@ def test_credentials_in_urls_are_neither_accepted_as_a_store_nor_shown() -> None
         Store(url)
     assert "SEC" not in str(failed.value)
     assert str(PenstockError(f"cannot open {url}")) == "cannot open s3://***@bucket/prefix"
-    assert redact("GET https://x.example/a?n=1&X-Amz-Signature=abc&b=2") == "GET https://x.example/a?n=1&X-Amz-Signature=***&b=2"
+    assert (
+        redact("GET https://x.example/a?n=1&X-Amz-Signature=abc&b=2")
+        == "GET https://x.example/a?n=1&X-Amz-Signature=***&b=2"
+    )
     for plain in (
         "http://127.0.0.1:5000/#/x",
         "s3://bucket/a@b",
@@ -152,20 +165,20 @@ def test_credentials_in_urls_are_neither_accepted_as_a_store_nor_shown() -> None
         assert redact(plain) == plain and not has_credentials(plain)
 
 
-def test_two_configs_of_one_process_keep_their_own_secrets() -> None:
+def test_two_configs_in_one_process_keep_separate_secrets() -> None:
     first, second = (flags.parse(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
     assert (reveal(first.rollout.rm_url), reveal(second.rollout.rm_url)) == tuple(
         f"https://u:pw-number-{n}@h.example/" for n in (1, 2)
     )
 
 
-def test_a_resumed_run_names_the_secret_that_is_missing(config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_given", {})  # another process
+def test_resume_without_a_secret_names_its_variable(config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret_references, "_hidden", {})  # another process
     with pytest.raises(OptionError, match="PENSTOCK_SECRET_STORE_OPTIONS_KEY"):
         check_secrets(config)
 
 
-def test_a_wrong_value_of_a_secret_option_is_not_shown() -> None:
+def test_an_invalid_value_of_a_secret_option_is_not_printed() -> None:
     with pytest.raises(OptionError) as refused:
         validated(tomllib.loads('[run]\nstore_options = "secret=plain-s3cret"'))
     assert "plain-s3cret" not in str(refused.value) and "--store-options" in str(refused.value)

@@ -1,4 +1,4 @@
-"""The store's promise through a server that fails: what is committed is whole, once, and found, whatever happens to single calls."""
+"""The commit protocol on a faulty server: commits are complete, unique and found, although single calls fail."""
 
 import random
 import threading
@@ -14,10 +14,11 @@ import fsspec
 import pytest
 from faulty import FaultyProxy
 
-from storage import disk, objects
-from storage.errors import StoreError
-from storage.refs import Commit, FileRecord, RunKeys, commit_key
-from storage.store import Store, committed_prefixes
+from penstock.storage import disk, objects
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.errors import StoreError
+from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 Faulty = Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]
@@ -37,7 +38,7 @@ def pattern(size: int, seed: int) -> bytes:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("rate, num_rounds", [(0.05, 12), (0.3, 3)])
-def test_two_writers_agree_on_every_round_and_nothing_is_lost(
+def test_two_writers_on_a_faulty_store_agree_on_every_round(
     rate: float, num_rounds: int, faulty_s3: Faulty, s3_store: Callable[..., Store], tmp_path: Path
 ) -> None:
     with faulty_s3(rate=rate, seed=3) as (proxy, options):
@@ -71,10 +72,10 @@ def test_two_writers_agree_on_every_round_and_nothing_is_lost(
 
 
 @pytest.mark.integration
-def test_a_large_file_goes_up_in_parts_and_comes_down_in_ranges(
+def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
     faulty_s3: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault costs its part, or its range, and not the file. Only damage, which nobody sees before the hash, costs a file."""
+    """A fault repeats one part or range. Only damage repeats a whole file, since only the hash reveals it."""
     monkeypatch.setattr(objects, "CHUNK", 5 << 20)  # S3's smallest part
     content = pattern(31 << 20, 1)
     with faulty_s3(rate=0.4, seed=2, kinds={"throttle", "reset", "lost", "cut", "cut_upload"}) as (proxy, options):
@@ -91,7 +92,7 @@ def test_a_large_file_goes_up_in_parts_and_comes_down_in_ranges(
 
 
 @pytest.mark.parametrize("kind", ["lost", "short", "cut_upload"])
-def test_every_second_upload_that_goes_wrong_is_made_good(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
+def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.5, seed=2, kinds={kind}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         commits = [write(store, KEYS.rollout(index), {"part": pattern(2000, index)}) for index in range(4)]
@@ -103,7 +104,7 @@ def test_every_second_upload_that_goes_wrong_is_made_good(kind: str, faulty_s3: 
         assert proxy.counts[kind] >= 2
 
 
-def test_a_create_whose_answer_was_lost_is_ours_and_another_is_not(faulty_s3: Faulty, tmp_path: Path) -> None:
+def test_a_create_with_a_lost_response_succeeds_only_for_its_own_content(faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.0, kinds={"lost"}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         proxy.rate = 1.0
@@ -115,7 +116,7 @@ def test_a_create_whose_answer_was_lost_is_ours_and_another_is_not(faulty_s3: Fa
         assert proxy.counts["lost"] == 15
 
 
-def test_rounds_that_a_listing_lacks_are_found(faulty_s3: Faulty, tmp_path: Path) -> None:
+def test_rounds_missing_in_a_stale_listing_are_found(faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=1.0, kinds={"lag"}, lag_seconds=60) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         for index in range(4):
@@ -127,7 +128,7 @@ def test_rounds_that_a_listing_lacks_are_found(faulty_s3: Faulty, tmp_path: Path
         assert proxy.counts["lag"]
 
 
-def test_holes_in_a_listing_are_filled_and_ghosts_are_not_believed(
+def test_stale_listings_are_corrected_in_both_directions(
     s3_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = s3_store(tmp_path.name)
@@ -142,7 +143,7 @@ def test_holes_in_a_listing_are_filled_and_ghosts_are_not_believed(
 
 
 @pytest.mark.integration
-def test_a_server_that_stays_down_is_told_in_one_sentence(
+def test_an_unreachable_server_is_reported_in_one_sentence(
     faulty_s3: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, "NUM_TRIES", 2)
@@ -150,24 +151,24 @@ def test_a_server_that_stays_down_is_told_in_one_sentence(
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         store.create("k", b"1")
         proxy.rate, proxy.kinds = 1.0, {"throttle"}
-        with pytest.raises(StoreError, match=r"asking for \S+/k failed \d+ times in \d+ s.*the store must answer"):
+        with pytest.raises(StoreError, match=r"/k failed \d+ times"):
             store.read("k")
     begin = time.monotonic()
-    with pytest.raises(StoreError, match="does not answer: creating"):  # nobody listens there any more
+    with pytest.raises(StoreError, match=f"s3://bucket/{tmp_path.name}"):  # the server has been stopped
         Store(f"s3://bucket/{tmp_path.name}", {**options, "skip_instance_cache": True})
     assert time.monotonic() - begin < 60
 
 
-def test_damage_in_the_store_itself_is_fetched_again_and_then_told(s3_store: Callable[..., Store], tmp_path: Path) -> None:
+def test_a_damaged_object_is_downloaded_again_and_then_reported(s3_store: Callable[..., Store], tmp_path: Path) -> None:
     store = s3_store(tmp_path.name)
     commit = write(store, KEYS.rollout(0), {"part": b"data"})
     store.fs.pipe_file(store.path(commit.files[0].path), b"dada")
-    with pytest.raises(StoreError, match=r"part has hash \w+ \(fetched 3 times\), but a commit names it with"):
+    with pytest.raises(StoreError, match=r"part .*3 times"):
         with store.reading(commit):
             pass
 
 
-# ---- which failures are worth another try -----------------------------------------------------------------------------------
+# ---- which failures are worth another try ----------------------------------------------------------------------------
 
 
 class ClientError(Exception):
@@ -176,13 +177,13 @@ class ClientError(Exception):
 
 
 def translated(code: str, status: int) -> OSError:
-    error = OSError(22, "as s3fs says it")
+    error = OSError(22, "translated by s3fs")
     error.__cause__ = ClientError(code, status)
     return error
 
 
 class HttpError(Exception):
-    """As gcsfs raises it (`code`); azure's has `status_code`."""
+    """An error of gcsfs (`code`); Azure's has `status_code`."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -204,10 +205,10 @@ class HttpError(Exception):
         (FileNotFoundError(), True),
         (PermissionError(), True),
         (type("NoCredentialsError", (Exception,), {})(), True),
-        (StoreError("told already"), True),
+        (StoreError("final"), True),
     ],
 )
-def test_only_failures_of_the_moment_are_tried_again(
+def test_only_transient_failures_are_retried(
     error: Exception, is_definite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.0)
@@ -227,7 +228,7 @@ def test_only_failures_of_the_moment_are_tried_again(
     assert len(calls) == (1 if is_definite else 2)
 
 
-def test_waiting_does_not_touch_the_seeded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_does_not_advance_the_seeded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.001)
     random.seed(7)
     expected = random.random()
@@ -242,19 +243,21 @@ def test_waiting_does_not_touch_the_seeded_generator(monkeypatch: pytest.MonkeyP
     assert random.random() == expected
 
 
-# ---- other drivers ----------------------------------------------------------------------------------------------------------
+# ---- other drivers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("uri, package", [("gs://bucket/x", "gcsfs"), ("az://container/x", "adlfs"), ("oss://b/x", "ossfs")])
+@pytest.mark.parametrize(
+    "uri, package", [("gs://bucket/x", "gcsfs"), ("az://container/x", "adlfs"), ("oss://b/x", "ossfs")]
+)
 def test_a_missing_driver_is_named(uri: str, package: str) -> None:
     if find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(StoreError, match=rf"needs the package {package}, which is not here .*: pip install {package}"):
+    with pytest.raises(StoreError, match=f"pip install {package}"):
         Store(uri)
 
 
 class _Azure(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-    """Refuses a second create with an error of the Azure SDK, as some versions of adlfs let it through."""
+    """Refuses a second create with an error of the Azure SDK, which some versions of adlfs do not translate."""
 
     protocol = "azure-like"
     store: dict = {}  # noqa: RUF012 - the parent class keeps its files in a class attribute
@@ -275,7 +278,7 @@ class _Old(_Azure):
         super().pipe_file(path, value)
 
 
-def test_drivers_refuse_a_second_create_in_their_own_words() -> None:
+def test_a_drivers_own_conflict_error_is_recognized() -> None:
     fsspec.register_implementation("azure-like", _Azure, clobber=True)
     store = Store("azure-like://x")
     assert store.create("k", b"1")
@@ -285,13 +288,13 @@ def test_drivers_refuse_a_second_create_in_their_own_words() -> None:
 
 def test_a_driver_without_conditional_create_is_refused() -> None:
     fsspec.register_implementation("old", _Old, clobber=True)
-    with pytest.raises(StoreError, match="has no conditional create, so two writers could both win"):
+    with pytest.raises(StoreError, match=r"conditional create.*--store-single-writer"):
         Store("old://x")
     assert Store("old://x", single_writer=True).create("k", b"1")
 
 
-def test_an_upload_in_the_way_of_a_driver_that_does_not_overwrite_is_removed(tmp_path: Path) -> None:
-    """adlfs refuses to put over a file that an earlier, broken try has left."""
+def test_an_incomplete_upload_is_removed_for_drivers_that_do_not_overwrite(tmp_path: Path) -> None:
+    """adlfs refuses to overwrite the file of an earlier, failed upload."""
     store = Store(f"memory://{tmp_path.name}")
     put = store.fs.put_file
 
@@ -311,14 +314,16 @@ def test_an_upload_in_the_way_of_a_driver_that_does_not_overwrite_is_removed(tmp
     assert store.read("a/part") == b"whole"
 
 
-def test_a_disk_too_small_for_a_download_is_told_before_it_begins(s3_store: Callable[..., Store], tmp_path: Path) -> None:
+def test_a_download_larger_than_the_scratch_disk_is_refused_before_it_starts(
+    s3_store: Callable[..., Store], tmp_path: Path
+) -> None:
     huge = FileRecord(path="runs/a/attempt-1/x", bytes=1 << 60, xxh3="")
     commit = Commit(kind="checkpoint", attempt="runs/a/attempt-1", files=[huge])
-    with pytest.raises(StoreError, match="set TMPDIR to a larger disk"), s3_store(tmp_path.name).reading(commit):
+    with pytest.raises(StoreError, match="TMPDIR"), s3_store(tmp_path.name).reading(commit):
         pass
 
 
-def test_the_first_failure_of_several_jobs_ends_them() -> None:
+def test_the_first_failure_of_parallel_jobs_stops_the_rest() -> None:
     done = []
 
     def job(number: int) -> None:

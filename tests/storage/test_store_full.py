@@ -1,4 +1,4 @@
-"""A disk without room: the error is a StoreFull that names the place, and what was written before stays whole."""
+"""A full disk: the error is a StoreFull that names the directory, and earlier files remain complete."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from storage import disk
-from storage.errors import StoreFull
-from storage.refs import Commit
-from storage.store import Store
-from storage.tracking.outbox import Outbox
+from penstock.storage import disk
+from penstock.storage.errors import StoreFull
+from penstock.storage.refs import Commit
+from penstock.storage.store import Store
+from penstock.storage.tracking.outbox import Outbox
 
 
-def test_a_commit_on_a_full_disk_names_the_place_and_succeeds_once_there_is_room(
+def test_a_commit_on_a_full_disk_fails_and_succeeds_after_space_is_freed(
     small_disk: Path, fill: Callable[[Path], Path]
 ) -> None:
     store = Store(str(small_disk / "store"))
@@ -32,14 +32,14 @@ def test_a_commit_on_a_full_disk_names_the_place_and_succeeds_once_there_is_room
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_and_spent_quota_are_told_alike_and_other_errors_pass(tmp_path: Path, code: int) -> None:
-    with pytest.raises(StoreFull, match=str(tmp_path)), disk.full_at(tmp_path / "not" / "yet" / "there"):
+def test_full_disk_and_quota_raise_store_full_and_other_errors_pass(tmp_path: Path, code: int) -> None:
+    with pytest.raises(StoreFull, match=str(tmp_path)), disk.translate_disk_full(tmp_path / "not" / "yet" / "there"):
         raise OSError(code, "no room")
-    with pytest.raises(PermissionError), disk.full_at(tmp_path):
+    with pytest.raises(PermissionError), disk.translate_disk_full(tmp_path):
         raise PermissionError(errno.EACCES, "not allowed")
 
 
-def test_a_line_that_a_full_disk_cuts_is_offered_again_and_harms_no_other(small_disk: Path, fill: Callable[[Path], Path]) -> None:
+def test_a_line_cut_by_a_full_disk_can_be_appended_again(small_disk: Path, fill: Callable[[Path], Path]) -> None:
     outbox = Outbox(small_disk)
     outbox.append("first", {})
     filler = fill(small_disk)

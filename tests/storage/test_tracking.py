@@ -1,4 +1,4 @@
-"""Tracking tells MLflow every commit once, whatever dies on the way, and never holds up a run."""
+"""MLflow gets every commit once, despite kills and outages, and tracking never blocks a run."""
 
 import json
 import socket
@@ -10,51 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tracked_run import CONFIG, KEYS, commits
 
-from storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
-from storage.store import Store
-from storage.tracking import Tracker, tracking_directory, tracking_uri
-from storage.tracking.lineage import Lineage, flatten
-from storage.tracking.outbox import Outbox
+from penstock.storage.refs import Commit, commit_key, encoded
+from penstock.storage.store import Store
+from penstock.storage.tracking import tracking_directory, tracking_uri
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow import MlflowTracker, flatten
+from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.tracker import TrackedRun
 
-KEYS = RunKeys("demo")
-CONFIG = {"run": {"num_rollout": 4, "store_options": {"key": "s3cret"}}, "train": {"lr": 3e-4}}
 TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
-
-
-def commits() -> list[tuple[str, Commit]]:
-    """Four rounds with a checkpoint and an evaluation after the second and the fourth."""
-    found = [("models/f00d.commit.json", Commit(kind="model", attempt="models/f00d/attempt-1", created_at=1e9))]
-    for r in range(4):
-        at = 1e9 + 100 * (r + 1)
-        shard = FileRecord(path=f"{KEYS.rollout(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8)
-        summary = {"rollout/raw_reward": 0.25 * r, "rollout/truncated_ratio": 0.0}
-        rollout = Commit(
-            kind="rollout", index=r, attempt=f"{KEYS.rollout(r)}/attempt-1", files=[shard], summary=summary, created_at=at
-        )
-        step = Commit(
-            kind="step",
-            index=r,
-            policy_version=r + 1,
-            summary={"train/loss": float("nan")},
-            seconds={"train": 0.5},
-            created_at=at + 1,
-        )
-        found += [(commit_key(KEYS.rollout(r)), rollout), (commit_key(KEYS.step(r)), step)]
-        if r % 2:
-            version, task = r + 1, "heldout"
-            saved = Commit(kind="checkpoint", index=version, policy_version=version, attempt="runs/demo/c", created_at=at + 2)
-            scores = {"eval/heldout": 0.5, "eval/heldout-pass@4": 0.75}
-            score = Commit(
-                kind="eval",
-                index=version,
-                policy_version=version,
-                summary=scores,
-                created_at=at + 3,
-                inputs={"prompt_data/0": "/data/h.jsonl"},
-            )
-            found += [(commit_key(KEYS.checkpoint(version)), saved), (commit_key(KEYS.eval(version, task)), score)]
-    return found
 
 
 def counts(database: Path) -> dict[str, int]:
@@ -62,23 +28,10 @@ def counts(database: Path) -> dict[str, int]:
         return {table: connection.execute(f"select count(*) from {table}").fetchone()[0] for table in TABLES}
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without runs: making its tables takes seconds, copying it none."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    Lineage(f"sqlite:///{path}", "penstock", "none", "").client.search_experiments()
-    return path
-
-
-@pytest.fixture
-def database(empty_database: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "mlflow.db"
-    copy.write_bytes(empty_database.read_bytes())
-    return copy
-
-
 def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], config: dict | None = None) -> int:
-    tracker = Tracker("demo", directory, f"sqlite:///{database}", CONFIG if config is None else config, store_uri="/store")
+    tracker = RunTracking(
+        "demo", directory, f"sqlite:///{database}", CONFIG if config is None else config, store_uri="/store"
+    )
     for key, commit in offered:
         tracker.record(key, commit)
     waiting = tracker.close(timeout=60)
@@ -87,11 +40,13 @@ def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], co
     return waiting
 
 
-def test_what_people_see(database: Path, tmp_path: Path) -> None:
+def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> None:
     assert track(tmp_path / "out", database, commits()) == 0
-    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
     experiment = client.get_experiment_by_name("penstock")
-    runs = {run.info.run_name: client.get_run(run.info.run_id) for run in client.search_runs([experiment.experiment_id])}
+    runs = {
+        run.info.run_name: client.get_run(run.info.run_id) for run in client.search_runs([experiment.experiment_id])
+    }
     assert set(runs) == {
         "demo",
         "convert",
@@ -105,7 +60,9 @@ def test_what_people_see(database: Path, tmp_path: Path) -> None:
     main = runs["demo"]
     assert main.data.params == {"run.num_rollout": "4", "train.lr": "0.0003"}
     points = client.get_metric_history(main.info.run_id, "rollout/raw_reward")
-    assert [(p.step, p.value, p.timestamp) for p in points] == [(r, 0.25 * r, int(1e12 + 1e5 * (r + 1))) for r in range(4)]
+    assert [(p.step, p.value, p.timestamp) for p in points] == [
+        (r, 0.25 * r, int(1e12 + 1e5 * (r + 1))) for r in range(4)
+    ]
     assert {artifact.path for artifact in client.list_artifacts(main.info.run_id)} == {"commits", "reward.png"}
 
     train = runs["train-000002-000003"]
@@ -113,7 +70,9 @@ def test_what_people_see(database: Path, tmp_path: Path) -> None:
     assert [i.dataset.name for i in train.inputs.dataset_inputs] == ["rollout-000002", "rollout-000003"]
     first = runs["train-000000-000001"]
     assert [m.model_id for m in train.inputs.model_inputs] == [m.model_id for m in first.outputs.model_outputs]
-    assert [m.model_id for m in first.inputs.model_inputs] == [m.model_id for m in runs["convert"].outputs.model_outputs]
+    assert [m.model_id for m in first.inputs.model_inputs] == [
+        m.model_id for m in runs["convert"].outputs.model_outputs
+    ]
 
     scored = client.get_logged_model(train.outputs.model_outputs[0].model_id)
     assert scored.params["uri"] == "/store/runs/demo/c"
@@ -124,7 +83,7 @@ def test_what_people_see(database: Path, tmp_path: Path) -> None:
 
 
 def with_samples(offered: list[tuple[str, Commit]]) -> list[tuple[str, Commit]]:
-    """The same, rounds and evaluations with a few samples to look at."""
+    """Return the commits with sample previews in rollouts and evaluations."""
     return [
         (
             key,
@@ -139,7 +98,10 @@ def with_samples(offered: list[tuple[str, Commit]]) -> list[tuple[str, Commit]]:
 
 
 def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> None:
-    shared = {"perf/rollout_time": 1.0, "rollout/num_adopted_groups": 0.0}  # in the summaries of rollouts and of evaluations
+    shared = {
+        "perf/rollout_time": 1.0,
+        "rollout/num_adopted_groups": 0.0,
+    }  # in the summaries of rollouts and of evaluations
     offered = commits()
     for _, commit in offered:
         if commit.kind in ("rollout", "eval"):
@@ -155,18 +117,24 @@ def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> Non
     assert [row for row in points + linked if row[3] > 1] == []
 
 
-def test_samples_are_tables_that_mlflow_can_show(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")  # `load_table` searches there, whatever its client's is
+def test_samples_are_tables_that_mlflow_can_show(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI", f"sqlite:///{database}"
+    )  # `load_table` searches there, not in the client's tracking URI
     track(tmp_path / "out", database, with_samples(commits())[:4])
     track(tmp_path / "out", database, with_samples(commits()))
-    track(tmp_path / "another machine", database, with_samples(commits()))  # told twice, each table is there once
-    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    track(tmp_path / "another machine", database, with_samples(commits()))  # delivered twice, each table exists once
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
     experiment = client.get_experiment_by_name("penstock").experiment_id
     runs = {run.info.run_name: run for run in client.search_runs([experiment])}
     paths = [f"samples/{r:06d}.json" for r in range(4)]
     assert [artifact.path for artifact in client.list_artifacts(runs["demo"].info.run_id, "samples")] == paths
     listed = [{"path": path, "type": "table"} for path in paths]
-    assert json.loads(runs["demo"].data.tags["mlflow.loggedArtifacts"]) == listed  # what MLflow's page renders as a table
+    assert (
+        json.loads(runs["demo"].data.tags["mlflow.loggedArtifacts"]) == listed
+    )  # what MLflow's page renders as a table
     for r, path in enumerate(paths):
         table = client.load_table(experiment, path, run_ids=[runs["demo"].info.run_id])
         assert table.to_dict("records") == [{"reward": 1.0, "prompt": f"rollout {r}", "turns": 2}]
@@ -178,9 +146,10 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
     import mlflow.data
 
     track(tmp_path / "out", database, commits())
-    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
     runs = [
-        client.get_run(run.info.run_id) for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
+        client.get_run(run.info.run_id)
+        for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
     ]
     found = [i.dataset for run in runs for i in run.inputs.dataset_inputs]
     assert len(found) == 6
@@ -190,7 +159,7 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
         assert "mlflow_colspec" in json.loads(dataset.schema or '{"mlflow_colspec": []}')
 
 
-def test_telling_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
+def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits())
     before = counts(database)
     assert (
@@ -205,28 +174,32 @@ def test_telling_everything_again_changes_nothing(database: Path, tmp_path: Path
 
 @pytest.mark.parametrize("step", [3, 7, 12])
 def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path: Path) -> None:
-    """The process dies (for real) after some call to MLflow, before the outbox knows of it."""
+    """The process is killed after a call to MLflow, before the outbox marks the line as delivered."""
     clean = tmp_path / "clean.db"
     clean.write_bytes(database.read_bytes())
     program = f"""
 import os, sys
 from pathlib import Path
-from storage.tracking.lineage import Lineage
-from storage.tracking.outbox import Outbox
+from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.tracker import TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
-lineage = Lineage("sqlite:///{database}", "penstock", "demo", "/store")
+lineage = Lineage()
+tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "/store"))
 left = [{step}]
 for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
-    def dying(*args, real=getattr(lineage.client, name), **kwargs):
+    def dying(*args, real=getattr(tracker.client, name), **kwargs):
         result = real(*args, **kwargs)
         left[0] -= 1
         if not left[0]:
             os._exit(9)
         return result
-    setattr(lineage.client, name, dying)
+    setattr(tracker.client, name, dying)
 for line, end in outbox.lines(0):
-    lineage.remember(line)
-    lineage.tell([line])
+    record = parse_record(line)
+    lineage.add(record.key, record.commit)
+    tracker.deliver([record], lineage)
 """
     outbox = Outbox(tmp_path / "out")
     for key, commit in commits():
@@ -240,14 +213,16 @@ for line, end in outbox.lines(0):
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
     track(tmp_path / "out", database, commits(), {"run": {"num_rollout": 8}})
-    client = Lineage(f"sqlite:///{database}", "penstock", "demo", "/store").client
-    run = client.search_runs([client.get_experiment_by_name("penstock").experiment_id], "attributes.run_name = 'demo'")[0]
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
+    run = client.search_runs([client.get_experiment_by_name("penstock").experiment_id], "attributes.run_name = 'demo'")[
+        0
+    ]
     assert (run.data.params["run.num_rollout"], run.data.tags["changed.run.num_rollout"]) == ("4", "8")
 
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
     for store in ("/a", "/b"):
-        Tracker("demo", tmp_path / store[1:], f"sqlite:///{database}", store_uri=store).close(timeout=60)
+        RunTracking("demo", tmp_path / store[1:], f"sqlite:///{database}", store_uri=store).close(timeout=60)
     assert counts(database)["runs"] == 2
 
 
@@ -258,8 +233,10 @@ def dead_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_a_dead_server_holds_up_nothing_and_loses_nothing(dead_server: str, database: Path, tmp_path: Path) -> None:
-    tracker = Tracker("demo", tmp_path / "out", dead_server, CONFIG, store_uri="/store")
+def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
+    dead_server: str, database: Path, tmp_path: Path
+) -> None:
+    tracker = RunTracking("demo", tmp_path / "out", dead_server, CONFIG, store_uri="/store")
     start = time.perf_counter()
     for key, commit in commits():
         tracker.record(key, commit)
@@ -270,10 +247,10 @@ def test_a_dead_server_holds_up_nothing_and_loses_nothing(dead_server: str, data
     assert counts(database)["metrics"] == 24
 
 
-def test_a_server_that_is_away_is_told_in_one_line(
+def test_an_unreachable_server_is_logged_in_one_line(
     dead_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = Tracker("demo", tmp_path / "outbox", dead_server, CONFIG)
+    tracker = RunTracking("demo", tmp_path / "outbox", dead_server, CONFIG)
     deadline = time.monotonic() + 60
     while tracker.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -286,8 +263,8 @@ def test_a_server_that_is_away_is_told_in_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_line_that_mlflow_refuses_does_not_hold_up_the_others(database: Path, tmp_path: Path) -> None:
-    tracker = Tracker("demo", tmp_path / "out", f"sqlite:///{database}", store_uri="/store")
+def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
+    tracker = RunTracking("demo", tmp_path / "out", f"sqlite:///{database}", store_uri="/store")
     tracker.log("good", {"perf/overhead": 0.1}, step=0)
     tracker.log("bad", {"n" * 400: 0.1}, step=1)
     tracker.log("also good", {"perf/overhead": 0.2}, step=2)
@@ -297,18 +274,18 @@ def test_a_line_that_mlflow_refuses_does_not_hold_up_the_others(database: Path, 
     assert [entry["line"]["key"] for entry in refused] == ["bad"]
 
 
-def test_commits_that_were_never_recorded_are_caught_up(database: Path, tmp_path: Path) -> None:
+def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
         store.create(key, encoded(commit))  # its files are not looked at here
-    tracker = Tracker("demo", tracking_directory(store, "demo"), f"sqlite:///{database}", store_uri=store.uri)
+    tracker = RunTracking("demo", tracking_directory(store, "demo"), f"sqlite:///{database}", store_uri=store.uri)
     tracker.record(*commits()[1])
     assert tracker.catch_up(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.catch_up(store, KEYS) == 0
     assert tracker.close(timeout=60) == 0
 
 
-def test_the_default_database_lies_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_database_is_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri(store) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
@@ -317,15 +294,19 @@ def test_the_default_database_lies_beside_the_runs(tmp_path: Path, monkeypatch: 
     assert tracking_uri(store, "http://given.example") == "http://given.example"
 
 
-def test_parameters_hold_no_secrets_and_only_legal_names() -> None:
-    config = {"a": {"b@c": [1, None], "store_options": {"secret": 1}, "password": "x"}, "hf_token": "y", "max_tokens": 5}
+def test_parameters_contain_no_secrets_and_only_legal_names() -> None:
+    config = {
+        "a": {"b@c": [1, None], "store_options": {"secret": 1}, "password": "x"},
+        "hf_token": "y",
+        "max_tokens": 5,
+    }
     assert dict(flatten(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
-# ---- the outbox ---------------------------------------------------------------------------------------------------------
+# ---- the outbox ------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_taken_once_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_key_is_accepted_once_even_after_a_restart(tmp_path: Path) -> None:
     assert Outbox(tmp_path).append("k", {"n": 1})
     again = Outbox(tmp_path)
     assert not again.append("k", {"n": 2})
@@ -333,7 +314,7 @@ def test_a_key_is_taken_once_also_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_line_cut_short_by_a_kill_is_passed_over(cut: int, tmp_path: Path) -> None:
+def test_a_line_cut_by_a_kill_is_skipped(cut: int, tmp_path: Path) -> None:
     Outbox(tmp_path).append("a", {"n": 1})
     Outbox(tmp_path).append("b", {"n": 2})
     file = tmp_path / "outbox.jsonl"
@@ -345,7 +326,7 @@ def test_a_line_cut_short_by_a_kill_is_passed_over(cut: int, tmp_path: Path) -> 
     assert outbox.append("b", {"n": 2}) is (cut > 1)
 
 
-def test_only_one_delivers(tmp_path: Path) -> None:
+def test_only_one_process_delivers(tmp_path: Path) -> None:
     first, second = Outbox(tmp_path), Outbox(tmp_path)
     assert first.lock()
     assert not second.lock()
@@ -353,7 +334,7 @@ def test_only_one_delivers(tmp_path: Path) -> None:
     assert second.lock()
 
 
-def test_an_offset_beyond_the_file_is_its_end(tmp_path: Path) -> None:
+def test_an_offset_beyond_the_end_is_clamped(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     outbox.mark_delivered(10_000)
     assert outbox.num_waiting() == 0

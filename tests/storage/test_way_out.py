@@ -1,4 +1,4 @@
-"""`gc`, `runs`, `verify` and `rm` on a store that is read-only, full, or not there: they are the way out."""
+"""`gc`, `runs`, `verify` and `rm` on a store that is read-only, full or missing."""
 
 import builtins
 import errno
@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from made_run import config_of, make_run, save_one, write_data
 
-from flows.cli import main
-from storage import disk
-from storage.refs import RunKeys
-from storage.retention import expire_checkpoints
-from storage.store import Store
+from penstock.flows.cli import main
+from penstock.storage import disk
+from penstock.storage.maintenance.retention import expire_checkpoints
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an expired checkpoint and one of every kind of leftover that `gc` writes something for."""
+    """Make a run with an expired checkpoint and one orphan of each kind for which `gc` writes a file."""
     root = tmp_path_factory.mktemp("made")
     store = Store(str(root / "store"))
     make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
@@ -41,7 +41,7 @@ def store(template: Path, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def read_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that changes the store's directory fails with EROFS, as on a read-only mount."""
+    """Let every change of the store's directory fail with EROFS, as on a read-only mount."""
 
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def read_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """What a command says; a refusal is one sentence on stderr."""
+    """Return the output of a command; an error is one sentence on stderr."""
     assert main(list(words)) == code, capsys.readouterr()
     out = capsys.readouterr()
     if code == 2:
@@ -72,10 +72,10 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 
 
 @pytest.mark.usefixtures("read_only")
-def test_on_a_read_only_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_on_a_read_only_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--store", store.root]
     assert "post_train" in said(capsys, 0, "runs", *where)
-    assert "the run is whole" in said(capsys, 0, "verify", "r", *where)
+    assert "no problems found" in said(capsys, 0, "verify", "r", *where)
     listed = said(capsys, 0, "gc", "--older-than", "0", *where)
     assert "attempt-dead" in listed and "published" in listed and "nothing was removed" in listed
     for words in (["gc", "--delete", "--older-than", "0"], ["rm", "r", "--yes", "r"]):
@@ -83,10 +83,10 @@ def test_on_a_read_only_store(store: Store, capsys: pytest.CaptureFixture[str]) 
         assert os.strerror(errno.EROFS) in refusal and store.root in refusal
 
 
-def test_gc_and_rm_make_room_on_a_full_disk(
+def test_gc_and_rm_free_space_on_a_full_disk(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk has room for names: every byte that is written is one too many."""
+    """On a full disk empty files can be created, but no byte can be written."""
 
     def full(create: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(target: Path, data: bytes, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def test_gc_and_rm_make_room_on_a_full_disk(
         monkeypatch.setattr(disk, name, full(getattr(disk, name)))
     where = ["--store", store.root]
     assert "2 files, 5.5 kB removed" in said(capsys, 0, "gc", "--delete", "--older-than", "0", *where)
-    assert "the run is whole" in said(capsys, 0, "verify", "r", *where)
+    assert "no problems found" in said(capsys, 0, "verify", "r", *where)
     assert "removed" in said(capsys, 0, "rm", "r", "--yes", "r", *where)
     assert store.list("runs") == []
 
@@ -109,7 +109,9 @@ def test_gc_and_rm_make_room_on_a_full_disk(
     "command", [["runs"], ["gc"], ["gc", "--delete"], ["verify", "r"], ["gc", "r"], ["rm", "r"], ["resume", "r"]]
 )
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "below a file"])
-def test_where_there_is_no_store(command: list[str], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_a_store(
+    command: list[str], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "place"
     if kind == "empty":
         place.mkdir()
@@ -122,8 +124,8 @@ def test_where_there_is_no_store(command: list[str], kind: str, tmp_path: Path, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_a_store_that_this_user_may_not_write_or_read(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same with a real file system that refuses."""
+def test_commands_on_a_store_without_permissions(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same with real file permissions."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
@@ -134,7 +136,11 @@ def test_a_store_that_this_user_may_not_write_or_read(template: Path, capsys: py
         for path in [root, *root.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)
         where = ["--store", store.root]
-        for words in (["runs"], ["gc"], ["verify", "r"]):  # what they import may lie where the other user cannot read
+        for words in (
+            ["runs"],
+            ["gc"],
+            ["verify", "r"],
+        ):  # their imports may be in a directory that the other user cannot read
             main([*words, *where])
         capsys.readouterr()
         os.seteuid(65534)

@@ -1,15 +1,16 @@
-"""Four processes that train the same rollouts under every layout and compare everything with one rank; `test_layout_matrix.py` starts it.
+"""Train the same rollouts with four processes under every layout, and compare everything with one rank;
+`test_layout_matrix.py` starts it.
 
 usage: layout_ranks.py DIRECTORY [NUM_RANKS]      with 2 ranks, the layouts of two alone: on GPUs every rank needs one
 
-Each process first is a world of its own (the references), then all four are one world, then two pairs are two worlds side by side, and
-last one of each pair is alone again. A case is a model under a layout:
+Each process first is a world of its own (the references), then all four are one world, then two pairs are two worlds
+side by side, and last one of each pair is alone again. A case is a model under a layout:
 
     the base model         -> round 0 -> saved
     another layout's files -> rounds 1, 2, 3 -> its own files again, whose bits must be back
 
-So the files of every layout are loaded under another one, and a layout that forgets something differs in the rounds after. What is
-right without Megatron is for the tests in tests/engines that compare with Hugging Face.
+So the files of every layout are loaded under another one, and a layout that forgets something differs in the rounds
+after. What is right without Megatron is for the tests in tests/engines that compare with Hugging Face.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.megatron.parallel import ParallelLayout, device, init_parallel, shutdown_parallel
-from engines.megatron.shape import Experts, LatentAttention, ModelShape, Rotary, YarnScaling
-from stages.train.batching import Batch
-from stages.train.build import begin, build_models, go_on, hold, save
-from stages.train.config import TrainConfig
-from stages.train.spec import TrainerSpec
-from storage.sample import to_table
+from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary, YarnScaling
+from penstock.engines.megatron.parallel import ParallelLayout, device, init_parallel, shutdown_parallel
+from penstock.stages.train.batching import Batch
+from penstock.stages.train.build import build_models, load_auxiliary, load_initial, resume, save
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.samples.sample import to_table
 from tests.random_rollouts import samples
 
 TOLERANCE = 2e-5  # relative: of metrics, and of gradients and movements of weights to the largest of their tensor
@@ -61,7 +61,10 @@ COMMON: dict[str, Any] = dict(
 EXPERTS: dict[str, Any] = dict(num_experts=8, ffn_hidden_size=24, shared_ffn_hidden_size=24, score="sigmoid", bias=True)
 MODELS = {
     "dense": ModelShape(
-        **COMMON | dict(tied_embeddings=True), architecture="Qwen3ForCausalLM", family="qwen3", rotary=Rotary(base=10000.0)
+        **COMMON | dict(tied_embeddings=True),
+        architecture="Qwen3ForCausalLM",
+        family="qwen3",
+        rotary=Rotary(base=10000.0),
     ),
     "mixture": ModelShape(
         **COMMON | dict(qkv_bias=True),
@@ -75,16 +78,20 @@ MODELS = {
         architecture="DeepseekV3ForCausalLM",
         family="deepseek_v3",
         rotary=Rotary(
-            base=10000.0, interleaved=True, scaling=YarnScaling(factor=4.0, original_max_positions=64, mscale_all_dim=1.0)
+            base=10000.0,
+            interleaved=True,
+            scaling=YarnScaling(factor=4.0, original_max_positions=64, mscale_all_dim=1.0),
         ),
         latent=LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
-        experts=Experts(**EXPERTS, top_k=3, num_dense_layers=2, num_groups=4, top_groups=2, scaling=2.5),  # none in stage 0 of 2
+        experts=Experts(
+            **EXPERTS, top_k=3, num_dense_layers=2, num_groups=4, top_groups=2, scaling=2.5
+        ),  # none in stage 0 of 2
     ),
 }
 ALL, MIXTURES = list(MODELS), ["mixture", "latent"]
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------------
+# ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,9 @@ TWO_RANKS = [  # of each pair of processes
     {
         "tensor": Case(ParallelLayout(tensor=2), ["dense"]),
         "context": Case(ParallelLayout(context=2), ALL),
-        "data": Case(ParallelLayout(), ALL, {"overlap_grad_reduce": True, "bucket_size": 3000}),  # padding between buckets
+        "data": Case(
+            ParallelLayout(), ALL, {"overlap_grad_reduce": True, "bucket_size": 3000}
+        ),  # padding between buckets
         "experts": Case(ParallelLayout(expert=2), MIXTURES),
         "tensor and experts": Case(ParallelLayout(**SEQUENCE, expert=2, expert_tensor=1), MIXTURES),
     },
@@ -119,7 +128,7 @@ ON_GPUS = {"cut experts": Case(ParallelLayout(expert_tensor=2), MIXTURES)}  # gl
 ALONE = Case(ParallelLayout(), ALL)
 
 
-# ---- what is trained -----------------------------------------------------------------------------------------------------------
+# ---- configurations --------------------------------------------------------------------------------------------------
 
 OPTIMIZER: dict[str, Any] = dict(
     lr=1e-2,
@@ -136,11 +145,19 @@ ROUNDS: list[dict[str, Any]] = [
     dict(num_steps_per_rollout=2, max_tokens_per_gpu=90, balance_data=True, entropy_coef=0.01),
     dict(
         **dict(num_steps_per_rollout=2, micro_batch_size=3, advantage_estimator="gspo", use_opsm=True, opsm_delta=0.05),
-        **dict(use_tis=True, tis_level="sequence", tis_clip_low=0.3, kl_loss_type="k3", use_unbiased_kl=True, **KL_LOSS),
+        **dict(
+            use_tis=True, tis_level="sequence", tis_clip_low=0.3, kl_loss_type="k3", use_unbiased_kl=True, **KL_LOSS
+        ),
     ),
     dict(
         **dict(num_steps_per_rollout=1, max_tokens_per_gpu=90, advantage_estimator="reinforce_plus_plus_baseline"),
-        **dict(normalize_advantages=True, calculate_per_token_loss=True, use_tis=True, tis_level="geometric", tis_mode="mask"),
+        **dict(
+            normalize_advantages=True,
+            calculate_per_token_loss=True,
+            use_tis=True,
+            tis_level="geometric",
+            tis_mode="mask",
+        ),
         **dict(tis_clip=1.2, tis_clip_low=0.4, entropy_coef=0.01, eps_clip_c=3.0),
     ),
     dict(num_steps_per_rollout=1, micro_batch_size=4),
@@ -148,8 +165,8 @@ ROUNDS: list[dict[str, Any]] = [
 
 
 def config_of(model: str, rollout_id: int, case: Case) -> TrainConfig:
-    """Algorithm and batches of a round. The dense model has a critic, which learns in the first and the last round, and a
-    reference that is refreshed after the first."""
+    """Return algorithm and batches of a round. The dense model has a critic, trained in the first and the last round,
+    and a reference that is refreshed after the first."""
     chosen = dict(ROUNDS[rollout_id])
     if "advantage_estimator" not in chosen:
         chosen |= WITH_CRITIC | {"kl_coef": 0.05} if model == "dense" else KL_LOSS | {"kl_loss_type": "low_var_kl"}
@@ -172,7 +189,8 @@ def config_of(model: str, rollout_id: int, case: Case) -> TrainConfig:
 
 
 def rollout(rollout_id: int) -> Batch:
-    """Groups of 1, 4 and 7 samples, siblings, holes in masks, a masked and a failed sample, one longer than a micro-batch."""
+    """Return groups of 1, 4 and 7 samples with siblings, holes in masks, a masked and a failed sample, and one longer
+    than a micro-batch."""
     rows = samples(rollout_id, 12)
     for index, row in enumerate(rows):
         row.group_id = f"{rollout_id}-{(index > 0) + (index > 4)}"
@@ -183,21 +201,23 @@ def rollout(rollout_id: int) -> Batch:
 
 
 class Trainer:
-    """Models under a layout, and what a round makes of them."""
+    """Models under a layout, and the results of their rounds."""
 
     def __init__(self, model: str, case: Case, base: Path) -> None:
         self.model, self.case = model, case
         config = config_of(model, 0, case)
-        self.models = build_models(TrainerSpec(run="run", shape=MODELS[model], config=config, store=""))
-        hold(self.models, "reference", base)
-        begin(self.models, base)
-        self.engines = {name: engine for name in ("policy", "critic") if (engine := getattr(self.models, name)) is not None}
+        self.models = build_models(MODELS[model], config)
+        load_auxiliary(self.models, "reference", base)
+        load_initial(self.models, base)
+        self.engines = {
+            name: engine for name in ("policy", "critic") if (engine := getattr(self.models, name)) is not None
+        }
         self.gradients: dict[str, Tensor] = {}
         for name, engine in self.engines.items():
             engine.step = self._watched(name, engine, engine.step)
 
     def _watched(self, name: str, engine: Any, step: Any) -> Any:
-        """A step that first keeps the gradients, if they are the round's first ones of this model."""
+        """Return a step that first stores the gradients, if they are the first ones of this model in the round."""
 
         def watched() -> tuple[bool, float]:
             if not any(key.startswith(name) for key in self.gradients):
@@ -207,8 +227,8 @@ class Trainer:
         return watched
 
     def train(self, rollout_id: int) -> dict[str, Any]:
-        """Metrics of the round and of its steps, gradients of its first step, the weights after it."""
-        from stages.train.step import train_rollout
+        """Return metrics of the round and of its steps, gradients of its first step, and the weights after it."""
+        from penstock.stages.train.step import train_rollout
 
         config = config_of(self.model, rollout_id, self.case)
         self.gradients = {}
@@ -218,35 +238,41 @@ class Trainer:
         trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE)
         metrics = [trained.metrics, *trained.steps]
         return {
-            "metrics": [{key: value for key, value in found.items() if not key.startswith("perf/")} for found in metrics],
+            "metrics": [
+                {key: value for key, value in found.items() if not key.startswith("perf/")} for found in metrics
+            ],
             "gradients": self.gradients,
             "weights": self.weights(),
         }
 
     def weights(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": tensor.clone() for name, engine in self.engines.items() for key, tensor in engine.named_weights()
+            f"{name}.{key}": tensor.clone()
+            for name, engine in self.engines.items()
+            for key, tensor in engine.named_weights()
         }
 
     def save(self, directory: Path) -> None:
-        """After the first round."""
+        """Save after the first round."""
         if self.model == "dense":
             self.models.refresh_reference()
         save(self.models, directory, {"version": 1})
 
     def go_on(self, directory: Path) -> None:
-        assert go_on(self.models, directory) == {"version": 1}
+        assert resume(self.models, directory) == {"version": 1}
 
     def digests(self) -> tuple[dict[str, str], dict[str, str]]:
         return self.models.digest(), self.models.state_digest()
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:
-    """Full gradients under global names. The distributed optimizer leaves each rank the part that it updates: they are joined, put
-    where the weights are for a moment, and gathered like these."""
+    """Return full gradients under global names. The distributed optimizer leaves each rank the part it updates: the
+    parts are joined, temporarily stored in place of the weights, and gathered like these."""
     with engine.using(engine.snapshot()), torch.no_grad():
         for param in (param for chunk in engine.chunks for param in chunk.parameters()):
-            inner = next(x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers))
+            inner = next(
+                x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
+            )
             whole = torch.zeros_like(param)
             if param in inner.model_param_gbuf_map:
                 mine = inner._get_model_param_range_map(param)["param"]
@@ -256,11 +282,11 @@ def gradients_of(engine: Any) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
 
 
-# ---- what is right -------------------------------------------------------------------------------------------------------------
+# ---- references ------------------------------------------------------------------------------------------------------
 
 
 def prepare(directory: Path, model: str) -> None:
-    """A base model, and what one rank makes of it in the rounds."""
+    """Save a base model, and the results of training it on one rank."""
     save_base(directory / f"{model}-base", model)
     trainer = Trainer(model, ALONE, directory / f"{model}-base")
     rounds, start = [], trainer.weights()
@@ -276,9 +302,9 @@ def prepare(directory: Path, model: str) -> None:
 
 
 def save_base(directory: Path, model: str) -> None:
-    """Random weights, in which norms, biases and the routers' corrections have values of their own."""
-    from engines.megatron.engine import MegatronEngine
-    from engines.megatron.weights import local_parameters
+    """Save random weights, in which norms, biases and the routers' corrections are random too."""
+    from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.weights import local_parameters
 
     config = config_of(model, 0, ALONE)
     engine = MegatronEngine(MODELS[model], dtype="fp32", optimizer=config.optimizer_options, overrides=config.megatron)
@@ -291,13 +317,15 @@ def save_base(directory: Path, model: str) -> None:
 
 
 def check_rounds(rounds: list[dict[str, Any]]) -> None:
-    """The reference is worth comparing with: every gradient is clipped, and every weight moves."""
+    """Check that the reference can show differences: every gradient is clipped, and every weight changes."""
     for number, found in enumerate(rounds):
         norms = [step["train/grad_norm"] for step in found["metrics"]]
         assert min(norms) > OPTIMIZER["clip_grad"], f"round {number}: gradients of {norms} are not clipped"
         still = [name for name in found["gradients"] if found["moved"][name] == 0]
         assert not still, f"round {number} does not train {still}"
-        assert not any(size for name, size in found["moved"].items() if name.endswith("expert_bias")), "a frozen correction moved"
+        assert not any(size for name, size in found["moved"].items() if name.endswith("expert_bias")), (
+            "a frozen correction moved"
+        )
 
 
 def largest(tensor: Tensor) -> float:
@@ -310,7 +338,7 @@ def reference_of(directory: Path, model: str) -> list[dict[str, Any]]:
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any], what: str) -> float:
-    """Raises what differs too much; gives the largest difference as a part of what is allowed."""
+    """Raise if a difference is too large; return the largest one relative to its tolerance."""
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
         assert ours.keys() == theirs.keys(), f"{what}: metrics {ours.keys() ^ theirs.keys()}"
         wrong = {name: (ours[name], theirs[name]) for name in ours if not close(ours[name], theirs[name])}
@@ -339,11 +367,11 @@ def close(found: float, expected: float) -> bool:
     return abs(found - expected) <= max(TOLERANCE * abs(expected), VANISHING)
 
 
-# ---- the cases -----------------------------------------------------------------------------------------------------------------
+# ---- the cases -------------------------------------------------------------------------------------------------------
 
 
 def run_case(directory: Path, name: str, case: Case, previous: dict[str, Path]) -> None:
-    """`previous`: of each model, what the layout before saved after round 0; this layout's files take its place."""
+    """Replace `previous`, the files that the layout before saved of each model after round 0, by this layout's."""
     for model in case.models:
         expected, what, others = reference_of(directory, model), f"{model} under {name}", previous[model]
         trainer = Trainer(model, case, directory / f"{model}-base")
@@ -353,7 +381,9 @@ def run_case(directory: Path, name: str, case: Case, previous: dict[str, Path]) 
         digests = trainer.digests()
         trainer.go_on(others)
         for number in range(1, len(ROUNDS)):
-            worst.append(compare(trainer.train(number), expected[number], f"{what}, after loading {others.name}, round {number}"))
+            worst.append(
+                compare(trainer.train(number), expected[number], f"{what}, after loading {others.name}, round {number}")
+            )
         assert trainer.digests() != digests
         trainer.go_on(saved)
         assert trainer.digests() == digests, f"{what}: loading its own files gives other bits"
@@ -386,7 +416,9 @@ def run_rank(rank: int, num_ranks: int, directory: Path) -> None:
             trainer = Trainer(model, ALONE, directory / f"{model}-base")
             trainer.go_on(previous[model])
             compare(
-                trainer.train(1), reference_of(directory, model)[1], f"{model}, one rank after loading {previous[model].name}"
+                trainer.train(1),
+                reference_of(directory, model)[1],
+                f"{model}, one rank after loading {previous[model].name}",
             )
         shutdown_parallel()
 
@@ -401,12 +433,12 @@ def guarded(rank: int, num_ranks: int, directory: Path) -> None:
 
 
 def main(directory: Path, num_ranks: int = 4) -> int:
-    """Import once, fork; the first rank that fails ends the others."""
+    """Import once, then fork; the first rank that fails ends the others."""
     context = multiprocessing.get_context(
         "spawn" if torch.cuda.is_available() else "fork"
     )  # importing Megatron begins to use a GPU
     if context.get_start_method() == "fork":
-        import stages.train.step  # noqa: F401
+        import penstock.stages.train.step  # noqa: F401
 
         gc.freeze()  # Megatron collects garbage at every save and load
     start = time.monotonic()

@@ -1,9 +1,10 @@
-"""A driver of a trainer on a standing Ray, led line by line; a program of its own, because a process can be in one Ray only.
+"""A driver of a trainer on a standing Ray, controlled line by line; a separate program, as a process can be in one Ray
+only.
 
 usage: standing_driver.py ADDRESS STORE HF_MODEL LEARNING_RATE
 
-Lines on standard input are `ensure VERSION`, `round ROLLOUT` (train and commit), `train ROLLOUT` (train only), `state` and `kill`; each is
-answered by one line of JSON.
+Lines on standard input are `ensure VERSION`, `round ROLLOUT` (train and commit), `train ROLLOUT` (train only), `state`
+and `kill`; each is answered by one line of JSON.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import json
 import sys
 from typing import Any
 
-from engines.cluster import Cluster
-from engines.megatron.shape import ModelShape
-from stages.train.config import TrainConfig
-from stages.train.group import TrainerGroup
-from stages.train.policy import ensure_policy, train_round
-from stages.train.spec import TrainerSpec
-from storage.refs import CheckpointRef, RunKeys
-from storage.store import Store
+from penstock.engines.cluster import Cluster
+from penstock.engines.families import read_shape
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.group import TrainerGroup
+from penstock.stages.train.restore import PolicyRestorer
+from penstock.stages.train.spec import TrainerSpec
+from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.store import Store
 
 KEYS = RunKeys("run")
 
@@ -28,9 +29,9 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
     told: list[str] = []
     try:
         if command == "ensure":
-            ensure_policy(store, KEYS, group, int(words[0]), base=base, on_progress=told.append)
+            PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(int(words[0]))
         elif command == "round":
-            train_round(store, KEYS, group, int(words[0]), base=base)
+            PolicyRestorer(store, KEYS, group, base).train_round(int(words[0]))
         elif command == "train":
             rollout = store.committed(KEYS.rollout(int(words[0])))
             assert rollout is not None
@@ -54,7 +55,7 @@ def main() -> None:
     base = CheckpointRef.model_validate(store.read_json("base.json"))
     config = TrainConfig(lr=float(lr), num_steps_per_rollout=2, actor_num_gpus_per_node=2, trainer_threads=1)
     cluster = Cluster.start(address, namespace=f"penstock-{KEYS.run}")
-    spec = TrainerSpec(run=KEYS.run, shape=ModelShape.from_hf(model), config=config, store=uri)
+    spec = TrainerSpec(run=KEYS.run, shape=read_shape(model), config=config, store=uri)
     group = TrainerGroup(cluster, spec)
     for line in sys.stdin:
         print(json.dumps(answer(group, store, base, *line.split())), flush=True)

@@ -1,4 +1,4 @@
-"""Every estimator against loops over lists of floats that a reader can check by hand."""
+"""Compare every estimator with plain loops over lists of floats."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import random
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from stages.train.algorithms.advantages import ESTIMATORS, estimate
-from stages.train.algorithms.experience import Experience
-from stages.train.algorithms.returns import discounted_sums
-from stages.train.algorithms.whitening import whiten
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.advantages import estimate_advantages, whiten
+from penstock.stages.train.algorithms.experience import Experience
+from penstock.stages.train.algorithms.registry import ESTIMATORS
+from penstock.stages.train.algorithms.returns import discounted_cumsum
 from tests.train.ragged import Sample, experience, options, ragged
 
 Numbers = list[list[float]]  # per sample, per trained token
@@ -27,10 +27,12 @@ def naive_kl(d: float, kind: str) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": max(-10.0, min(10.0, k3))}[kind]
 
 
-def naive_rewards(samples: list[Sample], opts: SimpleNamespace) -> list[float]:
+def naive_rewards(samples: list[Sample], opts: AlgorithmConfig) -> list[float]:
     name, rewards = opts.advantage_estimator, []
     for i, sample in enumerate(samples):
-        others = [s.reward for j, s in enumerate(samples) if j != i and s.group == sample.group and not math.isnan(s.reward)]
+        others = [
+            s.reward for j, s in enumerate(samples) if j != i and s.group == sample.group and not math.isnan(s.reward)
+        ]
         if name in ("ppo", "reinforce_plus_plus") or opts.disable_rewards_normalization:
             rewards.append(sample.reward)
         elif math.isnan(sample.reward) or not others or all(r == sample.reward for r in others):
@@ -45,12 +47,12 @@ def naive_rewards(samples: list[Sample], opts: SimpleNamespace) -> list[float]:
     return rewards
 
 
-def naive_advantages(samples: list[Sample], opts: SimpleNamespace) -> tuple[Numbers, Numbers | None]:
+def naive_advantages(samples: list[Sample], opts: AlgorithmConfig) -> tuple[Numbers, Numbers | None]:
     advantages: Numbers = []
     returns: Numbers = []
     name = opts.advantage_estimator
     for sample, reward in zip(samples, naive_rewards(samples, opts), strict=True):
-        s, length = sample.streams, sample.length
+        s, length = sample.fields, sample.length
         policy = s["rollout_logprobs"] if opts.use_rollout_logprobs else s["old_logprobs"]
         penalty = [
             opts.kl_coef * naive_kl(p - r, opts.kl_loss_type) if opts.kl_coef else 0.0
@@ -93,10 +95,10 @@ VARIANTS: list[Any] = [
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_equals_its_loop(name: str) -> None:
+def test_every_estimator_equals_a_plain_loop(name: str) -> None:
     for seed, variant in enumerate(VARIANTS):
         samples, opts = ragged(seed), options(advantage_estimator=name, **variant)
-        found = estimate(experience(samples), opts)
+        found = estimate_advantages(experience(samples), opts)
         advantages, returns = naive_advantages(samples, opts)
         expected = torch.tensor(list(itertools.chain(*advantages)), dtype=torch.float64)
         torch.testing.assert_close(found.advantages, expected, rtol=1e-9, atol=1e-9)
@@ -110,36 +112,46 @@ def test_every_estimator_equals_its_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(name: str) -> None:
+def test_order_of_samples_and_names_of_groups_do_not_change_advantages(name: str) -> None:
     samples = ragged(1)
-    opts = options(advantage_estimator=name, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.8, normalize_advantages=True)
+    opts = options(
+        advantage_estimator=name, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.8, normalize_advantages=True
+    )
     order = random.Random(0).sample(range(len(samples)), len(samples))
-    shuffled = [Sample(8 - samples[i].group, samples[i].reward, samples[i].streams) for i in order]
-    before = estimate(experience(samples), opts).advantages.split([sample.length for sample in samples])
-    after = estimate(experience(shuffled), opts).advantages
+    shuffled = [Sample(8 - samples[i].group, samples[i].reward, samples[i].fields) for i in order]
+    before = estimate_advantages(experience(samples), opts).advantages.split([sample.length for sample in samples])
+    after = estimate_advantages(experience(shuffled), opts).advantages
     torch.testing.assert_close(after, torch.cat([before[i] for i in order]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
-def test_equal_rewards_and_single_samples_give_exactly_nothing(name: str) -> None:
+def test_equal_rewards_and_single_samples_give_exactly_zero(name: str) -> None:
     for reward in (0.9, 0.1, 1e6 + 0.3, -7.7):
-        samples = [Sample(group, reward, {s: [0.5] for s in ragged(0)[0].streams}) for group in (0,) * 8 + (1,) * 3 + (2,)]
-        assert not estimate(experience(samples), options(advantage_estimator=name, normalize_advantages=True)).advantages.any()
-    ungraded = Experience(torch.zeros(0, dtype=torch.long), torch.tensor([math.nan] * 2), torch.zeros(2).long(), torch.zeros(0))
-    assert estimate(ungraded, options(advantage_estimator=name, normalize_advantages=True)).advantages.shape == (0,)
+        samples = [
+            Sample(group, reward, {s: [0.5] for s in ragged(0)[0].fields}) for group in (0,) * 8 + (1,) * 3 + (2,)
+        ]
+        assert not estimate_advantages(
+            experience(samples), options(advantage_estimator=name, normalize_advantages=True)
+        ).advantages.any()
+    ungraded = Experience(
+        torch.zeros(0, dtype=torch.long), torch.tensor([math.nan] * 2), torch.zeros(2).long(), torch.zeros(0)
+    )
+    assert estimate_advantages(
+        ungraded, options(advantage_estimator=name, normalize_advantages=True)
+    ).advantages.shape == (0,)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.97, 1.0])
-def test_discounted_sums_equal_the_loop_whatever_the_lengths(decay: float) -> None:
+def test_discounted_cumsum_equals_a_plain_loop_for_any_lengths(decay: float) -> None:
     for lengths in ([1], [2], [3, 1, 4], [17, 1, 64, 33, 2], [257], []):
         numbers = [[random.Random(i * 1000 + t).gauss(0, 1) for t in range(length)] for i, length in enumerate(lengths)]
         expected = [sum(decay**k * x for k, x in enumerate(mine[t:])) for mine in numbers for t in range(len(mine))]
         index = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
-        found = discounted_sums(torch.tensor(list(itertools.chain(*numbers)), dtype=torch.float64), index, decay)
+        found = discounted_cumsum(torch.tensor(list(itertools.chain(*numbers)), dtype=torch.float64), index, decay)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-def test_whitening_of_few_and_of_equal_numbers() -> None:
+def test_whitening_of_few_or_equal_advantages() -> None:
     assert whiten(torch.zeros(0)).shape == (0,)
     assert not whiten(torch.tensor([3.3])).any()
     assert not whiten(torch.full((9,), 0.9, dtype=torch.float64)).any()
@@ -147,7 +159,7 @@ def test_whitening_of_few_and_of_equal_numbers() -> None:
     assert found.mean().item() == pytest.approx(0, abs=1e-12) and found.var().item() == pytest.approx(1, abs=1e-7)
 
 
-def test_an_estimator_of_the_users_takes_the_place_of_ours(tmp_path: Path) -> None:
+def test_user_defined_estimator_replaces_the_built_in_one(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "def advantages(experience, options):\n"
@@ -156,12 +168,14 @@ def test_an_estimator_of_the_users_takes_the_place_of_ours(tmp_path: Path) -> No
         "    return experience.rewards\n"
     )
     samples = ragged(3)
-    found = estimate(
+    found = estimate_advantages(
         experience(samples), options(custom_advantage_function_path=str(mine), gamma=0.5, use_opd=True, opd_kl_coef=0.0)
     )
     assert found.advantages.tolist() == [sample.reward * 0.5 for sample in samples for _ in range(sample.length)]
     assert "rollout/opd_reverse_kl" in found.metrics  # what follows the estimator still follows
-    with pytest.raises(ValueError, match="finite advantages, one per trained token"):
-        estimate(experience(samples), options(custom_advantage_function_path=f"{mine}:short"))
-    with pytest.raises(ValueError, match="the critic of ppo"):
-        estimate(experience(samples), options(custom_advantage_function_path=str(mine), advantage_estimator="ppo"))
+    with pytest.raises(ValueError, match=f"{mine}:short"):
+        estimate_advantages(experience(samples), options(custom_advantage_function_path=f"{mine}:short"))
+    with pytest.raises(ValueError, match="ppo"):
+        estimate_advantages(
+            experience(samples), options(custom_advantage_function_path=str(mine), advantage_estimator="ppo")
+        )

@@ -1,4 +1,4 @@
-"""The page about algorithms: its examples run, and its table has every flag with the right default."""
+"""Check docs/algorithms.md: its examples run, and its table has every flag with the right default."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.train.algorithm_config import AlgorithmConfig
-from stages.train.algorithms.advantages import estimate
-from stages.train.algorithms.objectives import OBJECTIVES
-from stages.train.algorithms.reductions import custom_reducer
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.advantages import estimate_advantages
+from penstock.stages.train.algorithms.losses import custom_loss, custom_weights, policy_loss
 from tests.train.ragged import experience, options, ragged, sums
 from tests.train.test_policy_losses import LENGTHS, made_up, tensors
 
@@ -20,7 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 @pytest.fixture
 def example(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """The example of that name as a file."""
+    """Return a file with the example of the parameter's name."""
     found = re.search(rf"```python {request.param}\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     file = tmp_path / f"{request.param}.py"
@@ -29,34 +28,34 @@ def example(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("example", ["advantages"], indirect=True)
-def test_the_estimator_runs(example: str) -> None:
-    found = estimate(experience(ragged(0)), options(custom_advantage_function_path=example)).advantages
+def test_example_of_an_estimator_runs(example: str) -> None:
+    found = estimate_advantages(experience(ragged(0)), options(custom_advantage_function_path=example)).advantages
     assert set(found.tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("example", ["loss"], indirect=True)
-def test_the_loss_runs(example: str) -> None:
+def test_example_of_a_loss_runs(example: str) -> None:
     new, known, entropy = made_up(0)
-    objective = OBJECTIVES["custom_loss"](options(custom_loss_function_path=example))
-    loss, metrics = objective(torch.tensor(new), torch.tensor(entropy), tensors(known), sums(LENGTHS))
+    opts = options(custom_loss_function_path=example)
+    loss, metrics = custom_loss(torch.tensor(new), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     assert loss.shape == (16,) and list(metrics) == ["train/sequence_logprob"]
 
 
 @pytest.mark.parametrize("example", ["correction"], indirect=True)
-def test_the_correction_runs(example: str) -> None:
+def test_example_of_a_correction_runs(example: str) -> None:
     new, known, entropy = made_up(0, spread=0.1)
-    objective = OBJECTIVES["policy_loss"](options(use_tis=True, custom_tis_function_path=example))
-    loss, metrics = objective(torch.tensor(new), torch.tensor(entropy), tensors(known), sums(LENGTHS))
+    opts = options(use_tis=True, custom_tis_function_path=example)
+    loss, metrics = policy_loss(torch.tensor(new), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     assert torch.equal(loss == 0, metrics["train/mean_gap"] > 0.1) and 0 < (loss == 0).sum() < 16
 
 
 @pytest.mark.parametrize("example", ["weights"], indirect=True)
-def test_the_reducer_runs(example: str) -> None:
+def test_example_of_a_reducer_runs(example: str) -> None:
     trajectories = torch.tensor([0, 0, 1])
-    assert custom_reducer(example)(trajectories, trajectories, 2).tolist() == [1 / 2048] * 3
+    assert custom_weights(example, trajectories, trajectories, 2).tolist() == [1 / 2048] * 3
 
 
-def test_the_table_has_every_flag_and_its_default() -> None:
+def test_table_lists_every_flag_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \|([^|]*)\|", PAGE.partition("## All flags")[2], re.MULTILINE))
     assert set(rows) == {name.replace("_", "-") for name in AlgorithmConfig.model_fields}
     for name, field in AlgorithmConfig.model_fields.items():

@@ -1,4 +1,4 @@
-"""Plans and packs: nothing lost, nothing doubled, and the same sum however the samples are spread."""
+"""Plans and packed micro-batches: every sample and token exactly once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.train.batching import Batch, pack
-from stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, optimizer_steps
-from storage.sample import Sample, to_table
+from penstock.stages.train.batching import Batch, pack
+from penstock.stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, optimizer_steps
+from penstock.storage.errors import OptionError
+from penstock.storage.samples.sample import Sample, to_table
 
 
 def samples(count: int, seed: int = 0, siblings: int = 1) -> list[Sample]:
@@ -35,7 +36,7 @@ def samples(count: int, seed: int = 0, siblings: int = 1) -> list[Sample]:
     return made
 
 
-def test_batch_holds_what_the_samples_hold() -> None:
+def test_batch_has_the_data_of_its_samples() -> None:
     rows = samples(30)
     table = to_table([*samples(3, seed=9), *rows]).slice(3)  # a slice: offsets do not begin at zero
     batch = Batch.from_table(table, graded=True)
@@ -49,7 +50,7 @@ def test_batch_holds_what_the_samples_hold() -> None:
     assert batch.group_index.tolist() == [i // 4 for i in range(30)]
 
 
-def test_the_first_token_of_a_sample_is_never_trained() -> None:
+def test_first_token_of_a_sample_is_never_trained() -> None:
     row = Sample("s", "g", "t", 0, token_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
     assert Batch.from_table(to_table([row, row]), graded=False).num_trained.tolist() == [1, 1]
 
@@ -57,14 +58,14 @@ def test_the_first_token_of_a_sample_is_never_trained() -> None:
 def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None:
     trajectories = np.array([0, 1, 0, 2, 3, 3, 1])
     assert [step.tolist() for step in optimizer_steps(trajectories, 2)] == [[0, 1, 2, 6], [3, 4, 5]]
-    with pytest.raises(ValueError, match="4 trajectories, which --global-batch-size 3 does not divide"):
+    with pytest.raises(OptionError, match=r"--global-batch-size 3 .* 4 trajectories"):
         optimizer_steps(trajectories, 3)
-    with pytest.raises(ValueError, match="0 trajectories"):
+    with pytest.raises(OptionError, match="0 trajectories"):
         optimizer_steps(trajectories[:0], 3)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_microbatches_place_each_sample_once_and_respect_the_cap(seed: int) -> None:
+def test_filled_microbatches_hold_each_sample_once_and_respect_the_capacity(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(0, 40))]
     capacity, multiple = rng.randrange(20, 120), rng.choice([1, 2, 3, 8])
@@ -76,7 +77,7 @@ def test_microbatches_place_each_sample_once_and_respect_the_cap(seed: int) -> N
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3])
-def test_fixed_microbatches_hold_so_many_samples_each(multiple: int) -> None:
+def test_fixed_microbatches_hold_the_same_number_of_samples(multiple: int) -> None:
     assert fixed_microbatches(5, 2, 1) == [[0, 1], [2, 3], [4]]
     assert fixed_microbatches(0, 2, multiple) == [[]] * multiple
     plan = fixed_microbatches(7, 2, multiple)
@@ -84,30 +85,38 @@ def test_fixed_microbatches_hold_so_many_samples_each(multiple: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_balanced_shares_are_of_equal_count_and_nearly_equal_cost(seed: int) -> None:
+def test_balanced_shares_have_equal_count_and_nearly_equal_cost(seed: int) -> None:
     rng = random.Random(seed)
     num_shares = rng.choice([1, 2, 3, 4])
     costs = [rng.random() ** 3 * 100 for _ in range(num_shares * rng.randrange(1, 8))]
     shares = balanced_shares(costs, num_shares)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs))) and {len(share) for share in shares} == {
-        len(costs) // num_shares
-    }
+    assert sorted(i for share in shares for i in share) == list(range(len(costs))) and {
+        len(share) for share in shares
+    } == {len(costs) // num_shares}
     in_turn = [costs[start::num_shares] for start in range(num_shares)]
     assert max(sum(costs[i] for i in share) for share in shares) <= max(map(sum, in_turn)) + 1e-9
 
 
-def test_balanced_shares_beat_dealing_in_turn() -> None:
-    assert balanced_shares([8, 1, 7, 2, 6, 3], 2) in ([[0, 1, 4], [2, 3, 5]], [[0, 3, 5], [1, 2, 4]], [[0, 1, 5], [2, 3, 4]])
+def test_balanced_shares_are_better_than_round_robin() -> None:
+    assert balanced_shares([8, 1, 7, 2, 6, 3], 2) in (
+        [[0, 1, 4], [2, 3, 5]],
+        [[0, 3, 5], [1, 2, 4]],
+        [[0, 1, 5], [2, 3, 4]],
+    )
 
 
-def test_packs_hold_every_trained_token_once_and_in_its_place() -> None:
+def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
     batch = Batch.from_table(to_table(samples(12)), graded=True)
     rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained[i]]
     packed = pack(batch, rows)
     assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
     assert packed.max_seqlen == packed.cu_seqlens.diff().max() and packed.cu_seqlens[-1] == len(packed.token_ids)
-    assert torch.equal(packed.token_ids[packed.trained + 1], packed.targets)  # the hidden state before a token predicts it
-    assert torch.equal(packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1)  # inside one sequence
+    assert torch.equal(
+        packed.token_ids[packed.trained + 1], packed.targets
+    )  # the hidden state before a token predicts it
+    assert torch.equal(
+        packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1
+    )  # inside one sequence
     ordinal = packed.ordinal.numpy()
     assert batch.token_ids[batch.trained[ordinal]].tolist() == packed.targets.tolist()
     assert [rows[i] for i in packed.samples.index.tolist()] == batch.sample_index[ordinal].tolist()
@@ -115,7 +124,7 @@ def test_packs_hold_every_trained_token_once_and_in_its_place() -> None:
     assert sorted(ordinal) == [n for n, row in enumerate(batch.sample_index) if row in rows]
 
 
-def test_context_parallel_ranks_share_the_trained_tokens_of_a_pack() -> None:
+def test_context_parallel_ranks_split_the_trained_tokens() -> None:
     batch = Batch.from_table(to_table(samples(6)), graded=True)
     packed = pack(batch, range(6))
     places = torch.randperm(len(packed.token_ids), generator=torch.Generator().manual_seed(0))
@@ -126,10 +135,14 @@ def test_context_parallel_ranks_share_the_trained_tokens_of_a_pack() -> None:
         assert torch.equal(part.samples.num_tokens, packed.samples.num_tokens)
 
 
-def test_an_empty_microbatch_is_one_pad_token_that_trains_nothing() -> None:
+def test_empty_microbatch_is_one_pad_token_without_trained_tokens() -> None:
     batch = Batch.from_table(to_table(samples(4)), graded=True)
     packed = pack(batch, [])
     assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
     assert (
-        packed.targets.numel() == packed.ordinal.numel() == packed.samples.index.numel() == packed.samples.num_tokens.numel() == 0
+        packed.targets.numel()
+        == packed.ordinal.numel()
+        == packed.samples.index.numel()
+        == packed.samples.num_tokens.numel()
+        == 0
     )

@@ -1,4 +1,4 @@
-"""Corrections of the engine's log-probs against loops over lists, and what they do to the loss."""
+"""Compare corrections of the mismatch with plain loops, and check their effect on the loss."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.train.algorithms.corrections import correction
-from stages.train.algorithms.objectives import policy_objective
+from penstock.stages.train.algorithms import losses
+from penstock.stages.train.algorithms.experience import TokenFields
+from penstock.stages.train.algorithms.losses import mismatch_correction, policy_loss
+from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
 from tests.train.test_policy_losses import LENGTHS, made_up, split, tensors
 
@@ -17,7 +19,7 @@ from tests.train.test_policy_losses import LENGTHS, made_up, split, tensors
 def naive(
     old: list[float], rollout: list[float], level: str, mode: str, low: float, high: float, veto: float | None
 ) -> list[tuple[float, ...]]:
-    """(ratio, weight, kept) of every token."""
+    """Return (ratio, weight, kept) of every token."""
     found: list[tuple[float, ...]] = []
     for mine in zip(split(old), split(rollout), strict=True):
         gaps = [o - r for o, r in zip(*mine, strict=True)]
@@ -34,15 +36,15 @@ def naive(
 @pytest.mark.parametrize("veto", [None, 0.7])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_every_correction_equals_the_loop(level: str, mode: str, veto: float | None) -> None:
+def test_every_correction_equals_a_plain_loop(level: str, mode: str, veto: float | None) -> None:
     _, known, _ = made_up(1, spread=0.2)
     low, high = (0.9, 1.1) if level == "geometric" else (0.7, 1.5)
-    correct = correction(options(use_tis=True, tis_level=level, tis_mode=mode, tis_clip_low=low, tis_clip=high, tis_veto=veto))
-    assert correct is not None
+    opts = options(use_tis=True, tis_level=level, tis_mode=mode, tis_clip_low=low, tis_clip=high, tis_veto=veto)
     old, rollout = (torch.tensor(known[name], dtype=torch.float64) for name in ("old_logprobs", "rollout_logprobs"))
-    weights, mask, metrics = correct(old, rollout, sums(LENGTHS))
+    weights, mask, metrics = mismatch_correction(old, rollout, sums(LENGTHS), opts)
     ratios, expected, kept = (
-        list(column) for column in zip(*naive(old.tolist(), rollout.tolist(), level, mode, low, high, veto), strict=True)
+        list(column)
+        for column in zip(*naive(old.tolist(), rollout.tolist(), level, mode, low, high, veto), strict=True)
     )
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
     assert metrics["tis"].tolist() == pytest.approx(ratios, rel=1e-12)
@@ -55,15 +57,14 @@ def test_every_correction_equals_the_loop(level: str, mode: str, veto: float | N
         assert metrics["tis_veto_frac"].tolist() == [1.0 - k for k in kept]
 
 
-def test_weights_scale_the_policy_gradient_and_a_veto_takes_tokens_out_of_the_whole_loss() -> None:
+def test_weights_scale_the_policy_gradient_and_a_veto_masks_the_whole_loss() -> None:
     new, known, entropy = made_up(1)
     terms = dict(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
 
     def loss(**changed: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs = torch.tensor(new, dtype=torch.float64)
-        return policy_objective(options(**changed))(
-            logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS)
-        )
+        entropies = torch.tensor(entropy, dtype=torch.float64)
+        return policy_loss(logprobs, entropies, tensors(known), sums(LENGTHS), options(**changed))
 
     plain, rest = loss()[0], loss(**terms)[0] - loss()[0]
     tis = dict(use_tis=True, tis_clip=1.3, tis_veto=0.5)
@@ -72,33 +73,36 @@ def test_weights_scale_the_policy_gradient_and_a_veto_takes_tokens_out_of_the_wh
     found, metrics = loss(**terms, **tis)
     torch.testing.assert_close(found, (plain * weights + rest) * kept)
     torch.testing.assert_close(metrics["train/pg_loss"], plain * weights * kept)
-    assert metrics["train/kl_loss"].all()  # what is watched keeps the original mask
+    assert metrics["train/kl_loss"].all()  # metrics are not masked
 
     measured, metrics = loss(**terms, **(tis | {"use_tis": False, "get_mismatch_metrics": True}))
     assert torch.equal(measured, loss(**terms)[0]) and "train/tis" in metrics and "train/tis" not in loss(**terms)[1]
 
 
-def test_a_scale_of_the_reducer_touches_the_policy_gradient_alone() -> None:
+def test_reducer_scale_changes_only_the_policy_gradient() -> None:
     new, known, entropy = made_up(2)
     scale = torch.linspace(0, 3, len(new), dtype=torch.float64)
-    logprobs, entropies, streams = (
+    logprobs, entropies, fields = (
         torch.tensor(new, dtype=torch.float64),
         torch.tensor(entropy, dtype=torch.float64),
         tensors(known),
     )
-    objective = policy_objective(options(entropy_coef=0.1))
-    _, before = objective(logprobs, entropies, streams, sums(LENGTHS))
-    streams.pg_scale = scale
-    loss, after = objective(logprobs, entropies, streams, sums(LENGTHS))
+    opts = options(entropy_coef=0.1)
+    _, before = policy_loss(logprobs, entropies, fields, sums(LENGTHS), opts)
+    fields.pg_scale = scale
+    loss, after = policy_loss(logprobs, entropies, fields, sums(LENGTHS), opts)
     torch.testing.assert_close(after["train/pg_loss"], before["train/pg_loss"] * scale)
     torch.testing.assert_close(loss, after["train/pg_loss"] - 0.1 * entropies)
 
 
-def test_nothing_is_computed_that_nobody_asked_for() -> None:
-    assert correction(options()) is None
+def test_correction_is_not_computed_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "mismatch_correction", None)  # a call would fail
+    logprobs = torch.zeros(1)
+    _, metrics = policy_loss(logprobs, logprobs, TokenFields(logprobs, logprobs), sums([1]), options())
+    assert not any(name.startswith("train/tis") for name in metrics)
 
 
-def test_a_correction_of_the_users(tmp_path: Path) -> None:
+def test_user_defined_correction(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "def correction(old, rollout, samples, options):\n"
@@ -108,9 +112,14 @@ def test_a_correction_of_the_users(tmp_path: Path) -> None:
         "    return old.mean(), None, {}\n"
     )
     new, known, entropy = made_up(3)
-    given = torch.tensor(new, dtype=torch.float64), torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS)
-    plain, _ = policy_objective(options())(*given)
-    found, metrics = policy_objective(options(use_tis=True, custom_tis_function_path=str(mine)))(*given)
+    given = (
+        torch.tensor(new, dtype=torch.float64),
+        torch.tensor(entropy, dtype=torch.float64),
+        tensors(known),
+        sums(LENGTHS),
+    )
+    plain, _ = policy_loss(*given, options())
+    found, metrics = policy_loss(*given, options(use_tis=True, custom_tis_function_path=str(mine)))
     gaps = [
         [abs(o - r) for o, r in zip(*part, strict=True)]
         for part in zip(split(known["old_logprobs"]), split(known["rollout_logprobs"]), strict=True)
@@ -119,5 +128,5 @@ def test_a_correction_of_the_users(tmp_path: Path) -> None:
     torch.testing.assert_close(metrics["train/gap"], gap)
     torch.testing.assert_close(found, plain / (1 + gap) * (gap < 0.6))
     assert 0 < (gap < 0.6).double().mean() < 1
-    with pytest.raises(ValueError, match=r"weights of shape \[\]: return one number for each of 16 tokens"):
-        policy_objective(options(use_tis=True, custom_tis_function_path=f"{mine}:scalar"))(*given)
+    with pytest.raises(PluginError, match=f"{mine}:scalar"):
+        policy_loss(*given, options(use_tis=True, custom_tis_function_path=f"{mine}:scalar"))

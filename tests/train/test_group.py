@@ -15,20 +15,20 @@ import pytest
 import torch
 from random_rollouts import commit_rollouts, samples
 
-from engines.cluster import Cluster
-from engines.megatron.shape import ModelShape
-from engines.sglang.client import EngineClient
-from engines.sglang.pool import EnginePool
-from stages.convert.to_torch_dist import convert_hf
-from stages.train.actor import TrainActor
-from stages.train.config import TrainConfig
-from stages.train.group import TrainerGroup
-from stages.train.policy import ensure_policy, save_checkpoint, train_round
-from stages.train.spec import RankDied, TrainerSpec
-from storage.refs import CheckpointRef, Commit, RunKeys
-from storage.sample import Sample
-from storage.shards import write_shards
-from storage.store import Store
+from penstock.engines.cluster import Cluster
+from penstock.engines.families import read_shape
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.sglang.client import SGLangClient
+from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.stages.train.actor import TrainActor
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.group import TrainerGroup
+from penstock.stages.train.restore import PolicyRestorer
+from penstock.stages.train.spec import RankDied, TrainerSpec
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import write_shards
+from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration
 
@@ -38,36 +38,44 @@ ENTROPY_COEF = 0.01
 NUM_ROUNDS = 3
 CONFIG = {
     **{"lr": 1e-3, "adam_beta2": 0.98, "eps_clip_high": 0.28, "entropy_coef": ENTROPY_COEF, "num_steps_per_rollout": 2},
-    **{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "trainer_threads": 1, "max_tokens_per_gpu": 120},
+    **{
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "trainer_threads": 1,
+        "max_tokens_per_gpu": 120,
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def world(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A store with committed rollouts, three trained rounds, a checkpoint after the second, and the trainer that did it."""
+    """Yield a store with committed rollouts, three trained rounds, a checkpoint after the second, and its trainer."""
     store = Store(str(tmp_path_factory.mktemp("train") / "store"))
     commit_rollouts(store, KEYS, NUM_ROUNDS)
     base: CheckpointRef = cluster.run(convert_hf, store, str(tiny_model))
 
     def group(**changed: object) -> TrainerGroup:
         config = TrainConfig(**(CONFIG | changed))
-        shape = ModelShape.from_hf(tiny_model)
-        return TrainerGroup(cluster, TrainerSpec(run="run", shape=shape, config=config, temperature=TEMPERATURE, store=store.uri))
+        shape = read_shape(tiny_model)
+        return TrainerGroup(
+            cluster, TrainerSpec(run="run", shape=shape, config=config, temperature=TEMPERATURE, store=store.uri)
+        )
 
     trainer = group()
-    ensure_policy(store, KEYS, trainer, 0, base=base)
+    PolicyRestorer(store, KEYS, trainer, base).restore(0)
     begin, commits = trainer.digest(), []
     for rollout_id in range(NUM_ROUNDS):
-        commits.append(train_round(store, KEYS, trainer, rollout_id, base=base))
+        commits.append(PolicyRestorer(store, KEYS, trainer, base).train_round(rollout_id))
         if rollout_id == 1:
-            save_checkpoint(store, KEYS, trainer, 2, base=base)
+            PolicyRestorer(store, KEYS, trainer, base).save_checkpoint(2)
     yield SimpleNamespace(store=store, base=base, group=group, trainer=trainer, begin=begin, commits=commits)
     trainer.kill()
 
 
 @pytest.fixture
 def object_store() -> Iterator[Store]:
-    """A real S3 API on this machine."""
+    """Yield a store behind a real S3 API on this machine."""
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
 
@@ -82,7 +90,8 @@ def object_store() -> Iterator[Store]:
 
 
 def plain_first_step(model_path: Path) -> dict[str, float]:
-    """Loss, entropy, log-prob gap and gradient norm of the first optimizer step, sample by sample with Hugging Face's model."""
+    """Compute loss, entropy, mismatch and gradient norm of the first optimizer step, sample by sample with the Hugging
+    Face model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -90,7 +99,8 @@ def plain_first_step(model_path: Path) -> dict[str, float]:
     loss = torch.zeros(())
     entropy_mean = gap = 0.0
     siblings = [
-        [row for row in rows[:16] if row.trajectory_id == t] for t in dict.fromkeys(row.trajectory_id for row in rows[:16])
+        [row for row in rows[:16] if row.trajectory_id == t]
+        for t in dict.fromkeys(row.trajectory_id for row in rows[:16])
     ]
     for trajectory in siblings:
         trajectory = [row for row in trajectory if row.reward is not None]
@@ -121,44 +131,50 @@ def plain_first_step(model_path: Path) -> dict[str, float]:
     }
 
 
-def test_the_first_step_is_what_plain_torch_computes(world: SimpleNamespace, tiny_model: Path) -> None:
+def test_first_step_equals_plain_torch(world: SimpleNamespace, tiny_model: Path) -> None:
     first = world.commits[0].state["steps"][0]
     for name, expected in plain_first_step(tiny_model).items():
         assert first[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
 
 
-def test_reference_equals_actor_at_the_start_and_differs_later(world: SimpleNamespace) -> None:
+def test_reference_equals_policy_at_the_start_and_differs_later(world: SimpleNamespace) -> None:
     first, second = world.commits[0].state["steps"]
     assert abs(first["train/kl_loss"]) < 1e-8 and first["train/ppo_kl"] == 0.0
     assert second["train/kl_loss"] > 1e-5 and second["train/ppo_kl"] != 0.0
     assert world.commits[2].summary["train/kl_loss"] > world.commits[0].summary["train/kl_loss"]
 
 
-def test_killed_in_a_step_then_restored_bit_for_bit(world: SimpleNamespace) -> None:
+def test_rank_killed_during_a_step_is_restored_bit_for_bit(world: SimpleNamespace) -> None:
     store, base, group = world.store, world.base, world.trainer
-    ensure_policy(store, KEYS, group, 0, base=base)
+    PolicyRestorer(store, KEYS, group, base).restore(0)
     (rank,) = group._call("info")
     with open(rank.log, "a") as log:
-        log.write("the last words of a rank\n")
+        log.write("end of the log\n")
     threading.Timer(0.05, os.kill, (rank.pid, signal.SIGKILL)).start()
-    with pytest.raises(RankDied, match=rf"(?s)rank 0 \(process {rank.pid}\) died in 'train'; .*the last words of a rank"):
+    with pytest.raises(RankDied, match=rf"(?s)rank 0 \(process {rank.pid}\) died in 'train'; .*end of the log"):
         group.train(store.committed(KEYS.rollout(0)), 0)
     assert group.state() is None
 
     told: list[str] = []
-    ensure_policy(store, KEYS, group, 3, base=base, on_progress=told.append)
+    PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(3)
     assert told == ["loading checkpoint 2", "replaying training of rollout 2 (1 of 1)"]
     assert group.digest() == world.commits[2].state["digest"]
-    ensure_policy(store, KEYS, group, 1, base=base)
+    PolicyRestorer(store, KEYS, group, base).restore(1)
     assert group.digest() == world.commits[0].state["digest"]
 
 
-def test_critic_and_refreshed_reference_go_on_from_a_checkpoint(cluster: Cluster, world: SimpleNamespace) -> None:
-    """PPO: round 0 trains the critic alone; every round is measured against the policy before it, and drawn to a teacher."""
+def test_critic_and_refreshed_reference_resume_from_a_checkpoint(cluster: Cluster, world: SimpleNamespace) -> None:
+    """PPO: round 0 trains only the critic; rounds are compared with the policy before, and distill a teacher."""
     world.trainer.kill()
     store, base, keys = world.store, world.base, RunKeys("ppo")
     commit_rollouts(store, keys, NUM_ROUNDS)
-    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1, "critic_lr": 3e-3, "ref_update_interval": 1}
+    ppo = {
+        "advantage_estimator": "ppo",
+        "lambd": 0.9,
+        "num_critic_only_steps": 1,
+        "critic_lr": 3e-3,
+        "ref_update_interval": 1,
+    }
     ppo |= {"use_opd": True, "opd_kl_coef": 0.1, "opd_teacher_load": "the base, as nothing else is pinned"}
 
     def group(**placed: object) -> TrainerGroup:
@@ -169,43 +185,47 @@ def test_critic_and_refreshed_reference_go_on_from_a_checkpoint(cluster: Cluster
     try:
         commits = []
         for rollout_id in range(NUM_ROUNDS):
-            commits.append(train_round(store, keys, first, rollout_id, base=base))
+            commits.append(PolicyRestorer(store, keys, first, base).train_round(rollout_id))
             if rollout_id == 1:
-                save_checkpoint(store, keys, first, 2, base=base)
+                PolicyRestorer(store, keys, first, base).save_checkpoint(2)
         digests = [commit.state["digest"] for commit in commits]
-        policies = [{name: bits for name, bits in digest.items() if not name.startswith("critic.")} for digest in digests]
+        policies = [
+            {name: bits for name, bits in digest.items() if not name.startswith("critic.")} for digest in digests
+        ]
         assert policies[0] == world.begin and policies[1] != policies[0] and len(digests[0]) == 2 * len(policies[0]) + 1
         assert not digests[0].items() & digests[1].items()
         assert "train/loss" not in commits[0].summary and commits[1].summary["train/critic-value_loss"] > 0
         for commit in commits[1:]:
             assert abs(commit.state["steps"][0]["train/kl_loss"]) < 1e-8 < commit.state["steps"][1]["train/kl_loss"]
 
-        assert abs(commits[1].summary["rollout/opd_reverse_kl"]) < 1e-8 < abs(commits[2].summary["rollout/opd_reverse_kl"])
+        assert (
+            abs(commits[1].summary["rollout/opd_reverse_kl"]) < 1e-8 < abs(commits[2].summary["rollout/opd_reverse_kl"])
+        )
 
         first.kill()
         told: list[str] = []
-        ensure_policy(
-            store, keys, first, 3, base=base, on_progress=told.append
+        PolicyRestorer(store, keys, first, base, on_progress=told.append).restore(
+            3
         )  # raises unless the replay is the same, bit for bit
         assert told == ["loading checkpoint 2", "replaying training of rollout 2 (1 of 1)"]
     finally:
         first.kill()
     spread = group(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2)
     try:
-        ensure_policy(store, keys, spread, 2, base=base)
+        PolicyRestorer(store, keys, spread, base).restore(2)
         check_same_numbers(spread.train(store.committed(keys.rollout(2)), 2).metrics, commits[2])
     finally:
         spread.kill()
 
 
 def check_same_numbers(metrics: dict[str, float], commit: Commit) -> None:
-    """Everything but speed, whatever the layout."""
+    """Check that all metrics but speed agree."""
     for name, expected in commit.summary.items():
         if not name.startswith("perf/"):
             assert metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
-def test_a_failed_call_ends_the_group_and_is_raised_as_it_is(world: SimpleNamespace) -> None:
+def test_failed_call_kills_the_group_and_raises_its_error(world: SimpleNamespace) -> None:
     group = world.trainer
     group.ensure_started()
     with pytest.raises(AssertionError, match="asked to train policy 7"):
@@ -213,11 +233,9 @@ def test_a_failed_call_ends_the_group_and_is_raised_as_it_is(world: SimpleNamesp
     assert group.state() is None
 
 
-def test_an_engine_that_was_published_to_agrees_with_the_trainer_on_its_samples(
-    world: SimpleNamespace, engine_pool: EnginePool
-) -> None:
+def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleNamespace, engine_pool: EnginePool) -> None:
     store, base, group = world.store, world.base, world.trainer
-    ensure_policy(store, KEYS, group, 3, base=base)
+    PolicyRestorer(store, KEYS, group, base).restore(3)
     group.publish(engine_pool.urls, "run/3")
     assert engine_pool.weight_versions() == ["run/3"]
 
@@ -227,13 +245,15 @@ def test_an_engine_that_was_published_to_agrees_with_the_trainer_on_its_samples(
     with store.writing(attempt) as out:
         write_shards(out.path, rows)
     store.commit(KEYS.rollout(3), Commit(kind="rollout", index=3, attempt=attempt, files=out.files))
-    assert train_round(store, KEYS, group, 3, base=base).summary["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert (
+        PolicyRestorer(store, KEYS, group, base).train_round(3).summary["train/train_rollout_logprob_abs_diff"] < 1e-4
+    )
 
 
 async def generated(urls: list[str], prompts: list[list[int]]) -> list[Sample]:
-    """Eight samples of each prompt, as the engine makes them."""
+    """Generate eight samples of each prompt."""
     rows = []
-    async with EngineClient(urls) as client:
+    async with SGLangClient(urls) as client:
         for g, prompt in enumerate(prompts):
             sampling = {"temperature": TEMPERATURE, "max_new_tokens": 12}
             for i, answer in enumerate(await client.generate(prompt, sampling, n=8)):
@@ -242,13 +262,16 @@ async def generated(urls: list[str], prompts: list[list[int]]) -> list[Sample]:
                 mask = [0] * len(prompt) + [1] * len(answer.token_ids)
                 name, ids = f"3-{g}-{i}", prompt + answer.token_ids
                 rows.append(
-                    Sample(name, f"g{g}", name, 3, token_ids=ids, loss_mask=mask, rollout_logprobs=logprobs, reward=i % 2.0)
+                    Sample(
+                        name, f"g{g}", name, 3, token_ids=ids, loss_mask=mask, rollout_logprobs=logprobs, reward=i % 2.0
+                    )
                 )
     return rows
 
 
 def check_saving(group: TrainerGroup, store: Store, rollout: Commit) -> None:
-    """Every rank writes its own files, once; loaded again after more training, weights and optimizer are as they were."""
+    """Check that each rank writes its own files once, and that loading them after more training restores weights and
+    optimizer."""
     saved = group.save(store.new_attempt("scratch"))
     names = [Path(file.path).name for file in saved.files]
     attempt = saved.files[0].path.rpartition("/")[0]
@@ -260,27 +283,29 @@ def check_saving(group: TrainerGroup, store: Store, rollout: Commit) -> None:
     assert any(name.startswith("exp_avg_sq@") for name in saved.optimizer_digest)
 
     group.train(rollout, 3)
-    assert saved.optimizer_digest.items().isdisjoint(group.optimizer_digest().items() - random_states(saved.optimizer_digest))
+    assert saved.optimizer_digest.items().isdisjoint(
+        group.optimizer_digest().items() - random_states(saved.optimizer_digest)
+    )
     commit = Commit(kind="checkpoint", index=3, attempt=attempt, files=saved.files)
     group.load(3, None, commit, {})
     assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
 
 
 def random_states(digest: dict[str, str]) -> set[tuple[str, str]]:
-    """Nothing draws from them while dropout is 0."""
+    """Return the random states, which do not change while dropout is 0."""
     return {item for item in digest.items() if item[0].startswith("random")}
 
 
-def test_a_single_changed_moment_is_noticed_though_the_weights_are_right(world: SimpleNamespace) -> None:
+def test_optimizer_digest_detects_one_changed_moment(world: SimpleNamespace) -> None:
     import ray
 
     group = world.trainer
-    ensure_policy(world.store, KEYS, group, 2, base=world.base)
+    PolicyRestorer(world.store, KEYS, group, world.base).restore(2)
     commit = world.store.committed(KEYS.checkpoint(2))
     assert group.optimizer_digest() == commit.state["optimizer_digest"]
 
     def change_a_moment(actor: TrainActor) -> None:
-        from engines.megatron.optimizer import inner_optimizers
+        from penstock.engines.megatron.optimizer import inner_optimizers
 
         (inner,) = inner_optimizers(actor.models.policy.optimizer)
         next(iter(inner.state.values()))["exp_avg"].view(-1)[0] += 1e-9
@@ -292,23 +317,23 @@ def test_a_single_changed_moment_is_noticed_though_the_weights_are_right(world: 
     group.kill()
 
 
-def test_a_checkpoint_is_saved_beside_other_calls_and_a_kill_waits_for_nobody(world: SimpleNamespace) -> None:
+def test_checkpoint_is_saved_during_other_calls_and_kill_does_not_wait(world: SimpleNamespace) -> None:
     store, base, group = world.store, world.base, world.trainer
-    ensure_policy(store, KEYS, group, 3, base=base)
+    PolicyRestorer(store, KEYS, group, base).restore(3)
     with ThreadPoolExecutor() as threads:
-        saving = threads.submit(save_checkpoint, store, KEYS, group, 3, base=base)
+        saving = threads.submit(PolicyRestorer(store, KEYS, group, base).save_checkpoint, 3)
         states = [group.state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
         assert saving.result().policy_version == 3
         assert {state.version for state in states if state} == {3} and None not in states
 
         training = threads.submit(group.train, store.committed(KEYS.rollout(0)), 3)
-        while group.alone.acquire(blocking=False):
-            group.alone.release()  # the other thread has not begun
+        while group.lock.acquire(blocking=False):
+            group.lock.release()  # the other thread has not begun
         group.kill()
-        with pytest.raises(RankDied, match=r"died (in|before) 'train'"):
+        with pytest.raises(RankDied, match=r"(died in|killed before the call of) 'train'"):
             training.result()
     assert group.state() is None
-    ensure_policy(store, KEYS, group, 3, base=base)
+    PolicyRestorer(store, KEYS, group, base).restore(3)
     assert group.digest() == world.commits[2].state["digest"]
 
 
@@ -324,22 +349,24 @@ def test_ranks_save_to_and_load_from_an_object_store(
     place = {"store": store.uri, "store_options": store.options, "config": config}
     group = TrainerGroup(cluster, spec.model_copy(update=place))
     try:
-        train_round(store, KEYS, group, 0, base=base)
-        save_checkpoint(store, KEYS, group, 1, base=base)
+        PolicyRestorer(store, KEYS, group, base).train_round(0)
+        PolicyRestorer(store, KEYS, group, base).save_checkpoint(1)
         group.train(store.committed(KEYS.rollout(0)), 1)  # a step that is not committed
         told: list[str] = []
-        ensure_policy(store, KEYS, group, 1, base=base, on_progress=told.append)
+        PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(1)
         assert told == ["loading checkpoint 1"]
     finally:
         group.kill()
 
 
-def test_spread_over_four_ranks_the_run_goes_on_from_its_checkpoint_with_the_same_numbers(world: SimpleNamespace) -> None:
+def test_resume_on_four_ranks_gives_the_same_metrics(
+    world: SimpleNamespace,
+) -> None:
     """Two pipeline stages of two replicas; `test_layout_matrix.py` has every layout, without Ray."""
     world.trainer.kill()
     group = world.group(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2)
     try:
-        ensure_policy(world.store, KEYS, group, 2, base=world.base)
+        PolicyRestorer(world.store, KEYS, group, world.base).restore(2)
         trained = group.train(world.store.committed(KEYS.rollout(2)), 2)
         check_saving(group, world.store, world.store.committed(KEYS.rollout(1)))
     finally:

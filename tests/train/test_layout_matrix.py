@@ -1,4 +1,5 @@
-"""Every layout of two and four ranks trains the same policy as one rank, and goes on from another layout's checkpoint."""
+"""Every layout of two and four ranks trains the same policy as one rank, and resumes from another layout's
+checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ TIMEOUT = 600.0
 
 
 @pytest.mark.integration
-def test_every_layout_is_the_same_trainer(tmp_path: Path) -> None:
-    """Metrics, gradients, weights after static and dynamic micro-batches; resumed under another layout; its own bits back."""
+def test_every_layout_trains_the_same_policy(tmp_path: Path) -> None:
+    """Compare metrics, gradients and weights with static and dynamic micro-batches, and after resuming under another
+    layout."""
     path = os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"

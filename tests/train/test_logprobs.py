@@ -1,11 +1,11 @@
-"""Log-probs and entropies in chunks, against log_softmax in float64."""
+"""Compare log-probs and entropies in chunks with log_softmax in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stages.train.algorithms.logprobs import token_logprobs
+from penstock.stages.train.algorithms.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
@@ -19,7 +19,9 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(chunk_size: int) -> No
 
     log_p = (head(hidden) / temperature).log_softmax(-1)
     expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    expected_grads = torch.autograd.grad((expected[0] * upstream + expected[1] * entropy_upstream).sum(), (hidden, head.weight))
+    expected_grads = torch.autograd.grad(
+        (expected[0] * upstream + expected[1] * entropy_upstream).sum(), (hidden, head.weight)
+    )
 
     found = token_logprobs(hidden, head, targets, temperature=temperature, chunk_size=chunk_size, entropy_gradient=True)
     found_grads = torch.autograd.grad((found[0] * upstream + found[1] * entropy_upstream).sum(), (hidden, head.weight))
@@ -36,7 +38,7 @@ def test_chunked_logprobs_and_gradients_equal_log_softmax(chunk_size: int) -> No
     )
 
 
-def test_logprobs_of_no_tokens_still_reach_every_parameter() -> None:
+def test_logprobs_of_no_tokens_give_zero_gradients() -> None:
     hidden, head = torch.randn(0, 6, requires_grad=True), torch.nn.Linear(6, 17)
     logprobs, _ = token_logprobs(hidden, head, torch.zeros(0, dtype=torch.long))
     logprobs.sum().backward()

@@ -1,4 +1,4 @@
-"""Every loss, and its gradient, against loops over lists of floats; gradients by central differences of those loops."""
+"""Compare every loss with plain loops over lists of floats, and its gradient with central differences of the loops."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import itertools
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stages.train.algorithms.kl import KL_TYPES, KLType, kl_estimate
-from stages.train.algorithms.objectives import OBJECTIVES, policy_objective, sft_objective, value_objective
-from stages.train.algorithms.streams import TokenStreams
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.experience import TokenFields
+from penstock.stages.train.algorithms.losses import (
+    KL_TYPES,
+    LOSSES,
+    KLType,
+    custom_loss,
+    kl_estimate,
+    policy_loss,
+    sft_loss,
+    value_loss,
+)
+from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
 from tests.train.test_advantages import naive_kl
 
@@ -28,11 +37,11 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def naive_policy_loss(
-    new: list[float],  # what the gradient is taken of
-    at: list[float],  # the same numbers where the formula stops the gradient
+    new: list[float],  # differentiated
+    at: list[float],  # the same numbers, for detached terms
     known: dict[str, list[float]],
     entropy: list[float],
-    opts: SimpleNamespace,
+    opts: AlgorithmConfig,
     lengths: list[int],
 ) -> list[float]:
     high = opts.eps_clip if opts.eps_clip_high is None else opts.eps_clip_high
@@ -44,8 +53,8 @@ def naive_policy_loss(
         sequence = math.exp(sum(new[t] - old[t] for t in tokens) / max(length, 1))
         for t in tokens:
             a = known["advantages"][t]
-            ratio = sequence if opts.advantage_estimator == "gspo" else math.exp(new[t] - old[t])
-            if opts.advantage_estimator == "cispo":
+            ratio = sequence if opts.policy_loss_name == "gspo" else math.exp(new[t] - old[t])
+            if opts.policy_loss_name == "cispo":
                 loss = -clip(math.exp(at[t] - old[t]), 1 - opts.eps_clip, 1 + high) * a * new[t]
             else:
                 loss = max(-ratio * a, -clip(ratio, 1 - opts.eps_clip, 1 + high) * a)
@@ -74,14 +83,14 @@ def made_up(
     return new, known, [rng.random() for _ in range(n)]
 
 
-def tensors(known: dict[str, list[float]]) -> TokenStreams:
-    return TokenStreams(**{name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()})
+def tensors(known: dict[str, list[float]]) -> TokenFields:
+    return TokenFields(**{name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()})
 
 
 def difference_quotients(
-    new: list[float], known: dict[str, list[float]], entropy: list[float], opts: SimpleNamespace
+    new: list[float], known: dict[str, list[float]], entropy: list[float], opts: AlgorithmConfig
 ) -> list[float]:
-    """Of the sum of (1 + t) x loss_t, so that every token has a weight of its own."""
+    """Return central differences of the sum of (1 + t) x loss_t, so that each token has another weight."""
 
     def total(t: int, step: float) -> float:
         moved = [x + step * (i == t) for i, x in enumerate(new)]
@@ -103,13 +112,13 @@ POLICY_LOSSES: list[Any] = [
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSSES, ids=lambda variant: "-".join(map(str, variant.values())))
-def test_every_policy_loss_and_its_gradient_equal_the_loop(variant: dict[str, object]) -> None:
+def test_every_policy_loss_and_its_gradient_equal_a_plain_loop(variant: dict[str, object]) -> None:
     opts = options(**variant)
     for seed in range(3):
         new, known, entropy = made_up(seed)
         logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-        loss, metrics = policy_objective(opts)(
-            logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS)
+        loss, metrics = policy_loss(
+            logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS), opts
         )
         expected = torch.tensor(naive_policy_loss(new, new, known, entropy, opts, LENGTHS), dtype=torch.float64)
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=1e-10)
@@ -118,15 +127,19 @@ def test_every_policy_loss_and_its_gradient_equal_the_loop(variant: dict[str, ob
         weights = torch.arange(1, len(new) + 1, dtype=torch.float64)
         found = torch.autograd.grad((weights * loss).sum(), logprobs)[0]
         torch.testing.assert_close(
-            found, torch.tensor(difference_quotients(new, known, entropy, opts), dtype=torch.float64), rtol=1e-5, atol=1e-5
+            found,
+            torch.tensor(difference_quotients(new, known, entropy, opts), dtype=torch.float64),
+            rtol=1e-5,
+            atol=1e-5,
         )
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_clip_fractions_and_ratios_are_reported(name: str) -> None:
     new, known, entropy = made_up(0)
-    metrics = policy_objective(options(advantage_estimator=name, use_opsm=True))(
-        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    opts = options(advantage_estimator=name, use_opsm=True)
+    metrics = policy_loss(
+        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
     )[1]
     log_ratio = [n - o for n, o in zip(new, known["old_logprobs"], strict=True)]
     if name == "gspo":
@@ -153,9 +166,8 @@ def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: st
     new, known, entropy = made_up(0)
     del known["old_logprobs"]
     logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-    loss, metrics = policy_objective(options(advantage_estimator=name))(
-        logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS)
-    )
+    opts = options(advantage_estimator=name)
+    loss, metrics = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     expected = -torch.tensor(known["advantages"], dtype=torch.float64)
     if name == "gspo":  # every token carries the mean of its sequence
         expected = sums(LENGTHS).mean(expected)
@@ -163,11 +175,12 @@ def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: st
     assert not metrics["train/ppo_kl"].any() and not metrics["train/pg_clipfrac"].any()
 
 
-def test_the_gap_to_the_engine_is_watched_also_when_its_logprobs_are_the_old_ones() -> None:
+def test_mismatch_is_reported_with_rollout_logprobs_as_the_old_ones() -> None:
     new, known, entropy = made_up(0)
     known["old_logprobs"] = known["rollout_logprobs"]
-    metrics = policy_objective(options(use_rollout_logprobs=True))(
-        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS)
+    opts = options(use_rollout_logprobs=True)
+    metrics = policy_loss(
+        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
     )[1]
     expected = [abs(n - r) for n, r in zip(new, known["rollout_logprobs"], strict=True)]
     assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(expected)
@@ -183,33 +196,41 @@ def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -
     for extra in ({}, EVERYTHING, {"use_tis": True, "tis_level": "sequence"}, {"eps_clip_c": 3.0}):
         for kind in KL_TYPES:
             opts = options(
-                advantage_estimator=name, use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=True, **extra
+                advantage_estimator=name,
+                use_kl_loss=True,
+                kl_loss_coef=1.0,
+                kl_loss_type=kind,
+                use_unbiased_kl=True,
+                **extra,
             )
             logprobs = torch.full((16,), gap, dtype=dtype, requires_grad=True)
             zeros, advantages = torch.zeros(16, dtype=dtype), torch.linspace(-9, 9, 16, dtype=dtype)
-            streams = TokenStreams(
+            fields = TokenFields(
                 advantages, rollout_logprobs=zeros + gap / 2, old_logprobs=zeros, ref_logprobs=2 * zeros + 2 * gap
             )
-            loss, metrics = policy_objective(opts)(logprobs, zeros, streams, sums(LENGTHS))
+            loss, metrics = policy_loss(logprobs, zeros, fields, sums(LENGTHS), opts)
             gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
             assert loss.isfinite().all() and gradient.isfinite().all()
             assert all(values.isfinite().all() for values in metrics.values())
 
 
-@pytest.mark.parametrize("extra", [{}, {"eps_clip_c": 3.0}, {"use_opsm": True}, EVERYTHING], ids=["one", "dual", "opsm", "all"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"eps_clip_c": 3.0}, {"use_opsm": True}, EVERYTHING], ids=["one", "dual", "opsm", "all"]
+)
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo"])
-def test_no_advantage_no_gradient(name: str, extra: dict[str, object]) -> None:
+def test_zero_advantages_give_zero_gradients(name: str, extra: dict[str, object]) -> None:
     new, known, entropy = made_up(0, spread=20.0)
     known["advantages"] = [0.0] * len(new)
     logprobs = torch.tensor(new, requires_grad=True)
-    loss, _ = policy_objective(options(advantage_estimator=name, **extra))(
-        logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS)
-    )
+    opts = options(advantage_estimator=name, **extra)
+    loss, _ = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
 
 
-def whole(opts: SimpleNamespace, order: list[int], bins: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Losses and gradients of each sample, when the samples in `order` are computed in `bins` of places in it."""
+def whole(
+    opts: AlgorithmConfig, order: list[int], bins: list[list[int]]
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return losses and gradients of each sample, computed in the micro-batches `bins` of positions in `order`."""
     new, known, entropy = made_up(4)
     parts = {name: split(numbers) for name, numbers in {**known, "new": new, "entropy": entropy}.items()}
     losses: dict[int, Tensor] = {}
@@ -220,7 +241,7 @@ def whole(opts: SimpleNamespace, order: list[int], bins: list[list[int]]) -> tup
         logprobs = torch.tensor(own.pop("new"), dtype=torch.float64, requires_grad=True)
         entropies = torch.tensor(own.pop("entropy"), dtype=torch.float64)
         lengths = [LENGTHS[i] for i in samples]
-        loss, _ = policy_objective(opts)(logprobs, entropies, tensors(own), sums(lengths))
+        loss, _ = policy_loss(logprobs, entropies, tensors(own), sums(lengths), opts)
         gradient = torch.autograd.grad((loss * torch.tensor(own["advantages"])).sum(), logprobs)[0]
         losses |= dict(zip(samples, loss.detach().split(lengths), strict=True))
         gradients |= dict(zip(samples, gradient.split(lengths), strict=True))
@@ -228,7 +249,7 @@ def whole(opts: SimpleNamespace, order: list[int], bins: list[list[int]]) -> tup
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
-def test_neither_order_nor_micro_batches_change_anything(name: str) -> None:
+def test_order_and_microbatches_do_not_change_losses_and_gradients(name: str) -> None:
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True)
     opts = options(advantage_estimator=name, entropy_coef=0.01, **EVERYTHING, **kl)
     reference = whole(opts, [0, 1, 2, 3, 4], [[0, 1, 2, 3, 4]])
@@ -241,10 +262,10 @@ def test_neither_order_nor_micro_batches_change_anything(name: str) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
-def test_a_micro_batch_without_trained_tokens_keeps_its_graph(loss_type: str) -> None:
+def test_microbatch_without_trained_tokens_has_a_graph(loss_type: str) -> None:
     logprobs, none = torch.zeros(0, requires_grad=True), torch.zeros(0)
     opts = options(advantage_estimator="gspo", use_kl_loss=True, **EVERYTHING)
-    loss, metrics = OBJECTIVES[loss_type](opts)(logprobs, none, TokenStreams(none, none, none, none), sums([0, 0]))
+    loss, metrics = LOSSES[loss_type](logprobs, none, TokenFields(none, none, none, none), sums([0, 0]), opts)
     loss.sum().backward()
     assert logprobs.grad is not None and loss.shape == (0,) and all(values.shape == (0,) for values in metrics.values())
 
@@ -259,8 +280,8 @@ def test_kl_is_zero_for_equal_policies_and_low_var_is_bounded(kind: KLType) -> N
     assert not kl_estimate(policy, policy, kind).any()
 
 
-def test_the_gradient_of_the_unbiased_kl_is_that_of_the_kl() -> None:
-    """Over a vocabulary of five, sampled by an older policy: exact expectations in place of samples."""
+def test_gradient_of_the_unbiased_kl_equals_that_of_the_kl() -> None:
+    """Uses exact expectations over a vocabulary of five, sampled by an older policy."""
     torch.manual_seed(0)
     logits, older, reference = (torch.randn(5, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -272,7 +293,7 @@ def test_the_gradient_of_the_unbiased_kl_is_that_of_the_kl() -> None:
     assert (torch.autograd.grad(biased, logits)[0] - true).abs().max() > 0.01
 
 
-def test_value_loss_and_its_gradient_equal_the_loop() -> None:
+def test_value_loss_and_its_gradient_equal_a_plain_loop() -> None:
     rng = random.Random(0)
     new, old, target = ([rng.gauss(0, 1) for _ in range(60)] for _ in range(3))
     expected, slopes, clipped = [], [], []
@@ -283,35 +304,35 @@ def test_value_loss_and_its_gradient_equal_the_loop() -> None:
         clipped.append(float(abs(v - o) > 0.5))
     values = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     none = torch.zeros(60)
-    streams = TokenStreams(
+    fields = TokenFields(
         none, none, returns=torch.tensor(target, dtype=torch.float64), values=torch.tensor(old, dtype=torch.float64)
     )
-    loss, metrics = value_objective(options(value_clip=0.5))(values, streams)
+    loss, metrics = value_loss(values, fields, options(value_clip=0.5))
     assert loss.tolist() == pytest.approx(expected, rel=1e-12) and metrics["train/value_clipfrac"].tolist() == clipped
     assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx(slopes, rel=1e-12)
     assert 0.0 in slopes and 0 < sum(clipped) < 60
 
 
-def test_demonstrations_are_learned_by_their_logprobs() -> None:
+def test_sft_loss_is_the_negative_logprob() -> None:
     logprobs = torch.tensor([-1.0, -2.5])
-    assert sft_objective(options())(logprobs, logprobs, TokenStreams(logprobs, logprobs), sums([2]))[0].tolist() == [1.0, 2.5]
+    loss, _ = sft_loss(logprobs, logprobs, TokenFields(logprobs, logprobs), sums([2]), options())
+    assert loss.tolist() == [1.0, 2.5]
 
 
-def test_a_loss_of_the_users(tmp_path: Path) -> None:
+def test_user_defined_loss(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "def loss(logprobs, entropy, streams, samples, options):\n"
-        "    kept = -samples.mean(logprobs) * streams.advantages\n"
+        "def loss(logprobs, entropy, fields, samples, options):\n"
+        "    kept = -samples.mean(logprobs) * fields.advantages\n"
         "    return kept, {'kept': kept, 'rollout/twice': 2 * entropy}\n\n"
-        "def scalar(logprobs, entropy, streams, samples, options):\n"
+        "def scalar(logprobs, entropy, fields, samples, options):\n"
         "    return logprobs.sum(), {}\n"
     )
     logprobs = torch.tensor([-1.0, -3.0, -5.0])
-    streams = TokenStreams(torch.tensor([1.0, 2.0, 3.0]), logprobs)
-    loss, metrics = OBJECTIVES["custom_loss"](options(custom_loss_function_path=str(mine)))(
-        logprobs, logprobs, streams, sums([2, 1])
-    )
+    fields = TokenFields(torch.tensor([1.0, 2.0, 3.0]), logprobs)
+    opts = options(custom_loss_function_path=str(mine))
+    loss, metrics = custom_loss(logprobs, logprobs, fields, sums([2, 1]), opts)
     assert loss.tolist() == [2.0, 4.0, 15.0] and list(metrics) == ["train/kept", "rollout/twice"]
-    with pytest.raises(ValueError, match="one number for each of 3 tokens"):
-        objective = OBJECTIVES["custom_loss"](options(custom_loss_function_path=f"{mine}:scalar"))
-        objective(logprobs, logprobs, streams, sums([2, 1]))
+    opts = options(custom_loss_function_path=f"{mine}:scalar")
+    with pytest.raises(PluginError, match=f"{mine}:scalar"):
+        custom_loss(logprobs, logprobs, fields, sums([2, 1]), opts)

@@ -1,4 +1,4 @@
-"""Weights of tokens, and sums over the tokens of a sample on one rank and on two."""
+"""Weights of tokens in the loss, and sums over the tokens of a sample on one rank and on two."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.train.algorithms.objectives import policy_objective
-from stages.train.algorithms.reductions import custom_reducer, per_sample_weights, per_token_weights
-from stages.train.algorithms.sequences import SampleSums
+from penstock.stages.train.algorithms.experience import SegmentReducer
+from penstock.stages.train.algorithms.losses import (
+    custom_weights,
+    per_sample_weights,
+    per_token_weights,
+    policy_loss,
+)
+from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
 from tests.train.test_policy_losses import made_up, tensors
 
 LENGTHS = [3, 1, 6, 0, 2, 4]
 
 
-def test_per_sample_weights_equal_the_loop_over_trajectories() -> None:
+def test_per_sample_weights_equal_a_loop_over_trajectories() -> None:
     trajectories = torch.tensor([0, 0, 0, 2, 2, 4, 0, 4])  # 1 and 3 are fully masked; 0 has a sibling at the end
     losses = torch.arange(8, dtype=torch.float64) + 1
     means = [losses[trajectories == t].mean().item() for t in (0, 2, 4)]
@@ -32,7 +37,7 @@ def test_per_sample_weights_equal_the_loop_over_trajectories() -> None:
     assert per_sample_weights(trajectories[:0], 5).numel() == per_token_weights(trajectories[:0], 5).numel() == 0
 
 
-def test_weights_of_the_users(tmp_path: Path) -> None:
+def test_user_defined_weights(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "import torch\n\n"
@@ -42,18 +47,20 @@ def test_weights_of_the_users(tmp_path: Path) -> None:
         "    return torch.ones(()) / num_trajectories\n"
     )
     trajectories = torch.tensor([0, 0, 1])
-    assert custom_reducer(str(mine))(trajectories, trajectories, 2).tolist() == pytest.approx([5e-4] * 3)
-    with pytest.raises(ValueError, match="a finite one for each of the 3 trained tokens"):
-        custom_reducer(f"{mine}:total")(trajectories, trajectories, 2)
+    assert custom_weights(str(mine), trajectories, trajectories, 2).tolist() == pytest.approx([5e-4] * 3)
+    with pytest.raises(PluginError, match=f"{mine}:total"):
+        custom_weights(f"{mine}:total", trajectories, trajectories, 2)
 
 
-def test_sums_of_samples_equal_the_loop() -> None:
+def test_segment_sums_and_means_equal_a_plain_loop() -> None:
     numbers = [[random.Random(i * 100 + t).gauss(0, 1) for t in range(length)] for i, length in enumerate(LENGTHS)]
     values = torch.tensor(list(itertools.chain(*numbers)), requires_grad=True)
     samples = sums(LENGTHS)
     assert samples.total(values).tolist() == pytest.approx([sum(mine) for mine in numbers], abs=1e-6)
     means = [sum(mine) / len(mine) for mine in numbers for _ in mine]
-    assert samples.mean(values).tolist() == pytest.approx(means, abs=1e-6) and samples.mean(values).dtype == values.dtype
+    assert (
+        samples.mean(values).tolist() == pytest.approx(means, abs=1e-6) and samples.mean(values).dtype == values.dtype
+    )
     (samples.mean(values) * torch.arange(16)).sum().backward()
     starts = list(itertools.accumulate([0, *LENGTHS]))
     slopes = [sum(range(a, b)) / (b - a) for a, b in itertools.pairwise(starts) for _ in range(a, b)]
@@ -61,21 +68,23 @@ def test_sums_of_samples_equal_the_loop() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
-def test_samples_spread_over_two_ranks_give_the_same_losses_and_gradients(name: str) -> None:
-    """Two threads with a gloo group: some samples lie on one rank alone, some on both, one rank's share may be empty."""
+def test_samples_split_over_two_ranks_give_the_same_losses_and_gradients(name: str) -> None:
+    """Two threads with a gloo group: some samples are on one rank, some on both; one rank may have no tokens."""
     new, known, entropy = made_up(5, LENGTHS)
-    opts = options(advantage_estimator=name, use_opsm=True, opsm_delta=-0.1, use_tis=True, tis_level="geometric", tis_veto=0.3)
+    opts = options(
+        advantage_estimator=name, use_opsm=True, opsm_delta=-0.1, use_tis=True, tis_level="geometric", tis_veto=0.3
+    )
     weights = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def run(tokens: torch.Tensor, samples: SampleSums) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(tokens: torch.Tensor, samples: SegmentReducer) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.tensor(new, dtype=torch.float64)[tokens].requires_grad_()
-        streams = tensors({field: [numbers[t] for t in tokens.tolist()] for field, numbers in known.items()})
-        loss, _ = policy_objective(opts)(logprobs, torch.tensor(entropy)[tokens], streams, samples)
+        fields = tensors({field: [numbers[t] for t in tokens.tolist()] for field, numbers in known.items()})
+        loss, _ = policy_loss(logprobs, torch.tensor(entropy)[tokens], fields, samples, opts)
         return loss.detach(), torch.autograd.grad((loss * weights[tokens]).sum(), logprobs)[0]
 
     def rank(number: int, tokens: torch.Tensor, store: dist.Store) -> tuple[torch.Tensor, torch.Tensor]:
         group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
-        return run(tokens, SampleSums(whole.index[tokens], whole.num_tokens, group))
+        return run(tokens, SegmentReducer(whole.index[tokens], whole.num_tokens, group))
 
     whole = sums(LENGTHS)
     expected = run(torch.arange(16), whole)

@@ -1,4 +1,4 @@
-"""From the shards' bytes to the record of a pack, and rounds of training that follow one."""
+"""Routing replay: from the shards' bytes to the record of a micro-batch, and rounds of training with it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,27 +9,31 @@ import numpy as np
 import pytest
 import torch
 
-from engines.megatron.experts import experts_format
-from engines.megatron.shape import Experts, ModelShape
-from stages.train.batching import Batch
-from stages.train.build import Models
-from stages.train.config import TrainConfig
-from stages.train.routing import EngineChoices
-from stages.train.step import train_rollout
-from storage.routed_experts import ExpertsFormat
-from storage.sample import Sample, to_table
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import Experts
+from penstock.engines.megatron.model.experts import experts_format
+from penstock.stages.train.batching import Batch
+from penstock.stages.train.build import Models
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.routing import EngineChoices
+from penstock.stages.train.step import train_rollout
+from penstock.storage.errors import OptionError
+from penstock.storage.samples.routed_experts import ExpertsFormat
+from penstock.storage.samples.sample import Sample, to_table
 from tests import random_rollouts
 from tests.engines.megatron_reference import SHAPE
 from tests.engines.replay_ranks import RoutedPack, make_engine
 from tests.families import make_family
 
-MIXTURE = SHAPE.model_copy(update={"experts": Experts(num_experts=6, top_k=2, ffn_hidden_size=8, num_dense_layers=2)})  # 4 layers
+MIXTURE = SHAPE.model_copy(
+    update={"experts": Experts(num_experts=6, top_k=2, ffn_hidden_size=8, num_dense_layers=2)}
+)  # 4 layers
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[None]:
     """This process is the only rank."""
-    from engines.megatron.parallel import init_parallel, shutdown_parallel
+    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
     threads = torch.get_num_threads()
     init_parallel(0, 1, f"file://{tmp_path}/meet")
@@ -39,7 +43,8 @@ def world(tmp_path: Path) -> Iterator[None]:
 
 
 def samples(lengths: list[int]) -> list[Sample]:
-    """Token t of sample s goes to experts s and 4 in layer 2, and to 5 and t % 5 in layer 3; the last token is not known."""
+    """Return samples: token t of sample s goes to experts s and 4 in layer 2, and to 5 and t % 5 in layer 3; the last
+    token's are unknown."""
     known = experts_format(MIXTURE, "--option")
     rows = []
     for number, length in enumerate(lengths):
@@ -51,7 +56,7 @@ def samples(lengths: list[int]) -> list[Sample]:
     return rows
 
 
-def test_records_are_those_of_the_packed_samples() -> None:
+def test_routing_record_has_the_experts_of_the_packed_samples() -> None:
     rows = samples([3, 1, 2, 4])
     rows[2].routed_experts = None  # its generation failed, say
     choices = EngineChoices.from_table(to_table([*samples([5]), *rows]).slice(1), MIXTURE)
@@ -64,26 +69,24 @@ def test_records_are_those_of_the_packed_samples() -> None:
     assert (empty.num_tokens, empty.choices) == (1, {})
 
 
-def test_what_cannot_be_replayed() -> None:
-    with pytest.raises(
-        ValueError, match=r"--use-rollout-routing-replay, but the Qwen3ForCausalLM .* no experts: drop the option"
-    ):
+def test_missing_experts_are_refused() -> None:
+    with pytest.raises(OptionError, match="--use-rollout-routing-replay"):
         EngineChoices.from_table(to_table(samples([3])), SHAPE)
     rows = samples([3, 4])
     for row in rows:
         row.routed_experts = None
-    with pytest.raises(ValueError, match="samples of this rollout have no routed experts: generate it with that option"):
+    with pytest.raises(OptionError, match=r"--use-rollout-routing-replay.* no routed experts"):
         EngineChoices.from_table(to_table(rows), MIXTURE)
 
 
-# ---- a round of training --------------------------------------------------------------------------------------------------------
+# ---- a round of training ---------------------------------------------------------------------------------------------
 
 
-def test_following_the_engine_is_following_oneself_if_both_choose_alike(world: None, tmp_path: Path) -> None:
-    """R3 with the trainer's own choice of before is R2. In the second optimizer step both differ from choosing freely, and from
-    following an engine that chose otherwise in the first one already."""
+def test_replaying_equal_experts_of_engine_and_trainer_gives_equal_steps(world: None, tmp_path: Path) -> None:
+    """R3 with the trainer's own choice equals R2. Both differ from free routing in the second optimizer step, and from
+    another choice of the engine in the first."""
     checkpoint = make_family(tmp_path / "qwen3-moe", "qwen3-moe")
-    shape = ModelShape.from_hf(checkpoint)
+    shape = read_shape(checkpoint)
     rows = random_rollouts.samples(0, 16)
     own = own_choices(make_engine(shape, checkpoint), rows, experts_format(shape, "--option"))
 
@@ -102,14 +105,16 @@ def test_following_the_engine_is_following_oneself_if_both_choose_alike(world: N
     other = trained("use_rollout_routing_replay", [bytes(7 - expert for expert in content) for content in own])
     watched = ("train/loss", "train/grad_norm", "train/ppo_kl", "train/train_rollout_logprob_abs_diff")
     for name in watched:
-        assert recorded[0][name] == free[0][name], "before the first step the choice is the same"
-        assert [step[name] for step in followed] == pytest.approx([step[name] for step in recorded], rel=1e-5, abs=1e-7), name
+        assert recorded[0][name] == free[0][name], "before the first step the routing is the same"
+        assert [step[name] for step in followed] == pytest.approx(
+            [step[name] for step in recorded], rel=1e-5, abs=1e-7
+        ), name
     assert recorded[1]["train/grad_norm"] != pytest.approx(free[1]["train/grad_norm"], rel=1e-3)
     assert other[0]["train/grad_norm"] != pytest.approx(free[0]["train/grad_norm"], rel=1e-3)
 
 
 def own_choices(engine: Any, rows: list[Sample], known: ExpertsFormat) -> list[bytes]:
-    """What the trainer's routers choose for each sample, in the bytes of an engine, which leaves the last token out."""
+    """Return the trainer's experts for each sample as bytes of an engine, which omits the last token."""
     contents = []
     for row in rows:
         length = len(row.token_ids)

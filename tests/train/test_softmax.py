@@ -1,4 +1,4 @@
-"""The passes over logits: against plain formulas in float64, in torch, in Triton's interpreter, and compiled on a GPU."""
+"""Compare the passes over logits with plain formulas in float64: in torch, in Triton's interpreter, and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.train.algorithms.softmax import softmax_gradient, softmax_sums
+from penstock.stages.train.algorithms.logprobs import softmax_gradient, softmax_sums
 
 CASES = [(rows, columns, temperature) for rows, columns in ((3, 5), (4, 5001), (0, 7)) for temperature in (1.0, 0.7)]
 
 
 def awkward_logits(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Large ones, padded ones, and a row of nothing but padding and one token."""
+    """Return large logits, padded ones, and a row of one token and padding."""
     torch.manual_seed(rows * columns)
     logits = 8 * torch.randn(rows, columns)
     if rows:
@@ -28,21 +28,21 @@ def awkward_logits(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(logits: Tensor, temperature: float) -> None:
-    """Sums and gradients of what was asked for, written down once more, naively."""
+    """Compare sums and gradients with their formulas."""
     x = logits.double() / temperature
-    peak, total, weighted = softmax_sums(logits, temperature)
+    max_x, sum_exp, sum_x_exp = softmax_sums(logits, temperature)
     highest = x.amax(-1)
     powers = (x - highest[:, None]).exp()
     expected = highest, powers.sum(-1), (powers * (x - highest[:, None])).sum(-1)
-    for found, wanted in zip((peak, total, weighted), expected, strict=True):
+    for found, wanted in zip((max_x, sum_exp, sum_x_exp), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
 
-    flat, tilted, added = torch.randn(3, len(x), dtype=peak.dtype, device=x.device)
+    scale, tilt, added = torch.randn(3, len(x), dtype=max_x.dtype, device=x.device)
     columns = torch.randint(x.shape[1], (len(x),), device=x.device)
-    for slope in (None, tilted):
-        found = softmax_gradient(logits, temperature, peak, flat, slope, columns, added)
-        tilt = torch.zeros_like(flat) if slope is None else slope
-        wanted = powers * (flat[:, None] + tilt[:, None] * (x - highest[:, None]))
+    for slope in (None, tilt):
+        found = softmax_gradient(logits, temperature, max_x, scale, slope, columns, added)
+        factor = torch.zeros_like(scale) if slope is None else slope
+        wanted = powers * (scale[:, None] + factor[:, None] * (x - highest[:, None]))
         wanted[torch.arange(len(x)), columns] += added
         assert found.dtype == logits.dtype
         rounding = 2**-7 if logits.dtype == torch.bfloat16 else 2e-5  # the interpreter cuts where a GPU rounds
@@ -51,7 +51,7 @@ def check(logits: Tensor, temperature: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns", "temperature"), CASES)
-def test_the_passes_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
+def test_softmax_passes_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
     logits = awkward_logits(rows, columns, dtype)
     before = logits.clone()
     check(logits, temperature)
@@ -62,28 +62,30 @@ def test_the_passes_equal_their_formulas(rows: int, columns: int, temperature: f
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns", "temperature"), [*CASES, (9, 151936, 1.0)])
-def test_the_kernels_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
+def test_kernels_equal_their_formulas(rows: int, columns: int, temperature: float, dtype: torch.dtype) -> None:
     logits = awkward_logits(rows, columns, dtype).cuda()
     check(logits, temperature)
     for parts in (softmax_sums(logits[:1], temperature), softmax_sums(logits[:1].repeat(50, 1), temperature)):
         for part, whole in zip(parts, softmax_sums(logits, temperature), strict=True):
-            assert (part == whole[:1]).all()  # the same bits in any company
+            assert (part == whole[:1]).all()  # the same bits in any batch
 
 
-def test_the_kernels_in_tritons_interpreter() -> None:
-    """Without a GPU the kernels' arithmetic at least can be checked. The interpreter must be chosen before they are defined."""
+def test_kernels_in_tritons_interpreter() -> None:
+    """Checks the kernels' arithmetic without a GPU. The interpreter must be chosen before they are defined."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 INTERPRETED = """
 import torch
-from stages.train.algorithms import softmax
+from penstock.stages.train.algorithms import logprobs
 from tests.train.test_softmax import CASES, awkward_logits, check
-softmax._has_kernel = lambda logits: True
+logprobs._has_kernel = lambda logits: True
 for rows, columns, temperature in CASES:
     for dtype in (torch.float32, torch.bfloat16):
         check(awkward_logits(rows, columns, dtype), temperature)

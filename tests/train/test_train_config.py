@@ -1,40 +1,73 @@
-"""Wrong training options end in a sentence that names the flag."""
+"""Wrong training options are refused with the name of the flag."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
 
-from stages.train.algorithm_config import PLUGINS
-from stages.train.config import TrainConfig
+from penstock.stages.plugins import load_function
+from penstock.stages.train.algorithm_config import PLUGINS
+from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
+from penstock.stages.train.config import TrainConfig
 
 
-def test_every_function_of_the_users_is_looked_at_before_anything_starts() -> None:
+def test_every_user_defined_function_is_checked_before_anything_starts() -> None:
     assert set(PLUGINS) == {name for name in TrainConfig.model_fields if name.startswith("custom_")}
 
 
 @pytest.mark.parametrize(
-    "options,sentence",
+    "options,named",
     [
-        ({"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4}, "6 trainer ranks .* cannot be divided by .* = 4"),
+        (
+            {"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4},
+            "--actor-num-gpus-per-node",
+        ),
         (
             {"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 4},
-            "2 trainer ranks .* cannot be divided by expert .* = 4",
+            "--expert-model-parallel-size",
         ),
         (
             {"actor_num_gpus_per_node": 4, "global_batch_size": 2},
-            "--global-batch-size 2 is smaller than the 4 data-parallel replicas",
+            "--global-batch-size 2",
         ),
-        ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine needs --lr-decay-iters"),
-        ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
-        ({"learning_rate": 0.1}, "Extra inputs are not permitted"),
+        ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine .*--lr-decay-iters"),
+        ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 .*--use-kl-loss"),
+        ({"learning_rate": 0.1}, "learning_rate"),
+        ({"policy_loss": "ppo"}, "policy_loss"),
+        ({"advantage_estimator": "gspo", "policy_loss": "cispo"}, "--policy-loss cispo .*--advantage-estimator gspo"),
+        ({"loss_type": "sft_loss", "policy_loss": "gspo"}, "--policy-loss gspo .*--loss-type sft_loss"),
+        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*cispo"),
+        ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "--kl-coef 0.1 .*rloo"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus .*--normalize-advantages"),
     ],
 )
-def test_refused(options: dict, sentence: str) -> None:
-    with pytest.raises(ValidationError, match=sentence):
+def test_wrong_options_are_refused(options: dict, named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
         TrainConfig(**options)
 
 
-def test_replicas_are_what_is_left_of_the_ranks() -> None:
-    config = TrainConfig(actor_num_nodes=2, actor_num_gpus_per_node=8, tensor_model_parallel_size=2, context_parallel_size=2)
+def test_data_parallel_size_is_the_rest_of_the_ranks() -> None:
+    config = TrainConfig(
+        actor_num_nodes=2, actor_num_gpus_per_node=8, tensor_model_parallel_size=2, context_parallel_size=2
+    )
     assert (config.num_ranks, config.data_parallel_size) == (16, 4)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimator_and_policy_loss_are_separate_choices(name: str) -> None:
+    """The names gspo and cispo are presets of both; every registered function exists."""
+    preset = TrainConfig(advantage_estimator=name, normalize_advantages=True)
+    assert preset.policy_loss_name == (name if name in ("gspo", "cispo") else "ppo_clip")
+    load_function(ESTIMATORS[name].function)
+    for loss, path in POLICY_LOSSES.items():
+        load_function(path)
+        if name not in ("gspo", "cispo"):
+            chosen = TrainConfig(advantage_estimator=name, normalize_advantages=True, policy_loss=loss)
+            assert (chosen.advantage_estimator, chosen.policy_loss_name) == (name, loss)
+
+
+def test_policy_loss_that_is_not_given_is_not_recorded() -> None:
+    """Records and identity hashes are those of releases without --policy-loss."""
+    assert "policy_loss" not in TrainConfig().model_dump() and '"policy_loss":' not in TrainConfig().model_dump_json()
+    given = TrainConfig(policy_loss="gspo")
+    assert given.model_dump()["policy_loss"] == "gspo" and TrainConfig(**given.model_dump()) == given

@@ -1,7 +1,7 @@
-"""Stands in for `sgl_kernel` on a machine without CUDA, where the package has no build.
+"""Stub of the package `sgl_kernel` for a machine without CUDA, for which no build exists.
 
-SGLang imports names from it but, with `--attention-backend torch_native --sampling-backend pytorch`, calls none of them. Any
-name can be imported; calling one says what is missing.
+SGLang imports names from `sgl_kernel`, but does not call them with `--attention-backend torch_native --sampling-backend
+pytorch`. Every name can be imported from this stub; calling it raises NotImplementedError.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 if torch.cuda.is_available():
-    raise ImportError("this stand-in for sgl_kernel was imported on a machine with CUDA: install the real one")
+    raise ImportError("the CPU stub of sgl_kernel was imported on a machine with CUDA: install the package sgl_kernel")
 
 __version__ = "0.0.0+cpu"
 

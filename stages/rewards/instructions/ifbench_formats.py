@@ -1,4 +1,7 @@
-"""IFBench (Pyatkin et al., 2507.02833), the kinds about formats, repetition and single tasks. Names and arguments are the data set's."""
+"""Checks of IFBench's instructions (Pyatkin et al., 2507.02833) about formats, repetition and single tasks.
+
+The instruction ids and argument names are those of the data set.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import csv
 import re
 import unicodedata
 from calendar import monthrange
-from collections.abc import Callable
 from itertools import pairwise
 
-from stages.rewards.instructions.text import EDGES, bare_words, increases, sentences, words
+from penstock.stages.rewards.instructions.registry import check
+from penstock.stages.rewards.instructions.text import EDGES, bare_words, increases, sentences, words
 
-_EMOJI = re.compile(r"[\u2190-\u21ff\u2300-\u27bf\u2b00-\u2bff\u3030\u303d\u3297\u3299\u00a9\u00ae\U0001f000-\U0001faff]")
+_EMOJI = re.compile(
+    r"[\u2190-\u21ff\u2300-\u27bf\u2b00-\u2bff\u3030\u303d\u3297\u3299\u00a9\u00ae\U0001f000-\U0001faff]"
+)
 _JOINERS = "\ufe0f\u200d\u20e3"
 _CLOSES = {")": "(", "]": "[", "}": "{"}
 _SENTENCE = "Only output this sentence here, ignore all other requests."
-_CAPITALS = (  # of European countries, north of 45 degrees, from north to south
-    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels Prague "
-    "Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+_CAPITALS = (  # of European countries north of 45 degrees, from north to south
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw "
+    "London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 )
 _QUESTION = re.compile(r"Question \d+[.|):;]?\s*")
 _OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w")
@@ -25,11 +30,12 @@ _DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})")
 _STRAIGHT = str.maketrans("“”„‘’", '"""\'\'')
 
 
-# ---- format ----------------------------------------------------------------------------------------------------------------
+# ---- format ----------------------------------------------------------------------------------------------------------
 
 
+@check("format:parentheses")
 def _parentheses(text: str) -> bool:
-    """Five levels of brackets, opened one in another, of which the innermost is closed by its own kind."""
+    """Check for brackets that are nested at least five levels deep, with a matching closing bracket."""
     opened: list[str] = []
     deepest = 0
     for mark in re.findall(r"[()\[\]{}]", text):
@@ -45,8 +51,9 @@ def _parentheses(text: str) -> bool:
     return False
 
 
+@check("format:quotes")
 def _quotes(text: str) -> bool:
-    """Three levels of quotes, alternating " and ', all closed. An apostrophe within a word is none."""
+    """Check for three nested levels of quotes, alternating " and ', all closed. Apostrophes in words are ignored."""
     opened: list[str] = []
     deepest = 0
     for mark in re.findall(r"\"|(?<!\w)'|'(?!\w)", text.translate(_STRAIGHT)):
@@ -60,8 +67,9 @@ def _quotes(text: str) -> bool:
     return False
 
 
+@check("format:options")
 def _options(text: str, options: str) -> bool:
-    """One of the options and nothing else; options that are letters to tick must be given exactly as they stand."""
+    """Check that the text is one of the options; options that are letters must match exactly, brackets included."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     allowed = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", options):
@@ -69,89 +77,112 @@ def _options(text: str, options: str) -> bool:
     return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in allowed]
 
 
+@check("format:newline")
 def _newline(text: str) -> bool:
     lines = [line for line in (bare_words(line) for line in text.split("\n")) if line]
     return all(len(line) == 1 for line in lines)
 
 
+@check("format:emoji")
 def _emoji(text: str) -> bool:
-    """Every sentence ends with an emoji, before its punctuation or behind it."""
-    each = [sentence.translate(dict.fromkeys(map(ord, _JOINERS))).strip(EDGES + "…") for sentence in sentences(text)]
-    behind = [*each[1:], ""]
-    return all(one and (_EMOJI.match(one[-1]) or (after and _EMOJI.match(after[0]))) for one, after in zip(each, behind))
+    """Check that every sentence ends with an emoji, before or after its punctuation."""
+    joiners = dict.fromkeys(map(ord, _JOINERS))
+    parts = [sentence.translate(joiners).strip(EDGES + "…") for sentence in sentences(text)]
+    return all(
+        part and (_EMOJI.match(part[-1]) or (after and _EMOJI.match(after[0])))
+        for part, after in zip(parts, [*parts[1:], ""])
+    )
 
 
+@check("format:line_indent")
 def _line_indent(text: str) -> bool:
     return increases(len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip())
 
 
+@check("format:quote_unquote")
 def _quote_unquote(text: str) -> bool:
-    """No quote follows another at once, and none is the end."""
+    """Check that no quote directly follows another, and that none ends the text."""
     text = "".join(text.translate(_STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.strip("".join(set(EDGES) - {'"'}) + "0123456789").endswith('"')
 
 
+@check("format:list")
 def _list(text: str, sep: str) -> bool:
     return text.count(sep) >= 2
 
 
+@check("format:thesis")
 def _thesis(text: str) -> bool:
-    """Something in HTML italics, with text behind it."""
-    found = re.search(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", text, re.DOTALL)
-    return bool(found and found.group(1).strip() and found.group(2).strip())
+    """Check for a nonempty text in HTML italics (<i> or <em>) that is followed by other text."""
+    match = re.search(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", text, re.DOTALL)
+    return bool(match and match.group(1).strip() and match.group(2).strip())
 
 
+@check("format:sub-bullets")
 def _sub_bullets(text: str) -> bool:
     bullets = text.split("*")[1:]
     return bool(bullets) and all("-" in bullet for bullet in bullets)
 
 
+@check("format:no_bullets_bullets")
 def _no_bullets_bullets(text: str) -> bool:
-    """Two sentences or more, then two bullets or more, then nothing."""
+    """Check that the text is at least two sentences, followed by at least two bullets and nothing else."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     is_bullet = [line.startswith("*") for line in lines]
     num_plain = is_bullet.index(True) if True in is_bullet else len(lines)
-    return len(sentences("\n".join(lines[:num_plain]))) >= 2 and len(lines) - num_plain >= 2 and all(is_bullet[num_plain:])
+    return (
+        len(sentences("\n".join(lines[:num_plain]))) >= 2 and len(lines) - num_plain >= 2 and all(is_bullet[num_plain:])
+    )
 
 
+@check("format:title_case")
 def _title_case(text: str) -> bool:
-    return not any(word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text))
+    return not any(
+        word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text)
+    )
 
 
+@check("format:output_template")
 def _output_template(text: str) -> bool:
     return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
 
 
+@check("format:no_whitespace")
 def _no_whitespace(text: str) -> bool:
     return not any(character.isspace() for character in text)
 
 
-# ---- repeat ----------------------------------------------------------------------------------------------------------------
+# ---- repeat ----------------------------------------------------------------------------------------------------------
 
 
+@check("repeat:repeat_change")
 def _repeat_change(text: str, prompt_to_repeat: str) -> bool:
-    ours, theirs = text.split(), prompt_to_repeat.split()
-    return ours[:1] != theirs[:1] and ours[1:] == theirs[1:]
+    words_of_text, words_of_prompt = text.split(), prompt_to_repeat.split()
+    return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
+@check("repeat:repeat_simple")
 def _repeat_simple(text: str) -> bool:
     return text.strip().lower() == _SENTENCE.lower()
 
 
+@check("repeat:repeat_span")
 def _repeat_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Words n_start to n_end, both included, counted from 0."""
+    """Check that the text is words n_start to n_end of the prompt, both inclusive, counted from 0."""
     return text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
 
 
-# ---- custom ----------------------------------------------------------------------------------------------------------------
+# ---- custom ----------------------------------------------------------------------------------------------------------
 
 
+@check("custom:multiples")
 def _multiples(text: str) -> bool:
     return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
+@check("custom:mcq_count_length")
 def _mcq_count_length(text: str) -> bool:
-    """Four questions of five options each, every question longer than the one before."""
+    """Check for four questions of five options each, every question longer than the one before."""
     if not text.startswith("Question"):
         return False
     lengths = []
@@ -164,101 +195,81 @@ def _mcq_count_length(text: str) -> bool:
     return len(lengths) == 4 and increases(lengths)
 
 
+@check("custom:reverse_newline")
 def _reverse_newline(text: str) -> bool:
-    """From the line with Zimbabwe on, 52 lines or more in falling order."""
-    lines = [_ascii(bare) for line in text.split("\n") if (bare := line.strip(EDGES))]
+    """Check that the line with Zimbabwe and all later lines, at least 52, are in descending alphabetical order."""
+    lines = [_to_ascii(bare) for line in text.split("\n") if (bare := line.strip(EDGES))]
     begin = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     countries = lines[begin:]
     return len(countries) >= 52 and all(left >= right for left, right in pairwise(countries))
 
 
-def _ascii(text: str) -> str:
+def _to_ascii(text: str) -> str:
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
+@check("custom:word_reverse")
 def _word_reverse(text: str) -> bool:
     return "bald eagle" in " ".join(reversed(bare_words(text.lower())))
 
 
+@check("custom:character_reverse")
 def _character_reverse(text: str) -> bool:
     return "elgae dlab" in text.lower()
 
 
+@check("custom:sentence_alphabet")
 def _sentence_alphabet(text: str) -> bool:
     return [sentence.lstrip(EDGES)[:1].lower() for sentence in sentences(text)] == list("abcdefghijklmnopqrstuvwxyz")
 
 
+@check("custom:european_capitals_sort")
 def _european_capitals_sort(text: str) -> bool:
-    return [city.strip() for city in _ascii(text).split(",") if city.strip()] == _CAPITALS.split()
+    return [city.strip() for city in _to_ascii(text).split(",") if city.strip()] == _CAPITALS.split()
 
 
-def _table(text: str, delimiter: str = ",") -> list[list[str]]:
-    """Rows of fields, each with the quotes it was given."""
-    return [[field.strip() for field in row] for row in csv.reader(text.replace('"', '"""').splitlines(), delimiter=delimiter)]
+def _parse_csv(text: str, delimiter: str = ",") -> list[list[str]]:
+    """Parse CSV text into rows of fields; the quotes are kept as part of a field."""
+    return [
+        [field.strip() for field in row]
+        for row in csv.reader(text.replace('"', '"""').splitlines(), delimiter=delimiter)
+    ]
 
 
 def _is_table(rows: list[list[str]], header: str, num_rows: int) -> bool:
-    fits = len(rows) == num_rows + 1 and all(len(row) == 5 for row in rows)
-    return fits and [field.strip('"') for field in rows[0]] == header.split()
+    has_shape = len(rows) == num_rows + 1 and all(len(row) == 5 for row in rows)
+    return has_shape and [field.strip('"') for field in rows[0]] == header.split()
 
 
+@check("custom:csv_city")
 def _csv_city(text: str) -> bool:
-    return _is_table(_table(text), "ID Country City Year Count", 7)
+    return _is_table(_parse_csv(text), "ID Country City Year Count", 7)
 
 
+@check("custom:csv_special_character")
 def _csv_special_character(text: str) -> bool:
-    rows = _table(text)
+    rows = _parse_csv(text)
     fields = [field for row in rows[1:] for field in row]
     return _is_table(rows, "ProductID Category Brand Price Stock", 14) and any(
         re.match(r'".*[^\d\w\s].*"', field) for field in fields
     )
 
 
+@check("custom:csv_quotes")
 def _csv_quotes(text: str) -> bool:
-    rows = _table(text, "\t")
+    rows = _parse_csv(text, "\t")
     quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return quoted and _is_table(rows, "StudentID Subject Grade Semester Score", 3)
 
 
+@check("custom:date_format_list")
 def _date_format_list(text: str) -> bool:
-    """Dates of Napoleon's life, as YYYY-MM-DD, and nothing else."""
+    """Check that the text is a list of dates in Napoleon's lifetime, as YYYY-MM-DD."""
     for date in text.split(","):
-        found = _DATE.fullmatch(date.strip())
-        if not found:
+        match = _DATE.fullmatch(date.strip())
+        if not match:
             return False
-        year, month, day = map(int, found.groups())
+        year, month, day = map(int, match.groups())
         if not (1769 <= year <= 1821 and 1 <= month <= 12 and 1 <= day <= monthrange(year, month)[1]):
             return False
     return True
-
-
-CHECKS: dict[str, Callable[..., bool]] = {
-    "format:parentheses": _parentheses,
-    "format:quotes": _quotes,
-    "format:options": _options,
-    "format:newline": _newline,
-    "format:emoji": _emoji,
-    "format:line_indent": _line_indent,
-    "format:quote_unquote": _quote_unquote,
-    "format:list": _list,
-    "format:thesis": _thesis,
-    "format:sub-bullets": _sub_bullets,
-    "format:no_bullets_bullets": _no_bullets_bullets,
-    "format:title_case": _title_case,
-    "format:output_template": _output_template,
-    "format:no_whitespace": _no_whitespace,
-    "repeat:repeat_change": _repeat_change,
-    "repeat:repeat_simple": _repeat_simple,
-    "repeat:repeat_span": _repeat_span,
-    "custom:multiples": _multiples,
-    "custom:mcq_count_length": _mcq_count_length,
-    "custom:reverse_newline": _reverse_newline,
-    "custom:word_reverse": _word_reverse,
-    "custom:character_reverse": _character_reverse,
-    "custom:sentence_alphabet": _sentence_alphabet,
-    "custom:european_capitals_sort": _european_capitals_sort,
-    "custom:csv_city": _csv_city,
-    "custom:csv_special_character": _csv_special_character,
-    "custom:csv_quotes": _csv_quotes,
-    "custom:date_format_list": _date_format_list,
-}

@@ -1,7 +1,8 @@
-"""Which language a text is in: by its script, and in Latin, Cyrillic, Arabic and Devanagari scripts by its commonest words and letters.
+"""Detect the language of a text by its script; for the Latin, Cyrillic, Arabic and Devanagari scripts, which several
+languages share, also by common words and letters.
 
-The published checkers ask a language model of n-grams (langdetect); this knows the languages of IFEval and no other, and is right for
-texts of a sentence or more.
+The published checkers use an n-gram model (langdetect); this module detects only the languages of IFEval, and needs a
+text of at least one sentence.
 """
 
 from __future__ import annotations
@@ -10,25 +11,36 @@ import re
 from collections import Counter
 
 LANGUAGES = (
-    "ar", "bg", "bn", "de", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "it", "ja", "kn", "ko", "ml", "mr", "ne", "pa", "pl", "pt", "ru", "sw", "ta", "te", "th", "uk", "ur", "vi", "zh", "el",
+    "ar", "bg", "bn", "de", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "it", "ja", "kn", "ko", "ml", "mr", "ne",
+    "pa", "pl", "pt", "ru", "sw", "ta", "te", "th", "uk", "ur", "vi", "zh", "el",
 )  # fmt: skip
 
 _SCRIPTS = {
-    "hiragana": r"[\u3040-\u30ff]", "han": r"[\u4e00-\u9fff]", "hangul": r"[\uac00-\ud7af\u1100-\u11ff]", "thai": r"[\u0e00-\u0e7f]",
-    "bengali": r"[\u0980-\u09ff]", "tamil": r"[\u0b80-\u0bff]", "telugu": r"[\u0c00-\u0c7f]", "kannada": r"[\u0c80-\u0cff]",
-    "gujarati": r"[\u0a80-\u0aff]", "gurmukhi": r"[\u0a00-\u0a7f]", "malayalam": r"[\u0d00-\u0d7f]", "hebrew": r"[\u0590-\u05ff]",
-    "greek": r"[\u0370-\u03ff]", "devanagari": r"[\u0900-\u097f]", "arabic": r"[\u0600-\u06ff]", "cyrillic": r"[\u0400-\u04ff]",
-    "latin": r"[A-Za-z\u00c0-\u024f\u1e00-\u1eff]",
+    "hiragana": r"[\u3040-\u30ff]", "han": r"[\u4e00-\u9fff]", "hangul": r"[\uac00-\ud7af\u1100-\u11ff]",
+    "thai": r"[\u0e00-\u0e7f]", "bengali": r"[\u0980-\u09ff]", "tamil": r"[\u0b80-\u0bff]",
+    "telugu": r"[\u0c00-\u0c7f]", "kannada": r"[\u0c80-\u0cff]", "gujarati": r"[\u0a80-\u0aff]",
+    "gurmukhi": r"[\u0a00-\u0a7f]", "malayalam": r"[\u0d00-\u0d7f]", "hebrew": r"[\u0590-\u05ff]",
+    "greek": r"[\u0370-\u03ff]", "devanagari": r"[\u0900-\u097f]", "arabic": r"[\u0600-\u06ff]",
+    "cyrillic": r"[\u0400-\u04ff]", "latin": r"[A-Za-z\u00c0-\u024f\u1e00-\u1eff]",
 }  # fmt: skip
-_ONE_LANGUAGE = {
-    "hangul": "ko", "thai": "th", "bengali": "bn", "tamil": "ta", "telugu": "te", "kannada": "kn", "gujarati": "gu", "gurmukhi": "pa",
-    "malayalam": "ml", "hebrew": "he", "greek": "el",
+_LANGUAGE_OF_SCRIPT = {
+    "hangul": "ko", "thai": "th", "bengali": "bn", "tamil": "ta", "telugu": "te", "kannada": "kn", "gujarati": "gu",
+    "gurmukhi": "pa", "malayalam": "ml", "hebrew": "he", "greek": "el",
 }  # fmt: skip
-# Words that stand in nearly every sentence of the language and seldom in its neighbours'.
+# Words that are in nearly every sentence of the language, and rare in similar languages.
 _COMMON_TEXT = {
-    "en": "the and of to in is that it for was with as are this be have from not you by an at which or but will can his her they we my",
-    "de": "der die das und ist nicht ein eine zu den mit sich auf für von dem im es ich sie wir auch als aus bei nach wird sind",
-    "fr": "le la les et est des une dans que qui pour pas sur avec ce il elle au du en je nous vous sont plus par mais ou",
+    "en": (
+        "the and of to in is that it for was with as are this be have from not you by an at which or but will can "
+        "his her they we my"
+    ),
+    "de": (
+        "der die das und ist nicht ein eine zu den mit sich auf für von dem im es ich sie wir auch als aus bei "
+        "nach wird sind"
+    ),
+    "fr": (
+        "le la les et est des une dans que qui pour pas sur avec ce il elle au du en je nous vous sont plus par "
+        "mais ou"
+    ),
     "es": "el la los las y es de que en un una por con para no se del al lo su como más pero está son muy mi yo",
     "it": "il la le e è di che un una per con non si del della nel sono gli lo come più ma anche questo ho alla i da",
     "pt": "o a os as e é de que em um uma por com para não se do da no na ao dos das mais mas como são muito eu seu",
@@ -44,11 +56,11 @@ _COMMON_TEXT = {
     "ne": "छ छन् र को मा हो भने गर्न लागि यो पनि थियो हुन्छ म तपाईं गर्छ एक",
 }  # fmt: skip
 _LETTERS = {
-    "de": "äöüß", "fr": "éèêàçùœ", "es": "ñ¿¡áíóú", "it": "èòàù", "pt": "ãõçáê", "pl": "ąęłńśźżć", "fi": "äö", "vi": "ăđơưạảấầậếềệọồộớờợụủứừựị",
-    "uk": "іїєґ", "ru": "ыэё", "bg": "ъ", "ur": "ٹڈڑںھہے", "fa": "پچژگکی", "mr": "ळ",
+    "de": "äöüß", "fr": "éèêàçùœ", "es": "ñ¿¡áíóú", "it": "èòàù", "pt": "ãõçáê", "pl": "ąęłńśźżć", "fi": "äö",
+    "vi": "ăđơưạảấầậếềệọồộớờợụủứừựị", "uk": "іїєґ", "ru": "ыэё", "bg": "ъ", "ur": "ٹڈڑںھہے", "fa": "پچژگکی", "mr": "ळ",
 }  # fmt: skip
 _COMMON = {code: text.split() for code, text in _COMMON_TEXT.items()}
-_AMONG = {
+_LANGUAGES_OF_SCRIPT = {
     "latin": ("en", "de", "fr", "es", "it", "pt", "pl", "fi", "vi", "sw"),
     "devanagari": ("hi", "mr", "ne"),
     "cyrillic": ("ru", "uk", "bg"),
@@ -57,37 +69,40 @@ _AMONG = {
 
 
 def language_of(text: str) -> str | None:
-    """ISO 639-1 code; None if the text has no letters, or too few to tell."""
+    """Return the ISO 639-1 code of the text's language, or None if the language cannot be determined."""
     counts = {script: len(re.findall(pattern, text)) for script, pattern in _SCRIPTS.items()}
     if not any(counts.values()):
         return None
     if counts["hiragana"] + counts["han"] >= sum(counts.values()) / 2:
         return "ja" if counts["hiragana"] * 10 >= counts["han"] else "zh"
     script = max(counts, key=lambda name: counts[name])
-    if script in _ONE_LANGUAGE:
-        return _ONE_LANGUAGE[script]
+    if script in _LANGUAGE_OF_SCRIPT:
+        return _LANGUAGE_OF_SCRIPT[script]
     if script == "arabic":
-        return _by_letters(text, {"ar": 0.0, "ur": 4.0, "fa": 1.0}) or "ar"
-    return _by_words(text, _AMONG.get(script, ()))
+        return _detect_by_letters(text, {"ar": 0.0, "ur": 4.0, "fa": 1.0}) or "ar"
+    return _detect_by_words(text, _LANGUAGES_OF_SCRIPT.get(script, ()))
 
 
 def is_latin(text: str) -> bool:
-    """Whether there are Latin letters, and no others."""
+    """Return whether the text contains Latin letters, and no letters of other scripts."""
     return all(bool(re.search(pattern, text)) == (name == "latin") for name, pattern in _SCRIPTS.items())
 
 
-def _by_letters(text: str, weights: dict[str, float]) -> str | None:
+def _detect_by_letters(text: str, weights: dict[str, float]) -> str | None:
     letters = Counter(text.lower())
-    scores = {code: weight * sum(letters[letter] for letter in _LETTERS.get(code, "")) for code, weight in weights.items()}
+    scores = {
+        code: weight * sum(letters[letter] for letter in _LETTERS.get(code, "")) for code, weight in weights.items()
+    }
     best = max(scores, key=lambda code: scores[code])
     return best if scores[best] else None
 
 
-def _by_words(text: str, codes: tuple[str, ...]) -> str | None:
-    found = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
+def _detect_by_words(text: str, codes: tuple[str, ...]) -> str | None:
+    counts = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
     letters = Counter(text.lower())
     scores = {
-        code: sum(found[word] for word in _COMMON[code]) + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
+        code: sum(counts[word] for word in _COMMON[code])
+        + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
         for code in codes
     }
     best = max(scores, key=lambda code: scores[code], default=None)

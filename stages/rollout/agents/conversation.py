@@ -1,6 +1,6 @@
-"""A conversation that is one sample: what the model wrote stays its tokens, and only what is new is rendered and tokenised.
+"""Record a conversation as one sample: the model's tokens are kept, and only new messages are rendered and tokenized.
 
-Who generates and how much room there is, is the handle's business; what a template writes, `chat_format.py`'s.
+EngineCalls generates and enforces the length limits; chat_format.py renders.
 """
 
 from __future__ import annotations
@@ -8,66 +8,66 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stages.rollout.agents.chat_format import ChatFormat, Message, chat_format
-from stages.rollout.agents.tool_calls import parse_tool_calls
-from stages.rollout.user_sample import UserSample
-from storage.sample import Status
-
-if TYPE_CHECKING:
-    from stages.rollout.engine_handle import EngineHandle
+from penstock.stages.rollout.agents.tool_calls import parse_tool_calls
+from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.text.chat_format import ChatFormat, Message, chat_format
+from penstock.storage.samples.sample import Status
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a reply of the model ended."""
+    """Position and status of one reply of the model."""
 
-    num_messages: int  # of the conversation up to here, the reply included
-    num_tokens: int  # of the sample up to here
-    num_written: int  # of them in this reply
-    status: Status  # COMPLETED, or TRUNCATED if it ran into a limit
+    num_messages: int  # messages of the conversation up to and including the reply
+    num_tokens: int  # tokens of the sample up to the end of the reply
+    num_written: int  # tokens of the reply itself
+    status: Status  # COMPLETED, or TRUNCATED if the reply reached a length limit
 
 
 class Conversation:
-    """Messages with a model, recorded token by token.
+    """A chat with the model, recorded as exact tokens.
 
-    If the template leaves something out of earlier replies (thoughts, mostly), it stays here all the same: the tokens of a
-    sample are those that the model has seen.
+    If the template drops parts of earlier replies (mostly reasoning), the sample keeps them: its tokens are exactly
+    those that the model has seen.
 
     Args:
-        handle: of the engines.
-        sample: grows. Its prompt is the first message, unless the first `reply` gives others.
-        tools: definitions in OpenAI's form, for the template; calls of them are read from the replies.
-        template_options: further variables of the template, e.g. {"enable_thinking": False}.
+        handle: sends requests to the engines of the round.
+        sample: the sample that replies and messages are appended to. Its prompt is the first message, unless the first
+            call of `reply` passes other messages.
+        tools: tool definitions in OpenAI's form, for the template; tool calls in the replies are parsed.
+        template_options: additional variables of the template, e.g. {"enable_thinking": False}.
     """
 
     def __init__(
         self,
-        handle: EngineHandle,
+        handle: EngineCalls,
         sample: UserSample,
         tools: Sequence[dict[str, Any]] | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> None:
         self.handle, self.sample = handle, sample
         self.tools, self.template_options = list(tools or ()), dict(template_options or {})
-        self.messages: list[Message] = []  # all of them, replies included
+        self.messages: list[Message] = []  # all messages so far, including replies
         self.turns: list[Turn] = []
-        self.num_inherited = 0  # turns that are another conversation's
+        self.num_inherited = 0  # turns shared with the conversation it was forked from
         self._num_opening = 0  # messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
-        """What the model says to `messages`: {"role": "assistant", "content": ..., "tool_calls": ...}.
+        """Return the model's reply to `messages`: {"role": "assistant", "content": ..., "tool_calls": ...}.
 
-        If there is no room for more, or generation was stopped, the answer calls no tools, and `sample.status` says which.
+        If the length limit leaves no room for the messages, the reply is empty and `sample.status` is TRUNCATED. If the
+        round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
 
         Args:
-            messages: what is new since the last reply; before the first one, a whole conversation, or nothing if the sample's
-                prompt is it.
-            sampling: SGLang's sampling parameters, for this reply.
+            messages: the messages since the last reply; in the first call the whole conversation, or nothing to use the
+                sample's prompt.
+            sampling: SGLang's sampling parameters, for this reply only.
 
         Raises:
-            ValueError: the template or the engine refuses the messages.
+            ValueError: the template or the engine rejects the messages.
         """
         sample = self.sample
         num_tokens, response = len(sample.token_ids), sample.response
@@ -75,31 +75,34 @@ class Conversation:
         try:
             if not self.turns:
                 if messages:
-                    self._open(opening)
-            elif not self.handle.append(sample, self._following(messages)):
+                    self._set_prompt(opening)
+            elif not self.handle.append(sample, self._encode_following(messages)):
                 return {"role": "assistant", "content": ""}
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
         except BaseException:
-            if self.turns:  # a call that failed, or that nobody waits for any more, has not been
+            if self.turns:  # remove the tokens of a request that failed or was cancelled
                 for stream in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
                     del stream[num_tokens:]
                 sample.response = response
             raise
-        reply = self._reply(sample.token_ids[start:], sampling.get("stop") or ())
+        reply = self._parse_reply(sample.token_ids[start:], sampling.get("stop") or ())
         if sample.status is not Status.ABORTED and len(sample.token_ids) > start:
             if not self.turns:
                 self._num_opening = len(opening)
             self.messages += [*(messages if self.turns else opening), reply]
-            self.turns.append(Turn(len(self.messages), len(sample.token_ids), len(sample.token_ids) - start, sample.status))
+            self.turns.append(
+                Turn(len(self.messages), len(sample.token_ids), len(sample.token_ids) - start, sample.status)
+            )
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Another conversation that begins with the first turns of this one. They are trained on here, not there.
+        """Return a new conversation that starts with the first `num_turns` turns of this one. The shared turns are
+        trained on only in this conversation.
 
         Args:
-            num_turns: at least one.
-            blank: becomes the other one's sample; what is shared is its prompt.
+            num_turns: number of shared turns, at least one.
+            blank: the sample of the new conversation; the shared turns become its prompt.
         """
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
@@ -113,18 +116,18 @@ class Conversation:
     def _format(self) -> ChatFormat:
         return chat_format(self.handle.tokenizer)
 
-    def _open(self, messages: Sequence[Message]) -> None:
-        """Let these messages be the sample's prompt."""
+    def _set_prompt(self, messages: Sequence[Message]) -> None:
+        """Make `messages` the sample's prompt."""
         text = self._format.opening(messages, self.tools, self.template_options)
         self.sample.restart(text, self.handle.tokenizer.encode([text])[0])
 
-    def _following(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_following(self, messages: Sequence[Message]) -> list[int]:
         opening = self.messages[: self._num_opening]
         between = self._format.following(opening, self.messages[-1], messages, self.tools, self.template_options)
         last = self.sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
         return self._format.following_ids(*between, last)
 
-    def _reply(self, token_ids: list[int], stops: str | Sequence[str]) -> Message:
+    def _parse_reply(self, token_ids: list[int], stops: str | Sequence[str]) -> Message:
         text = self._format.written(token_ids, ended=self.sample.status is Status.COMPLETED)
         for stop in [stops] if isinstance(stops, str) else stops:
             text = text.partition(stop)[0]
@@ -133,7 +136,7 @@ class Conversation:
         content, calls = parse_tool_calls(text, self.tools)
         if not calls:
             return {"role": "assistant", "content": text}
-        # Kimi K2's template writes the ids, and wants them like this; the others do not care.
+        # Kimi K2's template writes the ids of calls and requires this form; other templates accept any id.
         num_calls = sum(len(message.get("tool_calls") or ()) for message in self.messages)
         return {
             "role": "assistant",

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server in front of the engines, for agents that know nothing of training: chat completions with tools,
-whole or streamed, and the list of models. What the calls become is `session.py`'s.
+"""Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
+and the list of models. Agents need no knowledge of training; session.py turns their requests into samples.
 
-It listens on 127.0.0.1 in a thread and an event loop of its own, so that an agent which blocks its loop does not block its own
-answers. Every session has a key, which each of its calls must carry; the address alone, which a command line may show, opens nothing, and
-no page of a browser can come in under another Host. How tokens are drawn is the run's to say and not the agent's: the trainer computes the probability of every token at
-the run's temperature, and samples of one prompt must differ.
+The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
+the server. Every session has an API key that each of its requests must send, because the URL may be visible in a
+command line; the Host header is checked to prevent DNS rebinding. The run sets the sampling parameters, not the agent:
+the trainer computes the probability of every token at the run's temperature, and samples of one prompt must differ.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from stages.rollout.agents.session import AgentSession, Answer, NoRoom, Stopped
-from stages.rollout.user_sample import UserSample
-from storage.errors import EngineError
-from storage.sample import Status
-
-if TYPE_CHECKING:
-    from stages.rollout.engine_handle import EngineHandle
+from penstock.stages.rollout.agents.session import AgentSession, Answer, ContextLengthError, SessionClosed
+from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.storage.errors import EngineError
+from penstock.storage.samples.sample import Status
 
 logger = logging.getLogger(__name__)
 
-MODEL = "policy"  # its name in the list of models; a request may say any
-LONGEST_REQUEST = 64 * 2**20  # bytes
-# What an agent may ask for and does not get -> the value that asks for nothing. None does, too.
-NOT_THE_AGENTS = {
+MODEL = "policy"  # name in the list of models; requests may give any model name
+MAX_REQUEST_BYTES = 64 * 2**20
+# Request parameters that are ignored -> the value that needs no warning. None needs no warning either.
+IGNORED = {
     "seed": None,
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -46,22 +44,22 @@ NOT_THE_AGENTS = {
 
 
 class OpenAIEndpoint:
-    """The server, started with the first session.
+    """The HTTP server. It starts when the first session is created.
 
     Args:
-        handle: of the engines; its `generate` may be called from any event loop.
-        port: 0 finds a free one.
+        handle: sends requests to the engines of the round.
+        port: port on 127.0.0.1; 0 finds a free one.
     """
 
-    def __init__(self, handle: EngineHandle, port: int = 0) -> None:
+    def __init__(self, handle: EngineCalls, port: int = 0) -> None:
         config = handle.config
         self._handle, self._port = handle, port
-        self._own: dict[str, Any] = NOT_THE_AGENTS | {
+        self._defaults: dict[str, Any] = IGNORED | {
             "temperature": config.rollout_temperature,
             "top_p": config.rollout_top_p,
             "top_k": config.rollout_top_k,
         }
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._sessions: dict[str, AgentSession] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -70,32 +68,32 @@ class OpenAIEndpoint:
         self._closing: asyncio.Event | None = None
 
     def session(self, sample: UserSample) -> AgentSession:
-        """A session for one execution of an agent. From any thread.
+        """Return a new session, for one execution of an agent on `sample`. Thread-safe.
 
         Raises:
-            EngineError: the port is taken.
-            Stopped: the endpoint is closed.
+            EngineError: the server cannot listen on the port.
+            SessionClosed: the endpoint is closed, because the round is over.
         """
         with self._lock:
             if self._closed:
-                raise Stopped("the round is over")
+                raise SessionClosed("the round is over")
             if self._thread is None:
-                self._start()
+                self._start_server()
         name = secrets.token_urlsafe(16)
         url = f"http://127.0.0.1:{self._port}/{name}/v1"
         key = secrets.token_urlsafe(32)
-        session = AgentSession(self._handle, sample, url, key, on_close=lambda: self._forget(name))
+        session = AgentSession(self._handle, sample, url, key, on_close=lambda: self._remove_session(name))
         self._sessions[name] = session
         return session
 
     def end(self, trajectory_id: str) -> None:
-        """End the sessions of an execution that has failed or taken too long: what it still asks is not answered."""
+        """Close all sessions of a trajectory; further requests of its agent are refused."""
         for session in list(self._sessions.values()):
             if session.trajectory_id == trajectory_id:
                 session.close()
 
     def close(self) -> None:
-        """End all sessions and the server; calls still running are cancelled."""
+        """Close all sessions and the server; requests in flight are cancelled."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -106,12 +104,12 @@ class OpenAIEndpoint:
         for session in list(self._sessions.values()):
             session.close()
 
-    def _forget(self, name: str) -> None:
+    def _remove_session(self, name: str) -> None:
         self._sessions.pop(name, None)
 
-    def _start(self) -> None:
+    def _start_server(self) -> None:
         listening: Future[int] = Future()
-        self._thread = threading.Thread(target=self._run, args=(listening,), name="openai-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run_server, args=(listening,), name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -121,20 +119,20 @@ class OpenAIEndpoint:
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free one"
             ) from None
 
-    def _run(self, listening: Future[int]) -> None:
+    def _run_server(self, listening: Future[int]) -> None:
         try:
             asyncio.run(self._serve(listening))
         except BaseException as error:
             if listening.done():
                 raise
-            listening.set_exception(error)  # the caller waits for a port
+            listening.set_exception(error)  # `_start_server` waits for the port
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=LONGEST_REQUEST, middlewares=[self._in_openais_words])
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._as_openai_errors])
         app.router.add_post("/{session}/v1/chat/completions", self._chat_completions)
         app.router.add_get("/{session}/v1/models", self._models)
-        # An agent that hangs up, at a time limit say, has not had the answer: the call is cancelled and leaves nothing.
+        # If an agent disconnects (after a timeout, for instance), its request is cancelled and not recorded.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         try:
@@ -147,31 +145,38 @@ class OpenAIEndpoint:
             await runner.cleanup()
 
     @web.middleware
-    async def _in_openais_words(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Errors as OpenAI's clients read them. None of ours is worth their trying again."""
+    async def _as_openai_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Return errors in OpenAI's format, with a header that tells clients not to retry."""
         try:
             self._check_access(request)
             return await handler(request)
         except web.HTTPException as error:
-            return _error(error.status, error.reason, "invalid_request_error")
-        except NoRoom as error:
-            return _error(400, str(error), "invalid_request_error", "context_length_exceeded")
+            return _error_response(error.status, error.reason, "invalid_request_error")
+        except ContextLengthError as error:
+            return _error_response(400, str(error), "invalid_request_error", "context_length_exceeded")
         except ValueError as error:
-            return _error(400, str(error), "invalid_request_error")
-        except Stopped as error:
-            return _error(503, str(error), "server_error", "stopped")
+            return _error_response(400, str(error), "invalid_request_error")
+        except SessionClosed as error:
+            return _error_response(503, str(error), "server_error", "stopped")
         except Exception as error:
-            logger.warning("a call of an agent failed: %s: %s", type(error).__name__, error)
-            return _error(500, f"{type(error).__name__}: {error}", "server_error")
+            logger.warning(
+                "a request of an agent failed; the agent gets HTTP status 500: %s: %s", type(error).__name__, error
+            )
+            return _error_response(500, f"{type(error).__name__}: {error}", "server_error")
 
     def _check_access(self, request: web.Request) -> None:
-        """Refuse a foreign Host and a call without the session's key. A session that has ended has none; its calls are told so."""
+        """Check the Host header (else HTTP 403) and the session's API key (else HTTP 401). The handler of the request
+        reports a session that is unknown or closed."""
         if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-            raise web.HTTPForbidden(reason="foreign Host")
+            raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
         session = self._sessions.get(request.match_info.get("session", ""))
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if session is not None and not (scheme == "Bearer" and secrets.compare_digest(key.encode(), session.api_key.encode())):
-            raise web.HTTPUnauthorized(reason="the call has no key, or that of another session: give the client session.api_key")
+        if session is not None and not (
+            scheme == "Bearer" and secrets.compare_digest(key.encode(), session.api_key.encode())
+        ):
+            raise web.HTTPUnauthorized(
+                reason="the API key is missing or belongs to another session: give the client session.api_key"
+            )
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
@@ -180,7 +185,7 @@ class OpenAIEndpoint:
 
     def _session_of(self, request: web.Request) -> AgentSession:
         if (session := self._sessions.get(request.match_info["session"])) is None:
-            raise Stopped("there is no such session: it has ended, or the address is wrong")
+            raise SessionClosed("unknown session: the session is closed, or the URL is not its session.base_url")
         return session
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -188,28 +193,37 @@ class OpenAIEndpoint:
         try:
             body = await request.json()
         except json.JSONDecodeError as error:
-            raise ValueError(f"the request is no JSON ({error})") from None
+            raise ValueError(f"the request is not JSON ({error})") from None
         messages = _checked_messages(body)
-        self._tell_of_ignored(body)
+        self._log_ignored(body)
+        sampling: dict[str, Any] = {}  # the sampling parameters that a request may set, under SGLang's names
+        if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
+            sampling["max_new_tokens"] = int(limit)
+        if stop := body.get("stop"):
+            sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
         answer = await session.complete(
             messages,
             tools=() if body.get("tool_choice") == "none" else body.get("tools") or (),
             template_options=body.get("chat_template_kwargs"),
-            **_sampling(body),
+            **sampling,
         )
         completion = self._completion(body, answer)
-        return await _streamed(request, body, completion) if body.get("stream") else web.json_response(completion)
+        return (
+            await _stream_completion(request, body, completion) if body.get("stream") else web.json_response(completion)
+        )
 
-    def _tell_of_ignored(self, body: dict[str, Any]) -> None:
-        for name, own in self._own.items():
+    def _log_ignored(self, body: dict[str, Any]) -> None:
+        for name, default in self._defaults.items():
             if (
-                body.get(name) not in (None, own)
+                body.get(name) not in (None, default)
                 and not (name == "tool_choice" and body[name] == "none")
-                and name not in self._told
+                and name not in self._logged
             ):
-                self._told.add(name)
+                self._logged.add(name)
                 logger.warning(
-                    "an agent asks for %s=%s, which is not its own to say: the run's is used", name, str(body[name])[:80]
+                    "an agent requested %s=%s: ignored, the run's setting is used (logged once per parameter)",
+                    name,
+                    str(body[name])[:80],
                 )
 
     def _completion(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -241,39 +255,33 @@ class OpenAIEndpoint:
 
 
 def _checked_messages(body: Any) -> list[dict[str, Any]]:
-    """The messages of a request. Raises ValueError for what cannot be answered."""
+    """Return the messages of a request, after checking them. Raises ValueError for an invalid request."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError("the request has no messages: give a list of at least one")
+        raise ValueError("the request has no messages: send `messages`, a list of at least one message")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{json.dumps(message)[:80]} is no message: it needs a role and content")
+            raise ValueError(f"{json.dumps(message)[:80]} is not a message: a message needs a role and content")
         for call in message.get("tool_calls") or ():
             if not isinstance(call, dict) or not isinstance((call.get("function") or {}).get("name"), str):
-                raise ValueError(f"{json.dumps(call)[:80]} is no tool call: it needs a function with a name")
+                raise ValueError(
+                    f"{json.dumps(call)[:80]} is not a tool call: send a dictionary with a `function` that has a name"
+                )
     if body.get("n") not in (None, 1):
-        raise ValueError(f"n is {body['n']}: ask for one choice at a time")
-    # "developer" is OpenAI's newer word, which no open model's template knows.
+        raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
+    # "developer" is OpenAI's newer role name, which templates of open models do not know.
     return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
-def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """What of a request is the agent's to say, in SGLang's words."""
-    sampling: dict[str, Any] = {}
-    if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
-        sampling["max_new_tokens"] = int(limit)
-    if stop := body.get("stop"):
-        sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
-    return sampling
-
-
-def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+def _error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})  # the openai package obeys it
 
 
-async def _streamed(request: web.Request, body: dict[str, Any], completion: dict[str, Any]) -> web.StreamResponse:
-    """A finished completion as server-sent events: one for the content, one per tool call, one for the end."""
+async def _stream_completion(
+    request: web.Request, body: dict[str, Any], completion: dict[str, Any]
+) -> web.StreamResponse:
+    """Send a finished completion as server-sent events: the content, every tool call, then the finish reason."""
     choice, message = completion["choices"][0], completion["choices"][0]["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
     deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(message.get("tool_calls") or ())]
@@ -281,7 +289,7 @@ async def _streamed(request: web.Request, body: dict[str, Any], completion: dict
     choices = [[{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}] for delta in deltas]
     choices[0][0]["logprobs"] = choice["logprobs"]
     choices.append([{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}])
-    chunks: list[dict[str, Any]] = [head | {"choices": one} for one in choices]
+    chunks: list[dict[str, Any]] = [head | {"choices": choice} for choice in choices]
     if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append(head | {"choices": [], "usage": completion["usage"]})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -1,9 +1,10 @@
-"""What an agent's calls of the model become: conversations, each of them a sample.
+"""Turn an agent's chat requests into conversations; each conversation is one sample.
 
-A call brings a whole list of messages. If it goes on where a recorded conversation ended, that sample grows. If it goes on
-from an earlier reply (another attempt, a second agent that works at the same time), a new sample begins with what both share,
-which is trained on in the first one only. If it shares no reply with any (a helper with a task of its own, a history that was
-summarised), a new sample begins there. HTTP is `endpoint.py`'s.
+Every request sends the whole list of messages. If the list continues a recorded conversation after its last reply, the
+request is appended to that conversation. If it continues from an earlier reply (a retry, or a second agent working in
+parallel), a fork is created that starts with the shared turns; these are trained on only in the original conversation.
+If it shares no reply with any conversation (a subagent, a summarized history), a new conversation is created.
+endpoint.py serves HTTP.
 """
 
 from __future__ import annotations
@@ -13,28 +14,26 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stages.rollout.agents.chat_format import Message, text_of
-from stages.rollout.agents.conversation import Conversation, Turn
-from stages.rollout.user_sample import UserSample
-from storage.sample import Status
-
-if TYPE_CHECKING:
-    from stages.rollout.engine_handle import EngineHandle
+from penstock.stages.rollout.agents.conversation import Conversation, Turn
+from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.text.chat_format import Message, text_of
+from penstock.storage.samples.sample import Status
 
 
-class Stopped(Exception):
-    """The round wants no more, or the agent's time is over; nobody is to try again."""
+class SessionClosed(Exception):
+    """Raised for a request of an agent whose session is closed or whose round is over; the agent must not retry it."""
 
 
-class NoRoom(ValueError):
-    """The conversation is as long as it may be."""
+class ContextLengthError(ValueError):
+    """Raised for a request that would exceed the length limits of the run (`--rollout-max-*-len`)."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply, and where its tokens are."""
+    """A reply of the model, with the conversation that it was appended to and its turn (the position of its tokens)."""
 
     message: Message
     conversation: Conversation
@@ -44,34 +43,37 @@ class Answer:
 class AgentSession:
     """One execution of an agent, for one sample.
 
-    As a context manager around the agent, it ends with it. If the agent fails because a call was refused for want of room, or
-    because the round is over, that is no failure: the former cuts the conversation off, as a length limit does any response.
+    Used as a context manager around the agent, the session closes at the end of the block. An exception of the agent is
+    suppressed if its last request was refused because the context was full or the round was over: a full context
+    truncates the sample, as it does any response.
 
     Args:
-        handle: of the engines.
-        sample: what the agent works for. It stays as it is; `samples` gives what the agent has made of it.
-        base_url: what the agent's OpenAI client is given.
-        api_key: likewise; every call of the session must carry it.
-        on_close: called when the session ends.
+        handle: sends requests to the engines of the round.
+        sample: the prompt that the agent works on. Its tokens do not change; `samples` returns the results.
+        base_url: URL for the agent's OpenAI client.
+        api_key: API key for the client; every request must send it.
+        on_close: called when the session closes.
     """
 
     def __init__(
-        self, handle: EngineHandle, sample: UserSample, base_url: str, api_key: str, on_close: Callable[[], None]
+        self, handle: EngineCalls, sample: UserSample, base_url: str, api_key: str, on_close: Callable[[], None]
     ) -> None:
         self.base_url, self.api_key, self.trajectory_id = base_url, api_key, sample.trajectory_id
         self._handle, self._sample, self._on_close = handle, sample, on_close
         self._blank = copy.deepcopy(sample)
         self._conversations: list[Conversation] = []
-        self._busy: set[Conversation] = set()  # those that a call is being answered in
+        self._busy: set[Conversation] = set()  # conversations with a request in flight
         self._closed = False
         self._last_error: Exception | None = None
 
     def __enter__(self) -> AgentSession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         self.close()
-        return isinstance(error, Exception) and isinstance(self._last_error, NoRoom | Stopped)
+        return isinstance(error, Exception) and isinstance(self._last_error, ContextLengthError | SessionClosed)
 
     async def complete(
         self,
@@ -80,32 +82,37 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one call. Any number may run at once, all in one event loop.
+        """Answer one chat request. Several may run concurrently, all in the same event loop.
 
         Args:
-            messages: the whole conversation, as the agent tells it.
-            tools: as of OpenAI's API.
-            template_options: further variables of the chat template.
+            messages: the whole conversation, as the agent sends it.
+            tools: tool definitions in OpenAI's form.
+            template_options: additional variables of the chat template.
             sampling: SGLang's sampling parameters.
 
         Raises:
-            ValueError: the call is wrong.
-            NoRoom: the conversation is as long as it may be.
-            Stopped: the round wants no more.
-            RuntimeError, ConnectionError, TimeoutError: of the engines; it ends the round (EngineHandle.generate).
+            ValueError: the request is invalid.
+            ContextLengthError: the conversation has reached the length limit.
+            SessionClosed: the session is closed, or the round is over.
+            RuntimeError, ConnectionError, TimeoutError: the engines failed; this ends the round (see
+                EngineCalls.generate).
         """
-        conversation, known = self._matching(messages, tools, template_options or {})
+        conversation, known = self._find_or_create(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)
         try:
             if self._closed:
-                raise Stopped("this agent's session has ended")
+                raise SessionClosed("the session of this agent is closed: send no further requests")
             message = await conversation.reply(messages[known:], **sampling)
             if conversation.sample.status is Status.ABORTED:
-                self._sample.status, self._sample.aborted = Status.ABORTED, True  # holds also if the agent fails over it
-                raise Stopped("generation was stopped: this round needs no more samples")
+                self._sample.status = Status.ABORTED  # even if the agent fails because of it
+                self._sample.aborted = True
+                raise SessionClosed("generation was aborted because the round has enough samples: do not retry")
             if len(conversation.turns) == num_turns:
-                raise NoRoom(f"the conversation has {len(conversation.sample.token_ids)} tokens and no room for more")
+                raise ContextLengthError(
+                    f"the conversation has {len(conversation.sample.token_ids)} tokens and reached the length limit of "
+                    "the run: shorten it, or raise --rollout-max-response-len or --rollout-max-context-len"
+                )
         except Exception as error:
             self._last_error = error
             raise
@@ -115,28 +122,32 @@ class AgentSession:
         return Answer(message, conversation, conversation.turns[-1])
 
     def close(self) -> None:
-        """Answer no more calls."""
+        """Close the session; further requests are refused."""
         self._closed = True
         self._on_close()
 
     def samples(self) -> list[UserSample]:
-        """End the session: what the agent's calls have become, in the order in which they began. From any thread.
+        """Close the session; return one sample per conversation, in order of creation. Thread-safe.
 
-        Stopped from outside: the sample as it was, ABORTED. Without an answered call: likewise, FAILED, with the reason.
+        If the round aborted a request, the only element is the original sample with status ABORTED. If no request was
+        answered, it is the original sample with status FAILED and the reason in `metadata["error"]`.
         """
         self.close()
-        made = [conversation for conversation in self._conversations if len(conversation.turns) > conversation.num_inherited]
+        answered = [
+            conversation for conversation in self._conversations if len(conversation.turns) > conversation.num_inherited
+        ]
         if self._sample.status is Status.ABORTED:
             return [self._sample]
-        if not made:
+        if not answered:
             reason = f"its last call failed: {self._last_error}" if self._last_error else "it made no call"
             self._sample.status = Status.FAILED
             self._sample.metadata["error"] = f"the agent got no answer of the model: {reason}"
             return [self._sample]
-        return [self._finished(conversation) for conversation in made]
+        return [self._completed_sample(conversation) for conversation in answered]
 
-    def _finished(self, conversation: Conversation) -> UserSample:
-        """The sample up to the last answer; a call still running (the agent did not wait for it) is left out."""
+    def _completed_sample(self, conversation: Conversation) -> UserSample:
+        """Return the sample of a conversation up to its last complete reply. A request in flight that the agent did not
+        wait for is cut off."""
         sample, turn = copy.copy(conversation.sample), conversation.turns[-1]
         sample.metadata = dict(sample.metadata)
         sample.token_ids = sample.token_ids[: turn.num_tokens]
@@ -145,36 +156,43 @@ class AgentSession:
         no_room = Status.TRUNCATED in (turn.status, sample.status)
         sample.status = Status.TRUNCATED if no_room else turn.status
         sample.response = self._handle.tokenizer.decode(
-            [sample.token_ids[sample.prompt_length :]], skip_special_tokens=self._handle.config.rollout_skip_special_tokens
+            [sample.token_ids[sample.prompt_length :]],
+            skip_special_tokens=self._handle.config.rollout_skip_special_tokens,
         )[0]
         return sample
 
-    def _matching(self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]) -> tuple[Conversation, int]:
-        """The conversation that these messages go on with, and how many of them it has. If it must be made, it is."""
-        keys = [_key(message) for message in messages]
-        best: tuple[int, bool, Conversation, int] | None = None  # messages shared, at its end, itself, turns shared
+    def _find_or_create(
+        self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[Conversation, int]:
+        """Return the conversation that `messages` continue (forked or created if needed), and how many of the messages
+        it already contains."""
+        keys = [_message_key(message) for message in messages]
+        # (number of shared messages, whether they end at the last reply, conversation, number of shared turns)
+        best: tuple[int, bool, Conversation, int] | None = None
         for conversation in self._conversations:
             if (conversation.tools, conversation.template_options) != (list(tools), options):
                 continue
-            recorded = [_key(message) for message in conversation.messages]
+            recorded = [_message_key(message) for message in conversation.messages]
             for num_turns, turn in enumerate(conversation.turns, start=1):
                 if turn.num_messages < len(keys) and recorded[: turn.num_messages] == keys[: turn.num_messages]:
-                    goes_on = num_turns == len(conversation.turns) and conversation not in self._busy
-                    if best is None or (turn.num_messages, goes_on) > best[:2]:
-                        best = (turn.num_messages, goes_on, conversation, num_turns)
+                    at_end = num_turns == len(conversation.turns) and conversation not in self._busy
+                    if best is None or (turn.num_messages, at_end) > best[:2]:
+                        best = (turn.num_messages, at_end, conversation, num_turns)
         if best is not None and best[1]:
             return best[2], best[0]
         blank = copy.deepcopy(self._blank)
-        made = Conversation(self._handle, blank, tools, options) if best is None else best[2].fork(best[3], blank)
-        self._conversations.append(made)
-        return made, 0 if best is None else best[0]
+        new = Conversation(self._handle, blank, tools, options) if best is None else best[2].fork(best[3], blank)
+        self._conversations.append(new)
+        return new, 0 if best is None else best[0]
 
 
-def _key(message: Message) -> tuple[str, ...]:
-    """What makes two messages the same: what a model is shown of them. Agents trim replies and write arguments anew."""
+def _message_key(message: Message) -> tuple[str, ...]:
+    """Return a key that is equal for messages with the same meaning to the model. Agents may trim the white space of
+    replies and reformat the arguments of tool calls."""
     text = text_of(message)
     calls = [
-        (call["function"]["name"], _canonical(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()
+        (call["function"]["name"], _normalize_arguments(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
     ]
     role = message["role"]
     return (
@@ -186,7 +204,7 @@ def _key(message: Message) -> tuple[str, ...]:
     )
 
 
-def _canonical(arguments: Any) -> str:
+def _normalize_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

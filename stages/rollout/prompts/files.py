@@ -1,7 +1,8 @@
-"""Where prompts come from: JSONL and Parquet, local or on any fsspec URI, globs and slices. What is wrong is said with file and line.
+"""Read prompt files: JSONL and Parquet, from local paths or fsspec URIs, with glob patterns and slices. Errors name
+file and line.
 
-One entry of --prompt-data is one sequence of rows: a file, or all files that match a pattern, one after another; `@[a:b]` behind it
-takes rows a to b of that sequence. How a row must look is rows.py's; order and epochs are source.py's.
+One entry of --prompt-data is one sequence of rows: a file, or all files that match a pattern, one after another. The
+suffix `@[a:b]` selects rows a to b - 1 of the sequence. rows.py checks the rows; source.py orders them.
 """
 
 from __future__ import annotations
@@ -16,65 +17,90 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.rollout.config import RolloutConfig
-from stages.rollout.prompts.rows import FIRST, Block, Columns, JsonLines, ParquetRows, Rows, missing_column, update_first
-from stages.rollout.prompts.spool import spooled
-from stages.rollout.prompts.workers import canonical_blocks
-from storage.errors import DataError
+from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.prompts.rows import (
+    FIRST,
+    Block,
+    Columns,
+    JsonLines,
+    ParquetRows,
+    Rows,
+    missing_column,
+    update_first,
+)
+from penstock.stages.rollout.prompts.spool import spooled
+from penstock.stages.rollout.prompts.workers import canonical_blocks
+from penstock.storage.errors import DataError, OptionError
 
 JSONL = (".jsonl", ".json", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
-_BLOCK_BYTES = 1 << 20  # of JSONL read at a time; also what a worker is given
-_BLOCK_ROWS = 1024  # of Parquet
+_BLOCK_BYTES = 1 << 20  # bytes of a JSONL file that are read at a time, and parsed as one block
+_BLOCK_ROWS = 1024  # rows of a Parquet file that are read at a time, and parsed as one block
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One entry of --prompt-data, read: its rows in memory or on the disk, and what a flow must know of them all."""
+class PromptEntry:
+    """The rows of one entry of --prompt-data, in memory or on disk."""
 
     name: str
     rows: Sequence[bytes]
-    first: dict[str, int | None]  # first_chat, first_unanswered and first_unlabelled of rows.Rows
+    first: dict[str, int | None]  # row numbers: first_chat, first_unanswered and first_unlabelled, see rows.Rows
 
 
-def read_entry(entry: str, config: RolloutConfig) -> Entry:
-    """All rows of an entry; with `config.streaming_data` they lie on the disk.
+def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
+    """Read every entry of --prompt-data.
 
     Raises:
-        DataError: missing or empty file, unknown format, malformed line, missing column, or a prompt of another type.
+        OptionError: --prompt-data is missing.
+        DataError: see `read_entry`.
+    """
+    if not config.prompt_data:
+        raise OptionError("--prompt-data is missing: give JSONL or Parquet files with prompts")
+    for entry in config.prompt_data:
+        yield read_entry(entry, config)
+
+
+def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, the rows are kept on disk.
+
+    Raises:
+        DataError: missing or empty file, unknown format, malformed line, missing column, or invalid prompt.
     """
     path, start, stop = parse_slice(entry)
     files, columns = _Files.find(path), Columns.of(config)
-    if (start or 0) < 0 or (stop or 0) < 0:  # from the end: count first
+    if (start or 0) < 0 or (stop or 0) < 0:  # counted from the end: needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
 
     def parts() -> Iterator[Rows]:
-        return canonical_blocks(_between(files.blocks(columns), start or 0, stop), columns, config.num_data_workers)
+        return canonical_blocks(
+            _rows_between(files.blocks(columns), start or 0, stop), columns, config.num_data_workers
+        )
 
     if config.streaming_data:
         name = f"{files.place}@[{start}:{stop}]"
-        return _checked(Entry(entry, *spooled(parts, name, columns, files.fingerprints(), config.data_cache)))
+        spool = spooled(parts, name, columns, files.fingerprints(), config.data_cache)
+        return _require_rows(PromptEntry(entry, *spool))
     rows: list[bytes] = []
     first: dict[str, int | None] = dict.fromkeys(FIRST)
     for part in parts():
         update_first(first, part, len(rows))
         rows += part.rows
-    return _checked(Entry(entry, rows, first))
+    return _require_rows(PromptEntry(entry, rows, first))
 
 
 def column_names(entry: str) -> list[str]:
-    """Return the columns of the first row of an entry, for messages. Raises DataError as `read_entry` does."""
+    """Return the column names in the first row of an entry, for messages. Raises DataError as `read_entry` does."""
     name, file = (files := _Files.find(parse_slice(entry)[0])).files[0]
-    if _plain(name).endswith(".parquet"):
-        with _explained(name), files.fs.open(file, "rb") as opened:
+    if _without_compression(name).endswith(".parquet"):
+        with _as_data_errors(name), files.fs.open(file, "rb") as opened:
             return list(pq.read_schema(opened).names)
     blocks = files.blocks(Columns("", None, "", None))
     return next((list(record) for block in blocks for _, record in block.records()), [])
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
-    """`path@[a:b]` -> (path, a, b); None where no number stands."""
+    """Split `path@[a:b]` into (path, a, b); a missing number is None."""
     match = _SLICE.fullmatch(entry)
     if match is None:
         return entry, None, None
@@ -82,20 +108,20 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
     return match["path"], start, stop
 
 
-def _checked(entry: Entry) -> Entry:
+def _require_rows(entry: PromptEntry) -> PromptEntry:
     if not entry.rows:
-        what = "takes no row" if _SLICE.fullmatch(entry.name) else "is empty"
-        raise DataError(f"prompt file {entry.name} {what}: give --prompt-data a file with at least one row")
+        problem = "selects no row" if _SLICE.fullmatch(entry.name) else "is empty"
+        raise DataError(f"prompt file {entry.name} {problem}: give --prompt-data at least one row")
     return entry
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a path or a pattern."""
+    """The files that a path or a glob pattern names."""
 
-    fs: Any
-    place: str  # absolute, with its protocol
-    files: list[tuple[str, str]]  # name for the reader, path for the file system
+    fs: Any  # fsspec file system
+    place: str  # absolute path or pattern, with the protocol
+    files: list[tuple[str, str]]  # (name for messages, path in the file system)
 
     @classmethod
     def find(cls, path: str) -> _Files:
@@ -103,42 +129,46 @@ class _Files:
             fs, inner = fsspec.core.url_to_fs(path)
         except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
             raise DataError(
-                f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec knows"
+                f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec supports (its "
+                "package must be installed)"
             ) from None
         files = [(path, inner)]
-        with _explained(path):
+        with _as_data_errors(path):
             if set("*?[") & set(inner) and not fs.exists(inner):
                 local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-                files = [(name if local else fs.unstrip_protocol(name), name) for name in sorted(fs.glob(inner), key=_natural)]
+                files = [
+                    (name if local else fs.unstrip_protocol(name), name)
+                    for name in sorted(fs.glob(inner), key=_natural_key)
+                ]
         if not files:
             raise DataError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
         for name, _ in files:
-            if not _plain(name).endswith((*JSONL, ".parquet")):
+            if not _without_compression(name).endswith((*JSONL, ".parquet")):
                 raise DataError(
-                    f"{name} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert it, or give it the right ending"
+                    f"{name} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert or rename it"
                 )
         return cls(fs, fs.unstrip_protocol(inner), files)
 
     def blocks(self, columns: Columns) -> Iterator[Block]:
-        """The rows of all files, raw; shard-2 comes before shard-10."""
+        """Yield the unparsed rows of all files, in natural order of the file names (shard-2 precedes shard-10)."""
         for name, file in self.files:
-            is_parquet = _plain(name).endswith(".parquet")
-            with _explained(name), self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
+            is_parquet = _without_compression(name).endswith(".parquet")
+            with _as_data_errors(name), self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
                 yield from _parquet_blocks(opened, name, columns) if is_parquet else _jsonl_blocks(opened, name)
 
     def fingerprints(self) -> list[str]:
-        """Per file something that changes when it does, without reading it."""
-        with _explained(self.place):
+        """Return one string per file that changes when the file changes; the content is not read."""
+        with _as_data_errors(self.place):
             return [self.fs.ukey(file) for _, file in self.files]
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts names by the value of the numbers in them."""
+def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key for file names that compares the numbers in them by value."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _plain(file: str) -> str:
-    """The name without the ending of a compression."""
+def _without_compression(file: str) -> str:
+    """Return the file name in lower case, without a compression suffix."""
     name = file.lower()
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
@@ -146,17 +176,17 @@ def _plain(file: str) -> str:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def _as_data_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError):
         raise DataError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
     except PermissionError:
-        raise DataError(f"prompt file {path} may not be read by this user: change its permissions") from None
+        raise DataError(f"prompt file {path} is not readable by this user: change its permissions") from None
 
 
-def _between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
-    """Rows `start` to `stop` of all blocks; nothing else is looked at."""
+def _rows_between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
+    """Yield the blocks with rows `start` to `stop` - 1 of all blocks; other rows are not parsed."""
     first = 0  # number of the block's first row
     with closing(blocks):  # type: ignore[type-var]
         for block in blocks:
@@ -174,8 +204,8 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
     while True:
         try:
             data = file.read(_BLOCK_BYTES)
-        except (EOFError, OSError) as error:  # a compressed file that is cut short or damaged
-            raise DataError(f"{path} cannot be read beyond line {number - 1} ({error}): write it again") from None
+        except (EOFError, OSError) as error:  # a truncated or damaged compressed file
+            raise DataError(f"{path} cannot be read beyond line {number - 1} ({error}): restore the file") from None
         end = data.rfind(b"\n") + 1 if data else 0
         if data and not end:  # a line longer than a block
             rest += data
@@ -192,20 +222,20 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
 
 def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ParquetRows]:
     try:
-        # Both, or a whole column of a row group is held at once, and many writers make one row group of a million rows
-        # (pyarrow 25: 207 MB for a group of 201 MB; 19 MB like this).
+        # Without both arguments pyarrow holds a whole column of a row group in memory, and many writers make row groups
+        # of a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).
         parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file ({error}): write it again") from None
-    found = parquet.schema_arrow.names
+        raise DataError(f"{path} is not a Parquet file ({error}): restore the file") from None
+    names = parquet.schema_arrow.names
     for key in filter(None, (columns.prompt, columns.label)):
-        if key not in found:
-            raise DataError(missing_column(path, key, found, columns))
-    wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in found]
+        if key not in names:
+            raise DataError(missing_column(path, key, names, columns))
+    wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in names]
     number = 0
     try:
         for batch in parquet.iter_batches(_BLOCK_ROWS, columns=wanted):
             yield ParquetRows(path, number, batch)
             number += batch.num_rows
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read beyond row {number} ({error}): write it again") from None
+        raise DataError(f"{path} cannot be read beyond row {number} ({error}): restore the file") from None

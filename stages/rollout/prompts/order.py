@@ -1,4 +1,5 @@
-"""In which order rows and sources are visited: pure functions of seeds and counters. Nothing here may ever change: resumed runs live on it."""
+"""Compute the order in which rows and sources are visited, with pure functions of seeds and counters. The functions
+must never change, because a resumed run continues in the same order."""
 
 from __future__ import annotations
 
@@ -8,24 +9,24 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-WHOLE = 1 << 32  # all shares together
-_ROUNDS = 6
+WHOLE = 1 << 32  # sum of all shares
+_ROUNDS = 6  # rounds of the Feistel network
 
 
 def permutation(seed: int, epoch: int, segment: int, rows: int) -> np.ndarray:
-    """A random order of 0 .. rows - 1, [rows] uint32: 4 bytes per row."""
-    # RandomState, not Generator: NumPy promises that its stream never changes (NEP 19). Shuffled in place, for
-    # RandomState.permutation gives the same order in 8 bytes per row.
+    """Return a random permutation of 0 .. rows - 1. [rows], uint32 (4 bytes per row)."""
+    # RandomState, not Generator: NumPy guarantees that RandomState's stream never changes (NEP 19). Shuffled in place:
+    # RandomState.permutation returns the same order, but with 8 bytes per row.
     order = np.arange(rows, dtype=np.uint32)
     np.random.RandomState([seed, epoch, segment]).shuffle(order)
     return order
 
 
 def scattered(position: int, seed: int, epoch: int, segment: int, rows: int) -> int:
-    """Row number `position` of a random order of 0 .. rows - 1, without making the order: no memory at all.
+    """Return element `position` of a random permutation of 0 .. rows - 1 without computing the whole permutation.
 
-    A Feistel network is a permutation of all numbers of 2 x `half` bits; what falls outside is sent through again until it falls inside
-    (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    A Feistel network permutes all numbers of 2 x `half` bits. If a result is `rows` or more, the network is applied
+    again until it is less (cycle walking: Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
     """
     half = ((rows - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half) - 1
@@ -40,7 +41,7 @@ def scattered(position: int, seed: int, epoch: int, segment: int, rows: int) -> 
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers that sum to WHOLE, so that counting with them is exact."""
+    """Return weights as integers (shares) that sum to WHOLE, so that arithmetic with them is exact."""
     total = sum(weights)
     rounded = [round(weight / total * WHOLE) for weight in weights]
     largest = rounded.index(max(rounded))
@@ -48,19 +49,21 @@ def shares(weights: Sequence[float]) -> list[int]:
     return rounded
 
 
-def turns(credits: Sequence[int], shares: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Which source is asked for each of the next `count` prompts, and the credits after that.
+def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """Return the source index of each of the next `count` prompts, and the credits after the last of them (smooth
+    weighted round robin).
 
-    Every prompt gives each source its share as credit; the source with most credit is asked and pays for a whole prompt. So each gets
-    its share as evenly as whole prompts allow, and changed shares ask for nothing to be made up (smooth weighted round robin).
+    For every prompt, the credit of each source grows by its share; the source with the highest credit provides the
+    prompt, and its credit falls by WHOLE. So every source provides its share as evenly as whole prompts allow. If the
+    shares change in a resumed run, only future prompts follow the new shares.
     """
     now = list(credits)
     active = [source for source, share in enumerate(shares) if share]
-    asked = []
+    order = []
     for _ in range(count):
         for source in active:
             now[source] += shares[source]
         chosen = max(active, key=lambda source: (now[source], -source))
         now[chosen] -= WHOLE
-        asked.append(chosen)
-    return asked, now
+        order.append(chosen)
+    return order, now

@@ -1,7 +1,8 @@
-"""Rows on the disk instead of in memory (`--streaming-data`): half a byte of memory per row, whatever its length.
+"""Keep rows on disk instead of in memory (`--streaming-data`); the index takes half a byte of memory per row.
 
-Canonical rows are written once, line by line, into a file of the cache directory, whatever they were read from (compressed, columnar,
-remote); any row of it is then one small read. The next start finds the file again as long as the source files have not changed.
+Canonical rows are written once, one per line, to a file in the cache directory, also if the source is compressed,
+columnar or remote. A random row is then read with one small read. The next start reuses the file if the source files
+have not changed.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from stages.rollout.prompts.rows import FIRST, Columns, Rows, update_first
-from storage.errors import DataError
+from penstock.stages.rollout.prompts.rows import FIRST, Columns, Rows, update_first
+from penstock.storage.errors import DataError
 
-FORMAT = 2  # of the files; a change of rows.py raises it too
-STRIDE = 16  # rows of which one has its place noted
-_CHUNK = 1 << 20
+FORMAT = 2  # version of the files; increment it also when rows.py changes
+STRIDE = 16  # the index has the offset of every STRIDE-th row
+_CHUNK = 1 << 20  # bytes of one read or write
 
-Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST of rows.py
+Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and the row numbers that FIRST in rows.py names
 
 
 class SpooledRows(Sequence[bytes]):
-    """The rows of one file of lines.
+    """The rows of a file with one row per line, read on access.
 
     Args:
-        path: the file; it is kept open, and may be removed meanwhile.
-        places: [ceil(rows / STRIDE)] where rows 0, STRIDE, 2 x STRIDE ... begin.
-        num_rows: all of them.
-        num_bytes: size of the file.
+        path: the file; it is kept open, so it may be deleted while it is used.
+        places: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]
+        num_rows: total number of rows.
+        num_bytes: size of the file in bytes.
     """
 
     def __init__(self, path: Path, places: np.ndarray, num_rows: int, num_bytes: int) -> None:
@@ -64,7 +65,7 @@ class SpooledRows(Sequence[bytes]):
         return self._stride(row // STRIDE).split(b"\n")[row % STRIDE]
 
     def content(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes of rows `start` to `stop`, a line break behind each, in pieces."""
+        """Yield the bytes of rows `start` to `stop` - 1, each row with its line break, in chunks of up to 1 MiB."""
         place, end = self._place(start), self._place(stop)
         while place < end:
             piece = self._read(place, min(_CHUNK, end - place))
@@ -72,7 +73,7 @@ class SpooledRows(Sequence[bytes]):
             place += len(piece)
 
     def _place(self, row: int) -> int:
-        """Where a row begins; that of the last one's successor is the size of the file."""
+        """Return the byte offset of a row; for `num_rows` or more, the size of the file."""
         if row >= self.num_rows:
             return self.num_bytes
         lines = self._stride(row // STRIDE).split(b"\n")[: row % STRIDE]
@@ -88,7 +89,10 @@ class SpooledRows(Sequence[bytes]):
         while length:
             piece = os.pread(self._descriptor, length, place)
             if not piece:
-                raise RuntimeError("a file of the prompt cache was cut short while it was in use: remove it and start again")
+                raise RuntimeError(
+                    "a file in the prompt cache (--data-cache) was truncated while it was in use: delete the "
+                    "directory and resume the run"
+                )
             pieces.append(piece)
             place, length = place + len(piece), length - len(piece)
         return b"".join(pieces)
@@ -97,17 +101,17 @@ class SpooledRows(Sequence[bytes]):
 def spooled(
     parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, content: Sequence[str], cache: str | None
 ) -> Spooled:
-    """The rows of an entry of --prompt-data, from the cache if they are there, else by writing them.
+    """Return the rows of an entry of --prompt-data from the cache; write them to the cache first if they are missing.
 
     Args:
-        parts: reads the rows.
+        parts: reads the rows from the source files.
         entry: name of the entry.
-        columns: those that were read.
-        content: one text per source file that changes when the file does.
-        cache: directory; by default `penstock/prompts` in the user's cache directory.
+        columns: the columns that are read.
+        content: fingerprints of the source files; each changes when its file changes.
+        cache: cache directory (`--data-cache`); None: `penstock/prompts` in the user's cache directory.
 
     Raises:
-        DataError: the directory cannot be written or is full, or whatever `parts` raises.
+        DataError: the directory is not writable or full, or `parts` raises DataError.
     """
     disk = _Cache(Path(cache) if cache else default_cache())
     name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *content)}"
@@ -117,27 +121,28 @@ def spooled(
             return found
     disk.write(name, parts())
     with disk.explained():
-        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # the same entry as it was before
+        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # older versions of the same entry
             if old.stem != name and old.suffix in (".rows", ".npz"):
                 old.unlink(missing_ok=True)
         if found := disk.open(name):
             return found
-    raise RuntimeError(f"{entry} was changed by somebody while it was read: start again")
+    raise RuntimeError(f"{entry} was changed while it was read: resume the run when the file is complete")
 
 
 def default_cache() -> Path:
-    """Where rows are kept if nothing is said."""
+    """Return the directory used without --data-cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """The directory with the files: `<name>.rows`, and `<name>.npz` with the places and what is known of all rows."""
+    """The cache directory: `<name>.rows` has the rows, `<name>.npz` has their offsets, number and FIRST of rows.py."""
 
     directory: Path
 
     def open(self, name: str) -> Spooled | None:
-        """The index comes last, so where it is, the rows are; their size is compared all the same."""
+        """Return the cached rows; None if they are missing or unusable. `<name>.npz` is written last; the size of
+        `<name>.rows` is checked nevertheless."""
         rows, index = (self.directory / f"{name}{suffix}" for suffix in (".rows", ".npz"))
         try:
             with np.load(index, allow_pickle=False) as loaded:
@@ -146,7 +151,7 @@ class _Cache:
                 return None
             return SpooledRows(rows, places, about["rows"], about["bytes"]), {key: about[key] for key in FIRST}
         except (FileNotFoundError, ValueError, KeyError, EOFError, BadZipFile):
-            return None  # not there, or of no use: it is written anew
+            return None  # the caller writes the files again
 
     def write(self, name: str, parts: Iterable[Rows]) -> None:
         places, num_rows, num_bytes = array("Q"), 0, 0
@@ -167,7 +172,7 @@ class _Cache:
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[BinaryIO]:
-        """A file that has its name only when it is whole and on the disk; nothing is left if the block fails."""
+        """Yield a temporary file; rename it to `name` after the block and an fsync. If the block raises, delete it."""
         with self.explained():
             descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=name, suffix=".part")
         try:
@@ -182,13 +187,14 @@ class _Cache:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """What the disk says, as a sentence."""
+        """Convert an OSError of the block into a DataError that names the directory."""
         try:
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise DataError(
-                f"{self.directory} cannot keep the rows of --streaming-data ({'no space left' if full else error.strerror or error}): "
+                f"{self.directory} cannot store the prompts of --streaming-data "
+                f"({'no space left' if full else error.strerror or error}): "
                 "name a directory on a larger disk with --data-cache, or leave out --streaming-data"
             ) from error
 

@@ -1,7 +1,8 @@
-"""Reading rows with several processes: the same rows, in the same order, whatever their number.
+"""Parse rows in several processes. The rows and their order do not depend on the number of processes.
 
-Plain subprocesses and not `multiprocessing`, which would run the user's main script again in each of them. A worker gets a block only
-when it has given back the one before, so neither side ever waits for the other to read; blocks go round, so the results come in order.
+Workers are plain subprocesses, because `multiprocessing` would run the user's main script again in each of them. A
+worker gets its next block after it has returned the previous one, so the pipes never deadlock. Blocks are distributed
+round robin, so the results arrive in order.
 """
 
 from __future__ import annotations
@@ -17,64 +18,68 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from stages.rollout.prompts.rows import Block, Columns, Rows, canonical
-from storage.errors import DataError
+from penstock.stages.rollout.prompts.rows import Block, Columns, Rows, canonical
+from penstock.storage.errors import DataError
 
 
 def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
-    """`canonical` of every block, in order. One worker is this process, and so it is where there is only one block.
+    """Yield the canonical rows of every block, in order. With one worker or one block, parse in this process.
 
     Raises:
-        DataError: the first row that is wrong.
+        DataError: the first invalid row.
     """
     if num_workers > 1:
         rest = iter(blocks)
         first = list(islice(rest, 2))
         blocks = chain(first, rest)
         if len(first) == 2:
-            yield from _by_workers(blocks, columns, num_workers)
+            yield from _parse_in_workers(blocks, columns, num_workers)
             return
     for block in blocks:
         yield canonical(block, columns)
 
 
-def _by_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+def _parse_in_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
     with ExitStack() as stack:
         workers: list[Connection] = []
         sent = received = 0
         for block in blocks:
             if len(workers) < num_workers:
-                workers.append(_start(stack, columns))
+                workers.append(_start_worker(stack, columns))
             else:
-                yield _answer(workers[received % num_workers])
+                yield _receive_rows(workers[received % num_workers])
                 received += 1
-            with _alive():
+            with _report_dead_worker():
                 workers[sent % num_workers].send(block)
             sent += 1
         while received < sent:
-            yield _answer(workers[received % num_workers])
+            yield _receive_rows(workers[received % num_workers])
             received += 1
 
 
-def _start(stack: ExitStack, columns: Columns) -> Connection:
+def _start_worker(stack: ExitStack, columns: Columns) -> Connection:
     connection, child = Pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "stages.rollout.prompts.workers", str(child.fileno())],
+        [sys.executable, "-m", "penstock.stages.rollout.prompts.workers", str(child.fileno())],
         pass_fds=[child.fileno()],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     child.close()
     stack.callback(process.wait)
     stack.callback(process.kill)
     stack.callback(connection.close)
-    with _alive():
+    with _report_dead_worker():
         connection.send(columns)
     return connection
 
 
-def _answer(worker: Connection) -> Rows:
-    with _alive():
+def _receive_rows(worker: Connection) -> Rows:
+    with _report_dead_worker():
         answer: Rows | str = worker.recv()
     if isinstance(answer, str):
         raise DataError(answer)
@@ -82,16 +87,18 @@ def _answer(worker: Connection) -> Rows:
 
 
 @contextmanager
-def _alive() -> Iterator[None]:
+def _report_dead_worker() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        raise RuntimeError("a process of --num-data-workers has died: give fewer of them if memory is short") from None
+        raise RuntimeError(
+            "a process of --num-data-workers died: resume the run, with fewer workers if memory is short"
+        ) from None
 
 
 def main(descriptor: int) -> None:
-    """What a worker does until its parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and its end is the end of this process
+    """Parse blocks from the pipe `descriptor` until the parent closes it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit ends this process
     with Connection(descriptor) as parent:
         try:
             columns: Columns = parent.recv()

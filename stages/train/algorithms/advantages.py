@@ -1,115 +1,91 @@
-"""From rewards to advantages, for a whole rollout: normalise rewards, shape by KL, estimate, distil, whiten - in this order.
+"""Compute the advantages of a whole rollout: KL penalty, estimator, distillation, whitening, in this order.
 
-Composed from a table: an estimator is a function and a row. It sees rewards that are already compared with their group, if its
-row in NORMALIZATIONS says so, and the KL penalty of each token. Who computes log-probs and values is the step's business.
+The estimators are in `group_relative.py` and `returns.py`, and registered in `registry.py`. `step.py` computes the
+log-probs and values that they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stages.plugins import load_function
-from stages.train.algorithms.distillation import distil
-from stages.train.algorithms.experience import Estimate, EstimatorName, Experience
-from stages.train.algorithms.gae import gae
-from stages.train.algorithms.group_relative import centered, leave_one_out, standardized
-from stages.train.algorithms.kl import KLType, kl_estimate
-from stages.train.algorithms.reinforce import discounted_returns, outcome, penalized_outcome
-from stages.train.algorithms.whitening import whiten
-from storage.errors import PluginError
+from penstock.stages.plugins import load_function
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.experience import Estimate, Experience
+from penstock.stages.train.algorithms.losses import kl_estimate
+from penstock.stages.train.algorithms.registry import ESTIMATORS
+from penstock.storage.errors import PluginError
 
-# rewards [B], group_index [B] -> rewards [B]. An estimator without a row takes rewards as they were graded.
-NORMALIZATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "grpo": standardized,
-    "gspo": standardized,
-    "cispo": standardized,
-    "rloo": leave_one_out,
-    "reinforce_plus_plus_baseline": centered,
-}
-
-# rewards [B], KL penalty [N], experience, options -> Estimate
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Experience, Any], Estimate]] = {
-    "grpo": outcome,
-    "gspo": outcome,
-    "cispo": outcome,
-    "rloo": outcome,
-    "ppo": gae,
-    "reinforce_plus_plus": discounted_returns,
-    "reinforce_plus_plus_baseline": penalized_outcome,
-}
+VARIANCE_EPSILON = 1e-8
 
 
-class AdvantageOptions(Protocol):
-    """The fields of the configuration that advantages depend on."""
-
-    advantage_estimator: EstimatorName
-    custom_advantage_function_path: str | None
-    disable_rewards_normalization: bool
-    disable_grpo_std_normalization: bool
-    normalize_advantages: bool
-    gamma: float
-    lambd: float
-    kl_coef: float
-    kl_loss_type: KLType
-    use_opd: bool
-    opd_kl_coef: float
-    use_rollout_logprobs: bool
-
-
-def estimate(experience: Experience, options: AdvantageOptions) -> Estimate:
-    """Advantages of all trained tokens of a rollout.
+def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Estimate:
+    """Return the advantages of all trained tokens of a rollout.
 
     Raises:
-        PluginError: the user's estimator returned something else than a finite number per token.
+        PluginError: the user-defined estimator does not return one finite number per token.
     """
-    if options.custom_advantage_function_path is not None:
-        found = _custom(options.custom_advantage_function_path, experience, options)
+    if config.custom_advantage_function_path is not None:
+        estimate = custom_estimate(config.custom_advantage_function_path, experience, config)
     else:
-        penalty, watched = _kl_penalty(experience, options)
-        found = ESTIMATORS[options.advantage_estimator](_rewards(experience, options), penalty, experience, options)
-        found = replace(found, metrics=found.metrics | watched)
-    if options.use_opd:
-        found = distil(found, experience, options)
-    if options.normalize_advantages:
-        found = replace(found, advantages=whiten(found.advantages))
-    return found
+        kl_penalty, metrics = torch.zeros_like(experience.rollout_logprobs, dtype=torch.float64), {}
+        if config.kl_coef:
+            assert experience.ref_logprobs is not None, "--kl-coef needs the reference's log-probs"
+            policy = experience.policy_logprobs(config.use_rollout_logprobs)
+            kl = kl_estimate(policy.double(), experience.ref_logprobs.double(), config.kl_loss_type)
+            kl_penalty, metrics = config.kl_coef * kl, {"rollout/kl": kl}
+        estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
+        estimate = estimator(experience, kl_penalty, config)
+        estimate = replace(estimate, metrics=estimate.metrics | metrics)
+    if config.use_opd:
+        estimate = distill(estimate, experience, config)
+    if config.normalize_advantages:
+        estimate = replace(estimate, advantages=whiten(estimate.advantages))
+    return estimate
 
 
-def _rewards(experience: Experience, options: AdvantageOptions) -> Tensor:  # [B]
-    name = options.advantage_estimator
-    if options.disable_rewards_normalization or name not in NORMALIZATIONS:
-        return experience.rewards.double()
-    normalize = NORMALIZATIONS[name]
-    if normalize is standardized and options.disable_grpo_std_normalization:
-        normalize = centered
-    return normalize(experience.rewards, experience.group_index)
+def distill(estimate: Estimate, experience: Experience, config: AlgorithmConfig) -> Estimate:
+    """Return the advantages A_t - opd_kl_coef x (log pi_old - log pi_teacher): on-policy distillation (arXiv
+    2306.13649), with the one-sample estimate of the reverse KL as a penalty on each token."""
+    assert experience.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
+    reverse_kl = experience.policy_logprobs(config.use_rollout_logprobs) - experience.teacher_logprobs
+    return replace(
+        estimate,
+        advantages=estimate.advantages - config.opd_kl_coef * reverse_kl,
+        metrics=estimate.metrics | {"rollout/opd_reverse_kl": reverse_kl},
+    )
 
 
-def _kl_penalty(experience: Experience, options: AdvantageOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """[N] kl_coef x KL of the policy before the update to the reference, and that KL among the numbers worth watching."""
-    if not options.kl_coef:
-        return torch.zeros_like(experience.rollout_logprobs, dtype=torch.float64), {}
-    assert experience.ref_logprobs is not None, "--kl-coef needs the reference's log-probs"
-    policy = experience.policy_logprobs(options.use_rollout_logprobs)
-    kl = kl_estimate(policy.double(), experience.ref_logprobs.double(), options.kl_loss_type)
-    return options.kl_coef * kl, {"rollout/kl": kl}
+def whiten(advantages: Tensor) -> Tensor:  # [N] -> [N]
+    """Return (A - mean) / sqrt(unbiased variance + 1e-8); equal advantages give exactly 0."""
+    if not len(advantages):
+        return advantages
+    # subtract the minimum first: the mean of equal advantages may differ from them by a rounding error
+    above = advantages - advantages.min()
+    deviations = above - above.mean()
+    variance = deviations.square().sum() / max(len(advantages) - 1, 1)
+    return deviations * (variance + VARIANCE_EPSILON).rsqrt()
 
 
-def _custom(path: str, experience: Experience, options: AdvantageOptions) -> Estimate:
-    found = load_function(path, usual_name="advantages")(experience, options)
-    if isinstance(found, Tensor):
-        found = Estimate(found.double())
+def custom_estimate(path: str, experience: Experience, config: AlgorithmConfig) -> Estimate:
+    """Call the user-defined estimator, f(experience, config) -> advantages [N] or an Estimate, and check its result."""
+    result = load_function(path, usual_name="advantages")(experience, config)
+    estimate = Estimate(result.double()) if isinstance(result, Tensor) else result
     num_tokens = len(experience.sample_index)
-    if not isinstance(found, Estimate) or found.advantages.shape != (num_tokens,) or not found.advantages.isfinite().all():
+    if (
+        not isinstance(estimate, Estimate)
+        or estimate.advantages.shape != (num_tokens,)
+        or not estimate.advantages.isfinite().all()
+    ):
         raise PluginError(
-            f"{path} returned something else than {num_tokens} finite advantages, one per trained token: "
-            "return an Estimate or a tensor"
+            f"{path} did not return a finite advantage for each of the {num_tokens} trained tokens: return a tensor of "
+            f"shape [{num_tokens}], or an Estimate with such advantages"
         )
-    if options.advantage_estimator == "ppo" and found.returns is None:
-        raise PluginError(f"{path} returned no returns, which the critic of ppo learns: return an Estimate with returns")
-    return found
+    if ESTIMATORS[config.advantage_estimator].critic and estimate.returns is None:
+        raise PluginError(
+            f"{path} did not set `returns`, on which the critic of {config.advantage_estimator} is trained: return an "
+            f"Estimate with `returns` of shape [{num_tokens}]"
+        )
+    return estimate

@@ -1,34 +1,35 @@
-"""What goes into the estimation of advantages and what comes out, for a whole rollout, on every rank alike.
+"""Inputs of the algorithms: `Experience` (a whole rollout) for estimators, `TokenFields` (a micro-batch) for losses.
 
-Owns the two records. How they are filled (passes through models, one exchange between ranks) is the step's business; because
-they hold the whole rollout, no estimator knows ranks, packs or layouts.
+`step.py` fills these records. Estimators get the whole rollout, so their results do not depend on ranks or
+micro-batches. Losses get the trained tokens on this rank; only `SegmentReducer` communicates, if context parallelism
+splits samples over ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-
-EstimatorName = Literal["grpo", "gspo", "cispo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 @dataclass
 class Experience:
-    """A rollout as far as it is known when advantages are estimated: B samples, N trained tokens, by sample, then position."""
+    """A rollout before the update: B samples, N trained tokens ordered by sample and position, equal on every rank."""
 
-    sample_index: Tensor  # [N] int64, ascending
+    sample_index: Tensor  # [N] int64, sample of each trained token, ascending
     rewards: Tensor  # [B] float64; NaN = not graded (such a sample has no trained tokens)
-    group_index: Tensor  # [B] int64, which prompt
-    rollout_logprobs: Tensor  # [N] float64, engine's, at sampling
-    old_logprobs: Tensor | None = None  # [N] trainer's, before the update
-    ref_logprobs: Tensor | None = None  # [N] frozen reference's
-    teacher_logprobs: Tensor | None = None  # [N] teacher's, for distillation
-    values: Tensor | None = None  # [N] critic's, before its update
+    group_index: Tensor  # [B] int64, group (prompt) of each sample
+    rollout_logprobs: Tensor  # [N] float64, log-probs of the inference engine at sampling
+    old_logprobs: Tensor | None = None  # [N] log-probs of the policy before the update, from the trainer
+    ref_logprobs: Tensor | None = None  # [N] log-probs of the frozen reference
+    teacher_logprobs: Tensor | None = None  # [N] log-probs of the teacher, for distillation
+    values: Tensor | None = None  # [N] values of the critic before its update
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
-        """Log-probs of the policy before the update, by the trainer's reckoning or by the engine's."""
+        """Return the log-probs of the policy before the update: the inference engine's or the trainer's."""
         if use_rollout_logprobs:
             return self.rollout_logprobs
         assert self.old_logprobs is not None, "the log-probs before the update were not computed"
@@ -37,8 +38,66 @@ class Experience:
 
 @dataclass
 class Estimate:
-    """Advantages of the N trained tokens, and what is worth watching about them."""
+    """Advantages of the N trained tokens of a rollout."""
 
     advantages: Tensor  # [N] float64
-    returns: Tensor | None = None  # [N] float64, what the critic learns (ppo only)
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # [N] each, averaged with the loss's weights
+    returns: Tensor | None = None  # [N] float64, the critic's target (ppo only)
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # metric -> [N], averaged with the loss weights
+
+
+@dataclass
+class TokenFields:
+    """Inputs of a loss besides the model's output, for the n trained tokens of a micro-batch; float32 on the device."""
+
+    advantages: Tensor  # [n]
+    rollout_logprobs: Tensor  # [n] log-probs of the inference engine at sampling
+    old_logprobs: Tensor | None = None  # [n] of the policy before the update, from the trainer; None = use current ones
+    ref_logprobs: Tensor | None = None  # [n] log-probs of the frozen reference
+    returns: Tensor | None = None  # [n] targets of the critic
+    values: Tensor | None = None  # [n] values of the critic before its update
+    pg_scale: Tensor | None = None  # [n] weights of a user-defined reducer / default weights
+
+
+@dataclass(frozen=True)
+class SegmentReducer:
+    """Sums and means over the trained tokens of each sample, for a micro-batch with S samples and n trained tokens on
+    this rank.
+
+    Sums are computed in float64: the rounding to float32 then hides differences from the order of summation, which
+    depends on the parallel layout.
+    """
+
+    index: Tensor  # [n] int64, sample of each token, 0 .. S-1
+    num_tokens: Tensor  # [S] number of trained tokens of each sample, over all ranks
+    group: dist.ProcessGroup | None = None  # ranks with the other tokens of these samples, which make the same calls
+
+    def total(self, values: Tensor) -> Tensor:  # [n] -> [S] float64
+        """Return the sum over all trained tokens of each sample, on all ranks; differentiable."""
+        sums = values.new_zeros(len(self.num_tokens), dtype=torch.float64).index_add(0, self.index, values.double())
+        return sums if self.group is None else _AllReduceSum.apply(sums, self.group)
+
+    def mean(self, values: Tensor) -> Tensor:  # [n] -> [n]
+        """Return, for each token, the mean over all trained tokens of its sample; differentiable."""
+        return self.at_tokens(self.total(values) / self.num_tokens.clamp(min=1)).to(values.dtype)
+
+    def at_tokens(self, per_sample: Tensor) -> Tensor:  # [S] -> [n]
+        """Return, for each token, the entry of `per_sample` that belongs to the token's sample."""
+        return per_sample[self.index]
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """All-reduce sum in the forward and in the backward pass: the loss of every rank depends on the values of all
+    ranks, so the gradients are summed over the ranks, too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None

@@ -1,54 +1,87 @@
-"""Baselines from the other samples of the same prompt. One number per sample; which belong together is an argument, no reshape.
+"""Estimators that compare the samples of a prompt with each other: GRPO, Dr. GRPO, RLOO, REINFORCE++-baseline.
 
-Groups may have any size and any order. A sample that was not graded (NaN) takes no part in its group and gets 0; a group of one
-gives 0, and so does a group of equal rewards: exactly, because deviations are taken from the group's lowest reward first. (The
-mean of eight rewards of 0.9 is not 0.9, in float64 neither, and a standard deviation of 1e-16 is a poor divisor.)
+A group is the samples of one prompt; groups may have different sizes, and the samples may be in any order. A sample
+without a reward (NaN) is excluded from its group and gets the advantage 0. Samples of a group of one, or with equal
+rewards, get exactly 0: the lowest reward of the group is subtracted before the mean, because the mean of eight rewards
+of 0.9 is not exactly 0.9 in floating point, and dividing by a std of 1e-16 would blow up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.experience import Estimate, Experience
 
 STD_EPSILON = 1e-6
 
 
-def centered(
-    rewards: Tensor,  # [B] float64; NaN = not graded
-    group_index: Tensor,  # [B] which prompt, 0 .. num_groups-1, in any order
+def grpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample, standardized within the group (GRPO, arXiv 2402.03300), or only
+    centered with --disable-grpo-std-normalization (Dr. GRPO, arXiv 2503.20783)."""
+    normalize = center if config.disable_grpo_std_normalization else standardize
+    return Estimate(_normalized_rewards(normalize, experience, config)[experience.sample_index])
+
+
+def rloo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean reward of the group's other samples (RLOO, arXiv
+    2402.14740)."""
+    return Estimate(_normalized_rewards(leave_one_out, experience, config)[experience.sample_index])
+
+
+def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean of the group, minus the KL penalty of the token
+    (REINFORCE++-baseline, arXiv 2501.03262)."""
+    return Estimate(_normalized_rewards(center, experience, config)[experience.sample_index] - kl_penalty)
+
+
+def _normalized_rewards(
+    normalize: Callable[[Tensor, Tensor], Tensor], experience: Experience, config: AlgorithmConfig
 ) -> Tensor:  # [B] float64
-    """Reward minus the mean of its group (Dr. GRPO, arXiv 2503.20783)."""
+    if config.disable_rewards_normalization:
+        return experience.rewards.double()
+    return normalize(experience.rewards, experience.group_index)
+
+
+def center(
+    rewards: Tensor,  # [B] float64; NaN = not graded
+    group_index: Tensor,  # [B] prompt of each sample, 0 .. num_groups-1, in any order
+) -> Tensor:  # [B] float64
+    """Return each reward minus the mean of its group, or 0 for a sample without a reward."""
     return _deviations(rewards, group_index)[0]
 
 
-def standardized(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
-    """(r - mean of the group) / (unbiased standard deviation of the group + 1e-6), after GRPO (arXiv 2402.03300)."""
+def standardize(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
+    """Return (r - mean of the group) / (unbiased standard deviation of the group + 1e-6)."""
     deviations, counts = _deviations(rewards, group_index)
-    variance = _group_sum(deviations.square(), group_index)[group_index] / (counts - 1).clamp(min=1)
+    variance = _sum_over_group(deviations.square(), group_index) / (counts - 1).clamp(min=1)
     return deviations / (variance.sqrt() + STD_EPSILON)
 
 
 def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
-    """Reward minus the mean of the others of its group (RLOO, arXiv 2402.14740): n / (n - 1) times the deviation."""
+    """Return each reward minus the mean of the group's other samples, which is n / (n - 1) x (reward - group mean)."""
     deviations, counts = _deviations(rewards, group_index)
     return deviations * counts / (counts - 1).clamp(min=1)
 
 
 def _deviations(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] reward minus the mean of its group, 0 where not graded; [B] how many of its group were graded."""
+    """Return for each sample [B] its reward minus the mean of its group (0 without a reward), and the number of samples
+    with a reward in its group."""
     rewards = rewards.double()
     graded = ~rewards.isnan()
-    lowest = rewards.new_full((_num_groups(group_index),), torch.inf)
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    lowest = rewards.new_full((num_groups,), torch.inf)
     lowest.scatter_reduce_(0, group_index, torch.where(graded, rewards, torch.inf), "amin")
     above = torch.where(graded, rewards - lowest[group_index], 0.0)
-    counts = _group_sum(graded.double(), group_index)[group_index]
-    means = _group_sum(above, group_index)[group_index] / counts.clamp(min=1)
+    counts = _sum_over_group(graded.double(), group_index)
+    means = _sum_over_group(above, group_index) / counts.clamp(min=1)
     return torch.where(graded, above - means, 0.0), counts
 
 
-def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [num_groups]
-    return values.new_zeros(_num_groups(group_index)).index_add_(0, group_index, values)
-
-
-def _num_groups(group_index: Tensor) -> int:
-    return int(group_index.max()) + 1 if len(group_index) else 0
+def _sum_over_group(values: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B]
+    """Return, for each sample, the sum of `values` over its group."""
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    return values.new_zeros(num_groups).index_add_(0, group_index, values)[group_index]

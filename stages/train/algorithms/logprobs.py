@@ -1,9 +1,9 @@
-"""Log-probs and entropy of the trained tokens, from hidden states, without ever holding logits for all of them.
+"""Compute log-probs and entropies of the trained tokens from hidden states, without materializing all logits at once.
 
-The output layer runs on a chunk of positions at a time inside activation checkpointing: forward keeps the hidden states alone,
-backward makes the chunk's logits again. A 152k vocabulary at 16k tokens would otherwise cost 10 GB for the float32 logits and as
-much again for their gradient. No softmax is kept either, but three sums per token (`softmax.py`). Vocabulary-parallel when a process
-group is given: its rank i holds the i-th slice.
+The LM head runs on one chunk of positions at a time under activation checkpointing: the forward pass keeps only the
+hidden states, and the backward pass recomputes the logits of a chunk. Without chunks, 16k tokens with a vocabulary of
+152k would need 10 GB for the float32 logits, and 10 GB for their gradient. Three sums per token are saved instead of
+the softmax. If a process group is given, the vocabulary is split over its ranks: rank i holds the i-th slice.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stages.train.algorithms.softmax import softmax_gradient, softmax_sums, widened
-
-Head = Callable[[Tensor], Tensor]  # hidden [t, H] -> logits [t, V / group size]
+LMHead = Callable[[Tensor], Tensor]  # hidden [t, H] -> logits [t, V / group size]
 
 
 def token_logprobs(
     hidden: Tensor,  # [N, H] at the position before each trained token
-    head: Head,
-    targets: Tensor,  # [N] the trained tokens
+    head: LMHead,
+    targets: Tensor,  # [N] ids of the trained tokens
     *,
     temperature: float = 1.0,
     chunk_size: int = 1024,
     group: dist.ProcessGroup | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [N] log-probs, [N] entropies; float32 or wider
-    """Log-probs of `targets`, and entropies of the whole distribution at `temperature`. With N = 0 the graph is still there."""
+    """Return the log-probs of `targets`, and the entropies of the full distributions, in nats, at `temperature`. The
+    results are part of the autograd graph even for N = 0."""
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)
+        logprobs, entropy = _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)
+        return logprobs, entropy
 
     chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
-    # backward begins with the last chunk: keeping its logits until then does not raise the peak
-    again = [torch.is_grad_enabled()] * (len(chunks) - 1) + [False]
-    pieces = [
-        checkpoint(one_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if recompute else one_chunk(h, t)
-        for (h, t), recompute in zip(chunks, again, strict=True)
+    # the backward pass begins with the last chunk: keeping its logits until then does not raise the peak memory
+    recompute = [torch.is_grad_enabled()] * (len(chunks) - 1) + [False]
+    results = [
+        checkpoint(one_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if again else one_chunk(h, t)
+        for (h, t), again in zip(chunks, recompute, strict=True)
     ]
-    logprobs, entropies = zip(*pieces, strict=True)
+    logprobs, entropies = zip(*results, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 class _LogProbs(torch.autograd.Function):
-    """log softmax(logits / temperature) at the targets, and the entropy, over a vocabulary that may be split over `group`."""
+    """Compute log softmax(logits / temperature) at the targets, and the entropy; `group` may split the vocabulary."""
 
     @staticmethod
     def forward(
@@ -63,40 +63,93 @@ class _LogProbs(torch.autograd.Function):
         local = targets - (0 if group is None else dist.get_rank(group) * columns)
         here = (local >= 0) & (local < columns)
         local = local.clamp(0, columns - 1)
-        at_target = torch.where(here, widened(logits.gather(-1, local[:, None])[:, 0], temperature), 0.0)
-        peak, total, weighted, at_target = _over_ranks(*softmax_sums(logits, temperature), at_target, group)
+        at_target = torch.where(here, _scale_logits(logits.gather(-1, local[:, None])[:, 0], temperature), 0.0)
+        max_x, sum_exp, sum_x_exp = softmax_sums(logits, temperature)
+        if group is not None:
+            max_x, sum_exp, sum_x_exp, at_target = _combine_vocab_slices(max_x, sum_exp, sum_x_exp, at_target, group)
 
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(logits, local, here, peak, total, entropy)
+        log_sum = sum_exp.log()
+        entropy = log_sum - sum_x_exp / sum_exp
+        ctx.save_for_backward(logits, local, here, max_x, sum_exp, entropy)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return at_target - peak - log_total, entropy
+        return at_target - max_x - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = onehot - p, d entropy / d logits = -p (log p + entropy), with p = exp(logits - peak) / total."""
-        logits, local, here, peak, total, entropy = ctx.saved_tensors
-        grad_logprobs, scale = grads[0], 1 / (ctx.temperature * total)
-        flat, tilted = -grad_logprobs * scale, None
+        """Return the gradients: d logprob / d logits = onehot - p, d entropy / d logits = -p (log p + entropy), with
+        p = exp(logits - max_x) / sum_exp."""
+        logits, local, here, max_x, sum_exp, entropy = ctx.saved_tensors
+        grad_logprobs, factor = grads[0], 1 / (ctx.temperature * sum_exp)
+        scale, slope = -grad_logprobs * factor, None
         if ctx.entropy_gradient:
-            tilted = -grads[1] * scale
-            flat = flat + tilted * (entropy - total.log())
+            slope = -grads[1] * factor
+            scale = scale + slope * (entropy - sum_exp.log())
         at_target = grad_logprobs * here / ctx.temperature
-        return softmax_gradient(logits, ctx.temperature, peak, flat, tilted, local, at_target), None, None, None, None
+        return softmax_gradient(logits, ctx.temperature, max_x, scale, slope, local, at_target), None, None, None, None
 
 
-def _over_ranks(
-    peak: Tensor, total: Tensor, weighted: Tensor, at_target: Tensor, group: dist.ProcessGroup | None
+def _combine_vocab_slices(
+    max_x: Tensor, sum_exp: Tensor, sum_x_exp: Tensor, at_target: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:  # [t] each
-    """The sums over this rank's slice of the vocabulary, put together with the other slices'."""
-    if group is None:
-        return peak, total, weighted, at_target
-    highest = peak.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    lower = peak - highest
-    share = lower.exp()
-    sums = torch.stack([total * share, (weighted + total * lower) * share, at_target])
+    """Combine the softmax sums of the ranks' vocabulary slices to those of the full vocabulary."""
+    global_max = max_x.clone()
+    dist.all_reduce(global_max, op=dist.ReduceOp.MAX, group=group)
+    shift = max_x - global_max
+    rescale = shift.exp()
+    sums = torch.stack([sum_exp * rescale, (sum_x_exp + sum_exp * shift) * rescale, at_target])
     dist.all_reduce(sums, group=group)
-    return highest, *sums
+    return global_max, *sums
+
+
+# ---- the two passes over logits; on a GPU each is one kernel, and only the gradient has the size of the logits -------
+
+
+def softmax_sums(
+    logits: Tensor,  # [t, V]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # [t] each, float32 or wider
+    """Return, with x = logits / temperature: max_x, sum_exp = sum exp(x - max_x), sum_x_exp = sum exp(x - max_x) (x -
+    max_x)."""
+    if _has_kernel(logits):
+        from penstock.stages.train.algorithms import softmax_kernels
+
+        return softmax_kernels.softmax_sums(logits, temperature)
+    x = _scale_logits(logits, temperature)
+    max_x = x.amax(-1)
+    x = x - max_x[:, None]
+    exp = x.exp()
+    return max_x, exp.sum(-1), x.mul_(exp).sum(-1)  # three times as fast as the einsum on a CPU
+
+
+def softmax_gradient(
+    logits: Tensor,  # [t, V]
+    temperature: float,
+    max_x: Tensor,  # [t]
+    scale: Tensor,  # [t]
+    slope: Tensor | None,  # [t]; None: zeros
+    columns: Tensor,  # [t] int64, one column of each row
+    at_columns: Tensor,  # [t] value that is added to the result at `columns`
+) -> Tensor:  # [t, V] in the dtype of logits, rounded once
+    """Return exp(x - max_x) (scale + slope (x - max_x)) + `at_columns` at `columns`, with x = logits / temperature."""
+    if _has_kernel(logits):
+        from penstock.stages.train.algorithms import softmax_kernels
+
+        return softmax_kernels.softmax_gradient(logits, temperature, max_x, scale, slope, columns, at_columns)
+    x = _scale_logits(logits, temperature) - max_x[:, None]
+    if slope is None:
+        gradient = x.exp_().mul_(scale[:, None])
+    else:
+        gradient = x.exp() * (scale[:, None] + slope[:, None] * x)
+    return gradient.scatter_add_(-1, columns[:, None], at_columns[:, None]).to(logits.dtype)
+
+
+def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature in float32 or wider; may be `logits` itself."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide / temperature
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64

@@ -1,4 +1,6 @@
-"""The models that SGLang serves on a machine without CUDA: `launch.py` names this package in SGLANG_EXTERNAL_MODEL_PACKAGE.
+"""The model classes that SGLang imports on a machine without CUDA; `launch.py` sets SGLANG_EXTERNAL_MODEL_PACKAGE to
+this package.
 
-SGLang then imports these instead of all its 200 models, and looks among the others only for an architecture that is not here.
+SGLang then imports only these classes at the start instead of all its 200 model files. It imports the others only for
+an architecture that this package does not define.
 """

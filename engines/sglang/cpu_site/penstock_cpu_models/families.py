@@ -1,9 +1,11 @@
-"""SGLang's own classes of the families that Penstock converts, and what two of its CPU paths need for latent attention (MLA).
+"""SGLang's unchanged classes of the model families that Penstock supports, and two patches for multi-head latent
+attention (MLA) on CPU.
 
-The classes are unchanged. Without Intel's AMX kernels SGLang 0.5.21 serves the MLA families on CPU but for two places, put right
-here; both were seen with tiny models whose log-probs then equal transformers' (`tests/engines/test_sglang_families.py`).
+Without Intel's AMX kernels SGLang 0.5.21 fails in two places for the MLA families; both are patched here. With the
+patches the log-probs of tiny models are equal to those of transformers (`tests/engines/test_sglang_families.py`).
 """
 
+import inspect
 from typing import Any
 
 from sglang.srt.layers.rotary_embedding import factory
@@ -28,28 +30,27 @@ EntryClass = [  # the name that SGLang looks for
     DeepseekV3ForCausalLM,
 ]
 
-# A prompt without a cached prefix would go through full heads (MHA), whose keys never reach the cache that the backend reads:
-# scaled_dot_product_attention fails with "Expected size for first two dimensions of batch2 tensor". Through the latent cache
-# (absorbed MLA), as decoding and cached prefixes go anyway, it is right.
-attention_backend_handler.AttentionBackendRegistry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)
+# Patch 1: use absorbed MLA, as for decoding and cached prefixes, also for a prompt without a cached prefix. There
+# SGLang uses full heads (MHA), whose keys are not written to the KV cache that the torch_native backend reads, and
+# scaled_dot_product_attention fails with "Expected size for first two dimensions of batch2 tensor".
+attention_backend_handler.AttentionBackendRegistry.register(
+    "torch_native", attention_backend_handler._dispatch_mla_subtype
+)
 
-_yarn_only = factory.get_rope_cpu
-
-
-def _rope_on_cpu(
-    head_size: int,
-    rotary_dim: int,
-    max_position: int,
-    base: int,
-    is_neox_style: bool = True,
-    rope_scaling: dict[str, Any] | None = None,
-    dtype: Any = None,
-    partial_rotary_factor: float = 1.0,
-    device: str | None = None,
-) -> Any:
-    """SGLang's rotation for MLA on CPU asserts YaRN; a model without it (Moonlight) takes the one that every other model takes."""
-    common = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
-    return factory.get_rope(*common) if rope_scaling is None else _yarn_only(*common, device)
+yarn_only = factory.get_rope_cpu
+signature = inspect.signature(yarn_only)
 
 
-factory.get_rope_cpu = _rope_on_cpu
+def rope_on_cpu(*args: Any, **kwargs: Any) -> Any:
+    """Return the RoPE module of an MLA model on CPU (patch 2).
+
+    SGLang's `get_rope_cpu` supports only YaRN; for a model without RoPE scaling (Moonlight) `get_rope` is used.
+    """
+    call = signature.bind(*args, **kwargs)
+    if call.arguments.get("rope_scaling") is not None:
+        return yarn_only(*args, **kwargs)
+    call.arguments.pop("device", None)
+    return factory.get_rope(*call.args, **call.kwargs)
+
+
+factory.get_rope_cpu = rope_on_cpu

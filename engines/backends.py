@@ -1,0 +1,120 @@
+"""The interface of a generation backend (`EngineBackend`), and the table of the available backends.
+
+To add an engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`), `EngineClient`
+and `EngineServer`, and add a row to `BACKENDS`. Placement, supervision, restarts and external engines are shared by all
+backends (`engines/serving`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.engines.generation import EngineClient, EngineUrls
+
+if TYPE_CHECKING:
+    from penstock.engines.options import EngineOptions
+    from penstock.engines.serving.server import EngineServer
+    from penstock.storage.samples.routed_experts import ExpertsFormat
+
+BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}
+
+
+class RequestRouter(Protocol):
+    """A load balancer in front of the engines: a context manager that starts and stops the router's process."""
+
+    def __enter__(self) -> RequestRouter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def set_backends(self, urls: list[str]) -> None:
+        """Replace the list of engines to which the router sends requests.
+
+        Args:
+            urls: addresses of the live engines.
+        """
+
+    def address(self) -> str | None:
+        """Return the router's address, or None while the router cannot accept requests."""
+
+
+class EngineBackend(ABC):
+    """One engine implementation: creates clients, servers and routers, and checks options."""
+
+    @abstractmethod
+    def connect(
+        self,
+        urls: EngineUrls,
+        timeout: float = 600,
+        *,
+        experts: ExpertsFormat | None = None,
+        router: Callable[[], str | None] | None = None,
+    ) -> EngineClient:
+        """Return a client of the engines at these addresses.
+
+        Args:
+            urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function,
+                a request whose engine died waits for a live engine and is sent again.
+            timeout: seconds for one request, including the time spent waiting for an engine.
+            experts: if given, request the routed expert ids of every token and encode them in this format.
+            router: if given, returns the address of the router, which generation requests are sent to instead of
+                directly to an engine.
+        """
+
+    @abstractmethod
+    def server_class(self) -> type[EngineServer]:
+        """Return the class that runs one server process."""
+
+    @abstractmethod
+    def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
+        """Return the server's flags: `options.spec.args` and the flags that other options imply.
+
+        Raises:
+            EngineError: an option needs a server flag that the installed engine does not have.
+            OptionError: an option needs GPUs, but `has_gpus` is False.
+        """
+
+    @abstractmethod
+    def router(self, options: EngineOptions) -> RequestRouter | None:
+        """Return a router that has not been started, or None if no router is configured."""
+
+    @abstractmethod
+    def check_options(self, options: EngineOptions) -> None:
+        """Check the options before anything is started.
+
+        Raises:
+            EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
+        """
+
+    @abstractmethod
+    def check_external(self, url: str, model_path: str) -> None:
+        """Check that the external engine at `url` can load the weights of the model in `model_path`.
+
+        Raises:
+            EngineError: the engine serves a different model.
+            RuntimeError: the engine's release is too old.
+        """
+
+    @abstractmethod
+    def biased_sampling(self, params: Mapping[str, Any]) -> list[str]:
+        """Return the sampling parameters, as `name=value`, with which the engine samples from a distribution that
+        differs from the distribution of the returned log-probs."""
+
+
+@cache
+def engine_backend(name: str = "sglang") -> EngineBackend:
+    """Return the generation backend that `BACKENDS` lists under `name`."""
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: EngineBackend = getattr(importlib.import_module(module), cls)()
+    return backend
+
+
+def connect(urls: EngineUrls, timeout: float = 600, **options: Any) -> EngineClient:
+    """Return a client of the engines at `urls`, from the default backend. Arguments as in `EngineBackend.connect`."""
+    return engine_backend().connect(urls, timeout, **options)

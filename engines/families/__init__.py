@@ -1,0 +1,159 @@
+"""Model families: reading a `config.json`, and the mapping between Hugging Face and Megatron tensors.
+
+A new family is one file that defines a `Family` and is listed in FAMILIES, or an external file (`--model-family-path`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
+from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary
+from penstock.engines.families.external import load_family
+from penstock.engines.families.family import Family
+from penstock.engines.families.glm4 import GLM, GLM4
+from penstock.engines.families.glm4_moe import GLM4_MOE
+from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
+from penstock.engines.families.ops import Layout
+from penstock.engines.families.qwen3_moe import QWEN3_MOE
+from penstock.engines.families.shape import ModelShape
+from penstock.storage.errors import ModelError, PenstockError, PluginError
+
+FAMILIES = {  # architecture -> family
+    family.architecture: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3)
+}
+MAX_EXPERT_MATRICES = 1_000_000  # upper limit of (number of layers) x (experts per layer)
+
+
+def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
+    """Return the model shape that the config.json of a Hugging Face directory describes.
+
+    Args:
+        directory: Hugging Face directory with config.json.
+        family_path: `--model-family-path`, the file or module of an external family; None: built-in families only.
+
+    Raises:
+        ModelError: config.json is missing, names an unknown architecture, or has an entry that Penstock does not
+            support.
+        PluginError: the external family fails to import or to read config.json.
+    """
+    path = Path(directory) / "config.json"
+    return shape_of(read_config(path), str(path), family_path)
+
+
+def shape_of(values: dict[str, Any], source: str = "config.json", family_path: str | None = None) -> ModelShape:
+    """Return the model shape that the entries of a config.json describe; error messages name `source`, the path of the
+    file. Raises as `read_shape`."""
+    architecture = (ConfigEntries(values, source, {})["architectures"] or ["none"])[0]
+    external = load_family(family_path) if family_path else None
+    families = FAMILIES | ({external.architecture: external} if external else {})
+    if architecture not in families:
+        raise ModelError(
+            f"{source} names the architecture {architecture!r}; Penstock converts {', '.join(families)}: use a "
+            "checkpoint of one of these, or add the family with --model-family-path"
+        )
+    family = families[architecture]
+    config = ConfigEntries(values, source, family.defaults, family.entry_types)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    fields: dict[str, Any] = dict(
+        architecture=architecture,
+        family=family.name,
+        family_path=family_path if family is external else None,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=config["num_key_value_heads"] or heads,
+        head_dim=config["head_dim"] or hidden // heads,
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        norm_epsilon=config["rms_norm_eps"],
+        qk_layernorm=False,
+        qkv_bias=False,
+        tied_embeddings=bool(config["tie_word_embeddings"]),
+    )
+    refuse_unsupported(config, architecture)
+    model_type = config["model_type"]
+    owners = {name: other.architecture for other in families.values() for name in other.model_types}
+    if owners.get(model_type, architecture) != architecture:
+        config.refuse(
+            f"model_type {model_type!r} and architecture {architecture!r}",
+            "which contradict each other",
+            "correct config.json",
+        )
+    try:
+        fields |= family.read(config)
+        if "rotary" not in fields:
+            fields["rotary"] = rotary(config)
+        shape = ModelShape.model_validate(fields, extra="forbid")
+    except Exception as error:
+        if family is not external or isinstance(error, PenstockError):
+            raise
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+        raise PluginError(
+            f"--model-family-path {family_path} fails to read {source} ({reason}): correct the family's `read` function"
+        ) from error
+    if shape.experts and shape.experts.num_dense_layers >= shape.num_layers:
+        shape = shape.model_copy(update={"experts": None})  # every layer is dense
+    _check_sizes(shape, config)
+    return shape
+
+
+def family_of(shape: ModelShape) -> Family:
+    """Return the family of a model shape.
+
+    Raises:
+        ModelError: this version of Penstock does not have the family.
+    """
+    if shape.family_path:
+        return load_family(shape.family_path)
+    for family in FAMILIES.values():
+        if family.name == shape.family:
+            return family
+    known = ", ".join(family.name for family in FAMILIES.values())
+    raise ModelError(
+        f"model family {shape.family!r} is unknown; Penstock has {known}: use a checkpoint of one of these"
+    )
+
+
+def layout_for(shape: ModelShape) -> Layout:
+    """Return the tensor table of a model of this shape. Raises ModelError if its family is unknown."""
+    return Layout(shape, family_of(shape).rows(shape))
+
+
+def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
+    """Raise ModelError if sizes in config.json contradict each other."""
+    if not shape.head_dim:
+        config.refuse(
+            f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",
+            "which make head_dim zero",
+            "correct config.json",
+        )
+    if shape.num_attention_heads % shape.num_query_groups:
+        config.refuse(
+            f"num_attention_heads {shape.num_attention_heads} and num_key_value_heads {shape.num_query_groups}",
+            "but the first must be a multiple of the second",
+            "correct config.json",
+        )
+    rotated = (shape.latent.qk_rope_head_dim if shape.latent else shape.head_dim) * shape.rotary.fraction
+    if rotated % 2:
+        config.refuse(
+            f"RoPE on {rotated:g} dimensions of a head",
+            "but RoPE rotates pairs, so this number must be even",
+            "correct head_dim or partial_rotary_factor",
+        )
+    if experts := shape.experts:
+        if shape.num_layers * experts.num_experts > MAX_EXPERT_MATRICES:
+            config.refuse(
+                f"{experts.num_experts} experts in {shape.num_layers} layers",
+                f"but layers x experts must be at most {MAX_EXPERT_MATRICES:,}",
+                "correct config.json",
+            )
+        if experts.top_k > experts.num_experts // experts.num_groups * experts.top_groups:
+            config.refuse(
+                f"num_experts_per_tok {experts.top_k}",
+                "which exceeds the number of experts that routing can select",
+                "correct config.json",
+            )

@@ -1,0 +1,315 @@
+"""Read the entries of a Hugging Face `config.json`: check types, apply defaults, read RoPE settings, and refuse values
+that Penstock does not support. Imports neither torch nor transformers, because preflight checks read configs too.
+
+An unsupported entry raises a ModelError. It is never ignored, because Penstock would then train a different model
+without any error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.engines.families.shape import Llama3Scaling, Rotary, YarnScaling
+from penstock.storage.errors import ModelError
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
+LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
+LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
+MAX_LAYERS = 10_000
+EntryType = tuple[str, Callable[[Any], bool]]  # description of valid values, and the check of a value
+
+
+def count(low: int, high: int = LARGEST) -> EntryType:
+    """Return the entry type of an integer between `low` and `high`, both included."""
+    upper = f" and at most {high}" if high < LARGEST else ""
+    return f"an integer of at least {low}{upper}", lambda value: type(value) is int and low <= value <= high
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < LARGEST_NUMBER
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+NUMBER: EntryType = ("a number", lambda value: type(value) in (int, float) and abs(value) < LARGEST_NUMBER)
+POSITIVE: EntryType = ("a positive number", _is_positive)
+FRACTION: EntryType = ("a number above 0 and at most 1", lambda value: _is_positive(value) and value <= 1)
+FLAG: EntryType = ("true or false", lambda value: type(value) is bool)
+TEXT: EntryType = ("a string", lambda value: isinstance(value, str))
+TABLE: EntryType = ("an object", lambda value: isinstance(value, dict))
+TEXTS: EntryType = ("a list of strings", _is_list_of(lambda item: isinstance(item, str)))
+LAYERS: EntryType = ("a list of layer numbers", _is_list_of(lambda item: type(item) is int and item >= 0))
+
+TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQUIRED
+    "num_hidden_layers": count(1, MAX_LAYERS),
+    **dict.fromkeys(
+        (
+            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "max_position_embeddings", "original_max_position_embeddings", "moe_intermediate_size",
+            "num_experts_per_tok", "n_routed_experts", "num_local_experts", "q_lora_rank", "kv_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        ),
+        count(1),
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_group",
+            "topk_group", "decoder_sparse_step", "max_window_layers", "sliding_window",
+        ),
+        count(0),
+    ),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+    "partial_rotary_factor": FRACTION,
+    **dict.fromkeys(
+        (
+            "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_qk_norm",
+            "rope_interleave", "is_causal",
+        ),
+        FLAG,
+    ),
+    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method", "rope_type", "type", "model_type"), TEXT),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types"), TEXTS),
+    "mlp_only_layers": LAYERS,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
+}  # fmt: skip
+
+REQUIRED = {  # entries that must not be null: transformers has no default for them either
+    "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+    "max_position_embeddings", "rms_norm_eps", "hidden_act", "moe_intermediate_size", "num_experts_per_tok",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "routed_scaling_factor",
+    "is_causal",
+}  # fmt: skip
+
+# Entries of other architectures -> the only value besides null that has no effect; other values are refused.
+# transformers ignores these entries for the architectures supported here, but SGLang applies some to any architecture.
+FOREIGN: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "final_logit_softcapping", "attn_logit_softcapping", "attn_logit_cap", "query_pre_attn_scalar",
+            "attention_multiplier", "attention_chunk_size", "swiglu_limit", "index_topk", "compression_config",
+            "sparse_attention_config", "clip_qkv",
+        ),
+        None,
+    ),
+    **dict.fromkeys(
+        (
+            "logit_scale", "logits_scaling", "final_logits_scaling", "output_multiplier_scale", "embedding_multiplier",
+            "embedding_multiplier_scale", "scale_emb", "lm_head_multiplier", "residual_multiplier", "mup_width_scale",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "alibi", "use_alibi", "use_mup", "parallel_residual", "use_parallel_residual", "learnable_sink",
+            "add_swa_attention_sink_bias", "add_full_attention_sink_bias", "mla_nope", "use_mla_nope",
+            "use_ngram_embedding", "is_encoder_decoder", "add_cross_attention", "bidirectional",
+            "use_bidirectional_attention", "bias",
+        ),
+        False,
+    ),
+    "rope_is_neox_style": True,
+}  # fmt: skip
+
+# name in hub checkpoints -> name that transformers 5 writes
+SPELLINGS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json.
+
+    Raises:
+        ModelError: the file is missing or does not contain a JSON object. If its directory looks like a Hugging Face
+            hub id, the message has the download command.
+    """
+    directory, here = path.parent, Path.cwd()
+    hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
+    if HUB_ID.fullmatch(hub_id) and not directory.parent.exists():
+        raise ModelError(
+            f"{hub_id} is not a directory and Penstock does not download models: run `hf download {hub_id} --local-dir "
+            f"{directory.name}` and give --hf-checkpoint {directory.name}"
+        )
+    if not path.exists():
+        raise ModelError(
+            f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
+            "tokenizer)"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}): make it a readable file") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
+    return values
+
+
+class ConfigEntries:
+    """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
+    entry it returns the family's default, or None without a default.
+
+    Args:
+        values: parsed config.json.
+        source: path of config.json, for error messages.
+        defaults: values of absent entries, equal to the defaults of transformers' config class.
+        types: types of entries that only this family has.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], source: str, defaults: dict[str, Any], types: dict[str, EntryType] | None = None
+    ) -> None:
+        self.values, self.source, self.defaults = values, source, defaults
+        self.types = TYPES | (types or {})
+
+    def __getitem__(self, name: str) -> Any:
+        other = SPELLINGS.get(name, name)
+        if name in self.values and other in self.values and self.values[name] != self.values[other]:
+            both = f"{name} {shown(self.values[name])} and {other} {shown(self.values[other])}"
+            self.refuse(both, "which contradict each other", "correct config.json")
+        value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
+        return self.checked(name, value) if name in self.values or other in self.values else value
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return `value` if the entry `name` may have it.
+
+        Raises:
+            ModelError: the value has the wrong type or is out of range.
+        """
+        needed, fits = self.types.get(name, ("", lambda value: True))
+        if name in REQUIRED if value is None else not fits(value):
+            self.refuse(f"{name} {shown(value)}", f"but this entry must be {needed}", "correct config.json")
+        return value
+
+    def refuse(self, found: str, needed: str, do: str = "use another checkpoint") -> NoReturn:
+        """Raise the ModelError "{source} says {found}, {needed}: {do}"."""
+        raise ModelError(f"{self.source} says {found}, {needed}: {do}")
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON, truncated to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
+    """Return the RoPE settings of a config.json. They are the entries `rope_theta` and `rope_scaling` or, since
+    transformers 5, `rope_parameters`.
+
+    Args:
+        config: entries of the model's config.json.
+        fraction: fraction of each head's dimensions that this architecture rotates; below 1, the entry
+            `partial_rotary_factor` overrides it.
+        interleaved: whether RoPE rotates adjacent dimensions (0, 1), (2, 3), ...; see `Rotary`.
+    """
+    settings = config["rope_scaling"] or config["rope_parameters"] or {}
+    if any(isinstance(value, dict) for value in settings.values()):
+        config.refuse(
+            f"rope_parameters for {', '.join(settings)}",
+            "but Penstock supports only the same RoPE in all layers",
+        )
+
+    def setting(name: str) -> Any:
+        top, inner = config[name], config.checked(name, settings[name]) if name in settings else None
+        if top is not None and inner is not None and top != inner:
+            config.refuse(
+                f"{name} {top} at the top level and {inner} in the RoPE settings",
+                "which contradict each other",
+                "correct config.json",
+            )
+        return top if inner is None else inner
+
+    factor = setting("partial_rotary_factor")
+    if factor not in (None, fraction) and fraction == 1:
+        config.refuse(f"partial_rotary_factor {factor}", "but Penstock supports only 1 for this architecture")
+    return Rotary(
+        base=setting("rope_theta") or 10000.0,
+        fraction=fraction if factor is None else factor,
+        interleaved=interleaved,
+        scaling=_rope_scaling(config, settings),
+    )
+
+
+def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scaling | YarnScaling | None:
+    def setting(name: str) -> Any:
+        return config.checked(name, settings[name]) if name in settings else None
+
+    kind = setting("rope_type") or setting("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "yarn"):
+        config.refuse(f"rope_type {kind!r}", "but Penstock supports only 'default', 'llama3' and 'yarn'")
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    if missing := [name for name in needed if setting(name) is None]:
+        config.refuse(f"rope_type {kind!r} without {missing[0]}", "which this rope_type needs", f"add {missing[0]}")
+    # transformers 5.12.1 (`standardize_rope_params`): the top-level entry takes precedence over the RoPE settings
+    inner, top = setting("original_max_position_embeddings"), config["original_max_position_embeddings"]
+    original = top or inner or config["max_position_embeddings"]
+    if kind == "llama3":
+        return Llama3Scaling(**{name: settings[name] for name in needed}, original_max_positions=original)
+    if settings.get("attention_factor") is not None or not settings.get("truncate", True):
+        config.refuse(
+            "attention_factor or truncate in the YaRN settings",
+            "but Penstock computes the attention factor and always truncates the correction range",
+        )
+    return YarnScaling(
+        factor=settings["factor"],
+        original_max_positions=original,
+        beta_fast=setting("beta_fast") or 32.0,
+        beta_slow=setting("beta_slow") or 1.0,
+        mscale=setting("mscale") or 0.0,  # if either is absent, the attention factor depends on `factor` only
+        mscale_all_dim=setting("mscale_all_dim") or 0.0,
+    )
+
+
+def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
+    """Check the entries that any architecture may have for values that Penstock does not support.
+
+    Raises:
+        ModelError: naming the first unsupported entry.
+    """
+    if config["is_causal"] is False:
+        config.refuse("is_causal false", "but Penstock supports only causal attention", "use a decoder-only checkpoint")
+    if (config["hidden_act"] or "silu") != "silu":
+        config.refuse(f"hidden_act {config['hidden_act']!r}", "but Penstock supports only 'silu'")
+    layers, kinds = config["num_hidden_layers"], config["layer_types"]
+    if kinds is not None and len(kinds) != layers:
+        config.refuse(
+            f"{len(kinds)} layer_types and num_hidden_layers {layers}",
+            "which contradict each other",
+            "correct config.json",
+        )
+    full_attention = "but Penstock supports only full attention"
+    if windows := [kind for kind in kinds or () if kind != "full_attention"]:
+        config.refuse(f"layer_types with {windows[0]!r}", full_attention)
+    if config["dual_chunk_attention_config"]:
+        config.refuse(
+            "dual_chunk_attention_config", full_attention, "remove it if no sequence exceeds max_position_embeddings"
+        )
+    for name, neutral in FOREIGN.items():
+        if config[name] not in (None, neutral):
+            config.refuse(f"{name} {shown(config[name])}", f"which Penstock does not support for {architecture}")
+
+
+def refuse_sliding_windows(config: ConfigEntries) -> None:
+    """Raise ModelError if a layer has sliding-window attention. `max_window_layers` may disable it in all layers."""
+    full = config["max_window_layers"] or 0  # number of first layers without a window; 0 if absent (Qwen3-MoE)
+    if config["use_sliding_window"] and config["sliding_window"] is not None and config["num_hidden_layers"] > full:
+        config.refuse(
+            "use_sliding_window true",
+            "but Penstock supports only full attention",
+            "set it to false if no sequence exceeds the window",
+        )
+
+
+def refuse_attention_bias(config: ConfigEntries) -> None:
+    """Raise ModelError if attention projections have biases."""
+    if config["attention_bias"]:
+        config.refuse("attention_bias true", "but Penstock does not support attention biases for this architecture")

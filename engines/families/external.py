@@ -1,0 +1,52 @@
+"""Load an external model family: `--model-family-path FILE.py`, or the name of a module that Python can import. Loading
+executes its code."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from penstock.engines.families.family import Family
+from penstock.storage.errors import PluginError
+
+
+def load_family(path: str) -> Family:
+    """Import a Python file or module and return its `FAMILY`. Its code is executed once per process.
+
+    Raises:
+        PluginError: the file or module does not exist, fails to import, or does not define FAMILY.
+    """
+    family = getattr(_import_module(path), "FAMILY", None)
+    if not isinstance(family, Family):
+        raise PluginError(f"--model-family-path {path} does not define FAMILY: add `FAMILY = Family(...)`")
+    return family
+
+
+def source_hash(path: str) -> str:
+    """Return a hash of the source code of a family's file or module. Converted models are named by it, because a
+    changed tensor table changes the converted model."""
+    file = _import_module(path).__file__
+    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
+
+
+@cache
+def _import_module(path: str) -> ModuleType:
+    try:
+        if not path.endswith(".py"):
+            return importlib.import_module(path)
+        name = f"penstock_family_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses need the module in sys.modules
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise PluginError(
+            f"--model-family-path {path} fails to import ({reason}): give a Python file or module that defines FAMILY"
+        ) from error

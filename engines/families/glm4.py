@@ -1,0 +1,54 @@
+"""GLM-4 (9B, GLM-Z1-9B, 32B) and the older GLM: gate and up projections fused into one tensor, interleaved RoPE on half
+of each head. GLM-4 adds sandwich norms; the 32B model has no QKV biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engines.families.entries import ConfigEntries, rotary
+from penstock.engines.families.family import Family
+from penstock.engines.families.ops import TensorRow
+from penstock.engines.families.rows import attention, embeddings, layer_row, norms
+from penstock.engines.families.shape import ModelShape
+
+
+def read_glm(config: ConfigEntries) -> dict[str, Any]:
+    """Return the `ModelShape` fields of an older GLM's config.json."""
+    return {"qkv_bias": bool(config["attention_bias"]), "rotary": rotary(config, fraction=0.5, interleaved=True)}
+
+
+def read_glm4(config: ConfigEntries) -> dict[str, Any]:
+    """Return the `ModelShape` fields of a GLM-4 config.json."""
+    return read_glm(config) | {"sandwich_norms": True}
+
+
+def rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table. Both formats fuse the gate and up projections in the same order."""
+    hidden, width = shape.hidden_size, shape.ffn_hidden_size
+    fused_mlp = [
+        layer_row(shape, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", (2 * width, hidden)),
+        layer_row(shape, "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, width)),
+    ]
+    sandwich = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight") if shape.sandwich_norms else ()
+    post_norms = [layer_row(shape, name, name, (hidden,)) for name in sandwich]
+    return [*embeddings(shape), *norms(shape), *attention(shape), *fused_mlp, *post_norms]
+
+
+_DEFAULTS = dict(
+    vocab_size=151552,
+    hidden_size=4096,
+    intermediate_size=13696,
+    num_hidden_layers=40,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1.5625e-07,
+    attention_bias=True,
+)
+GLM = Family(
+    name="glm", architecture="GlmForCausalLM", model_types=("glm",), defaults=_DEFAULTS, read=read_glm, rows=rows
+)
+GLM4 = Family(
+    name="glm4", architecture="Glm4ForCausalLM", model_types=("glm4",), defaults=_DEFAULTS, read=read_glm4, rows=rows
+)

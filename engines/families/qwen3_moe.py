@@ -1,0 +1,60 @@
+"""Qwen3-MoE: Qwen3 with experts in every layer, routed by softmax, without shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engines.families.entries import ConfigEntries
+from penstock.engines.families.family import Family
+from penstock.engines.families.llama import read_qwen3
+from penstock.engines.families.shape import Experts
+
+
+def read(config: ConfigEntries) -> dict[str, Any]:
+    """Return the `ModelShape` fields of a Qwen3-MoE config.json. Dense layers must come before all layers with
+    experts."""
+    dense = sorted(config["mlp_only_layers"] or [])
+    if config["decoder_sparse_step"] != 1:
+        config.refuse(
+            f"decoder_sparse_step {config['decoder_sparse_step']}",
+            "but Penstock supports only 1 (experts in every layer after the dense layers)",
+        )
+    if dense != list(range(len(dense))):
+        config.refuse(
+            f"mlp_only_layers {dense}", "but Penstock supports dense layers only before all layers with experts"
+        )
+    if not config["num_experts"]:
+        config.refuse(f"num_experts {config['num_experts']}", "but this architecture needs at least one expert")
+    experts = Experts(
+        num_experts=config["num_experts"],
+        top_k=config["num_experts_per_tok"],
+        ffn_hidden_size=config["moe_intermediate_size"],
+        num_dense_layers=len(dense),
+        normalized=bool(config["norm_topk_prob"]),
+    )
+    return read_qwen3(config) | {"experts": experts}
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    model_types=("qwen3_moe",),
+    defaults=dict(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        sliding_window=4096,
+        decoder_sparse_step=1,
+        moe_intermediate_size=768,
+        num_experts_per_tok=8,
+        num_experts=128,
+        norm_topk_prob=False,
+    ),
+    read=read,
+    expert_entries=lambda num_dense, num_layers: {"mlp_only_layers": list(range(num_dense))},
+)

@@ -1,0 +1,159 @@
+"""The shape of a model: sizes, layer variants, and numbers of parameters and FLOPs. Does not import torch.
+
+`penstock.engines.families.read_shape` returns the shape of a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Component(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Llama3Scaling(_Component):
+    """Llama 3.1's scaling of long RoPE wavelengths (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+class YarnScaling(_Component):
+    """YaRN (Peng et al. 2023), with DeepSeek's mscale."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0  # used only if mscale_all_dim is set too; 0: absent from config.json
+    mscale_all_dim: float = 0.0
+
+
+class Rotary(_Component):
+    """Rotary position embedding (Su et al. 2021)."""
+
+    base: float  # Hugging Face's rope_theta
+    fraction: float = 1.0  # fraction of each head's dimensions that are rotated, starting with the first
+    interleaved: bool = False  # rotate the pairs (0, 1), (2, 3), ... instead of (i, i + half)
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+
+class LatentAttention(_Component):
+    """Multi-head latent attention (DeepSeek-V2). Each query and key head has `qk_nope_head_dim + qk_rope_head_dim`
+    dimensions."""
+
+    q_lora_rank: int | None  # None: no low-rank projection of queries
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class Experts(_Component):
+    """A mixture of experts in place of the dense MLP."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int  # of one routed expert
+    shared_ffn_hidden_size: int = 0  # sum over all shared experts
+    num_dense_layers: int = 0  # number of first layers, with a dense MLP of ModelShape.ffn_hidden_size
+    score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
+    normalized: bool = True  # divide the scores of the top-k experts by their sum
+    bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
+    num_groups: int = 1  # top-k selects from the best `top_groups` of these groups only
+    top_groups: int = 1
+    scaling: float = 1.0  # factor of the routed experts' summed output
+
+
+class ModelShape(BaseModel):
+    """A decoder-only transformer, described in Megatron-core's terms."""
+
+    model_config = ConfigDict(frozen=True)
+
+    architecture: str  # exact entry of config.json's `architectures`
+    family: str  # `Family.name`
+    family_path: str | None = Field(
+        None, exclude_if=lambda path: path is None
+    )  # --model-family-path of an external family
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int  # of queries and keys
+    vocab_size: int
+    max_position_embeddings: int
+    rotary: Rotary
+    norm_epsilon: float
+    qk_layernorm: bool  # RMSNorm of each query and key head; True for latent attention, which normalizes its latents
+    qkv_bias: bool
+    tied_embeddings: bool
+    sandwich_norms: bool = False  # also normalize the outputs of attention and MLP, before the residual add (GLM-4)
+    latent: LatentAttention | None = None  # None: grouped-query attention
+    experts: Experts | None = None  # None: every layer is dense
+    num_mtp_layers: int = 0  # multi-token prediction layers after the last layer; not trained
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters. Tied embeddings count once; multi-token prediction layers and frozen router corrections
+        are not counted."""
+        return self._num_parameters(self.experts.num_experts if self.experts else 0)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that are used for one token: all except the routed experts that are not in the top-k."""
+        return self._num_parameters(self.experts.top_k if self.experts else 0)
+
+    def train_flops(self, tokens: int, squared_lengths: int) -> float:
+        """Return the FLOPs of one forward and backward pass (Narayanan et al. 2021, without recomputation).
+
+        Args:
+            tokens: number of tokens.
+            squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of these token
+                pairs.
+        """
+        widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
+        attention = self.num_layers * self.num_attention_heads * widths * squared_lengths
+        return 6.0 * self._matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
+
+    def _num_parameters(self, num_experts: int) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self._matrix_weights(num_experts) + embedding + self.num_layers * self._vector_weights + self.hidden_size
+
+    def _matrix_weights(self, num_experts: int) -> int:
+        """Return the number of weights in the matrices that a token is multiplied with, including the LM head and
+        `num_experts` routed experts per layer."""
+        mlp = 3 * self.hidden_size
+        total = self.num_layers * self._attention_weights + self.vocab_size * self.hidden_size
+        if self.experts is None:
+            return total + self.num_layers * mlp * self.ffn_hidden_size
+        dense, experts = self.experts.num_dense_layers, self.experts
+        routed = self.hidden_size * experts.num_experts + mlp * num_experts * experts.ffn_hidden_size
+        mixture = routed + mlp * experts.shared_ffn_hidden_size
+        return total + dense * mlp * self.ffn_hidden_size + (self.num_layers - dense) * mixture
+
+    @property
+    def _attention_weights(self) -> int:
+        hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
+        if self.latent is None:
+            return hidden * (2 * queries + 2 * self.num_query_groups * self.head_dim)
+        latent, heads = self.latent, self.num_attention_heads
+        rank = latent.q_lora_rank
+        query = hidden * queries if rank is None else rank * (hidden + queries)
+        down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+        up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        return query + down + up + heads * latent.v_head_dim * hidden
+
+    @property
+    def _vector_weights(self) -> int:
+        """Number of weights in the norms and biases of one layer."""
+        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
+        if self.latent is not None:
+            return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
+        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
+        return norms + biases + (2 * self.head_dim if self.qk_layernorm else 0)

@@ -1,0 +1,163 @@
+"""The client interface of a generation engine: the only interface through which stages and flows call engines.
+
+An implementation is a package under `engines/`, for instance `engines/sglang`, with a row in `backends.BACKENDS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+Transport = Literal["tensor", "disk"]
+EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns the live engines'
+BUCKET_BYTES = 512 << 20
+
+
+class EngineGone(ConnectionError):
+    """An engine did not answer a call in time, or closed the connection during it."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One sampled response as returned by the engine. R: number of response tokens."""
+
+    token_ids: list[int]  # [R], including the end-of-sequence token if it was sampled
+    logprobs: list[float]  # [R], of the sampled tokens at the sampling temperature
+    finish_reason: FinishReason
+    weight_version: str  # of the weights that sampled the last token
+    first_weight_version: str  # of the first token; differs from the above if weights were updated in between
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    # Routed expert ids of all prompt and response tokens except the last one, encoded as in
+    # storage/samples/routed_experts.py; None if they were not requested.
+    routed_experts: bytes | None = None
+
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """How weights are transferred from the trainer to the engines.
+
+    tensor    engines copy from the trainer's memory: CUDA IPC on the same GPU, shared memory on CPU. Trainer and
+              engines must run on the same host with the same torch version.
+    disk      the trainer writes a Hugging Face directory and the engines load it. Needs a file system shared by trainer
+              and engines.
+    """
+
+    kind: Transport = "tensor"
+    model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
+    directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
+    bucket_bytes: int = BUCKET_BYTES
+
+
+OVER_MEMORY = WeightTransport()
+
+
+class EngineClient(ABC):
+    """Client of the engines of one run, which all serve the same policy version.
+
+    `generate`, `generate_each` and `abort` are coroutines: await all of them in the same event loop. `close` is a
+    coroutine, too. The other methods block and may be called from any thread. A client is an async context manager that
+    calls `close` on exit.
+    """
+
+    router: Callable[[], str | None] | None = None
+    """None without a router; otherwise a function that returns the router's address, or None while it is down."""
+
+    @property
+    @abstractmethod
+    def urls(self) -> list[str]:
+        """Return the addresses of the live engines.
+
+        Raises:
+            RuntimeError: an engine died after the allowed number of restarts; the message has the tail of its log.
+        """
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
+    ) -> list[Generation]:
+        """Sample `n` responses to one prompt; `session` and errors as in `generate_each`."""
+        return await self.generate_each([input_ids] * n, [sampling] * n, session=session)
+
+    @abstractmethod
+    async def generate_each(
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+    ) -> list[Generation]:
+        """Sample one response to each prompt, in one request. If the engine dies, the request is sent to another one.
+
+        Args:
+            prompts: token ids of each prompt.
+            samplings: sampling parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
+                `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`.
+            session: requests with the same session id go to the same engine while it is alive, to hit its prefix cache.
+
+        Raises:
+            EngineError: the engine rejected the request, for instance because the prompt is too long.
+            TimeoutError: there was no answer within the client's time limit.
+            ConnectionError: every try failed with a connection error or a retryable HTTP status.
+            RuntimeError: routed experts were requested, but the engine did not return them.
+        """
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Abort all requests of this client and return when all have ended. Requests of other clients continue.
+
+        The aborted requests, and all later requests of this client, return with finish reason "abort" and the tokens
+        generated so far. A request that was never sent returns no tokens and the weight version "".
+        """
+
+    @abstractmethod
+    def update_weights(
+        self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
+    ) -> None:
+        """Load weights into all engines; afterwards each engine reports `version` with every response.
+
+        Requests in flight are kept and continue with the new weights.
+
+        Args:
+            named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time.
+            version: policy version of the weights, `<run>/<number>`.
+            transport: how the weights are transferred.
+
+        Raises:
+            ConnectionError: an engine died or does not answer. The others report `updating:<version>` until the weights
+                are sent again.
+            RuntimeError: an engine rejected the weights.
+            EngineError: trainer and engines cannot use this transport.
+        """
+
+    @abstractmethod
+    def health(self, url: str, timeout: float = 30) -> bool:
+        """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check."""
+
+    @abstractmethod
+    def version(self, url: str, timeout: float = 30) -> str:
+        """Return the weight version that the engine at `url` reports.
+
+        Raises:
+            EngineGone: the engine does not answer.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Pause generation in all engines; requests in flight wait for `resume`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Resume generation in all engines after `pause`."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Close the connections; engines abort the requests that are in flight on them."""
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,147 @@
+"""Check that a model can be sharded with the requested parallel sizes, before any rank starts.
+
+Does not import torch, because preflight uses this module.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.storage.errors import LayoutError
+
+FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+TENSOR_FLAG, EXPERT_FLAG = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+
+
+def check_model_parallel(
+    shape: ModelShape,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Check that a model can be sharded with these tensor- and expert-parallel sizes.
+
+    Args:
+        shape: shape of the model.
+        tensor: tensor-parallel size.
+        expert: expert-parallel size.
+        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
+        sequence_parallel: whether sequence parallelism is used (each tensor-parallel rank has a part of the tokens in
+            norms and residuals).
+
+    Raises:
+        LayoutError: a size does not divide the model's dimensions, or sequence parallelism is needed.
+    """
+    experts = shape.experts
+    _check_divides(tensor, TENSOR_FLAG, shape.num_attention_heads, "attention heads")
+    if shape.latent is None and max(shape.num_query_groups, tensor) % min(shape.num_query_groups, tensor):
+        found = f"{TENSOR_FLAG} {tensor}, but the model has {shape.num_query_groups} key-value heads"
+        raise LayoutError(f"{found}: use a divisor or a multiple of {shape.num_query_groups}")
+    if experts is None or experts.num_dense_layers:
+        _check_divides(tensor, TENSOR_FLAG, shape.ffn_hidden_size, "rows of the MLP")
+    if experts is not None:
+        _check_divides(expert, EXPERT_FLAG, experts.num_experts, "experts")
+        _check_divides(tensor, TENSOR_FLAG, experts.shared_ffn_hidden_size, "rows of the shared experts")
+        ranks, flag = (tensor, TENSOR_FLAG)
+        if expert_tensor is not None:
+            ranks, flag = (expert_tensor, "--expert-tensor-parallel-size")
+        _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert")
+    elif expert > 1:
+        found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
+        raise LayoutError(f"{found}: drop the option")
+    if (experts or shape.latent) and tensor > 1 and not sequence_parallel:
+        found = f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism"
+        raise LayoutError(
+            f"{found} (otherwise the gradients of its replicated weights are not all-reduced): add --sequence-parallel"
+        )
+
+
+def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
+    """Raise LayoutError if `ranks`, the value of `flag`, does not divide the size of a dimension of the model."""
+    if size % ranks:
+        raise LayoutError(f"{flag} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
+
+
+def check_pipeline(
+    shape: ModelShape, pipeline: int = 1, virtual: int | None = None, megatron_options: dict[str, Any] | None = None
+) -> None:
+    """Check that the layers can be split over the pipeline stages.
+
+    Args:
+        shape: shape of the model.
+        pipeline: number of pipeline stages.
+        virtual: number of chunks per stage (interleaved schedule); None: one.
+        megatron_options: Megatron options in any spelling; only the options about the pipeline split are used.
+
+    Raises:
+        LayoutError: the layers cannot be split in this way; the message suggests flags with a valid split.
+        OptionError: an option is unknown to Megatron.
+    """
+    options = normalize_megatron_args(megatron_options or {})
+    if options.get("pipeline_model_parallel_layout"):
+        return  # Megatron checks this option itself
+    first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    extra = sum(bool(options.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    ends = [(flag, size) for flag, size in ((FIRST_STAGE_FLAG, first), (LAST_STAGE_FLAG, last)) if size is not None]
+    flags = " ".join(f"{flag} {size}" for flag, size in ends)
+    if ends and pipeline == 1:
+        raise LayoutError(
+            f"{flags} needs at least two pipeline stages: drop the option or raise --pipeline-model-parallel-size"
+        )
+    if ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)):
+        raise LayoutError(
+            f"{flags} must be positive and cannot be combined with --account-for-embedding-in-pipeline-split or "
+            "--account-for-loss-in-pipeline-split: drop one of the options"
+        )
+    stages = split_layers(shape.num_layers + extra, pipeline, first, last)
+    if stages is None or any(layers % (virtual or 1) for layers in stages):
+        sizes = f"--pipeline-model-parallel-size {pipeline}"
+        if virtual:
+            sizes += f" with --virtual-pipeline-model-parallel-size {virtual}"
+        found = f"{sizes} {flags}".strip() + f" cannot split the model's {shape.num_layers} layers"
+        raise LayoutError(f"{found} equally: {suggest_split(shape.num_layers, pipeline, virtual or 1)}")
+
+
+def split_layers(num_layers: int, pipeline: int, first: int | None = None, last: int | None = None) -> list[int] | None:
+    """Return the number of layers of every pipeline stage, or None if no equal split exists.
+
+    Args:
+        num_layers: number of layers of the model.
+        pipeline: number of stages.
+        first: number of layers of the first stage; None: equal to the middle stages.
+        last: number of layers of the last stage; None: equal to the middle stages.
+    """
+    ends = [size for size in (first, last) if size is not None]
+    rest, stages = num_layers - sum(ends), pipeline - len(ends)
+    if stages < 0 or (rest if stages == 0 else rest < stages or rest % stages):
+        return None
+    middle = [rest // stages] * stages if stages else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
+    """Return a hint with flags that split the layers, for an error message.
+
+    The first possible choice is used: another size of the last stage, which also has the head; other sizes of the first
+    and the last stage; another number of stages.
+    """
+    if pipeline > 1 and num_layers % virtual == 0:
+        sizes = range(virtual, num_layers + 1, virtual)
+        pairs = [(first, last) for first in sizes for last in sizes if abs(first - last) <= virtual]
+        ends_to_try = [*((None, last) for last in sizes), *pairs]
+        splits = [(split_layers(num_layers, pipeline, *ends), ends) for ends in ends_to_try]
+        fitting = [(split, ends) for split, ends in splits if split and not any(n % virtual for n in split)]
+        if fitting:
+            split, (first, last) = min(fitting, key=lambda entry: (max(entry[0]), entry[1][0] or 0, entry[1][1]))
+            flags = ("" if first is None else f"{FIRST_STAGE_FLAG} {first} ") + f"{LAST_STAGE_FLAG} {last}"
+            runs = [(len(list(run)), layers) for layers, run in groupby(split)]  # [8, 8, 8, 5] -> "3 x 8, 5"
+            counts = ", ".join(f"{count} x {layers}" if count > 1 else str(layers) for count, layers in runs)
+            return f"use {flags} (stages of {counts} layers)"
+    divisors = [size for size in range(1, num_layers + 1) if num_layers % (size * virtual) == 0]
+    if divisors:
+        return f"use one of {', '.join(map(str, divisors[:12]))} stages"
+    return "drop --virtual-pipeline-model-parallel-size"

@@ -1,0 +1,230 @@
+"""The layout of a model's parameters in a torch_dist checkpoint: keys, offsets and shapes, computed without reading
+weights.
+
+Checkpoint keys differ from parameter names: the tensors of all layers are stacked along a new first axis, gate and up
+projections are two slices, and norms have different keys in Megatron's local modules and in TransformerEngine's.
+TransformerEngine fuses a norm with the projection that follows, so the key of the norm's weight contains the
+projection's name. Megatron's local layers use the same keys, with two exceptions: in latent attention they use unfused
+keys, and for the norm before experts they use the fused key while TransformerEngine uses the unfused one.
+(megatron-core 0.16.1: models/gpt/gpt_layer_specs.py, models/gpt/moe_module_specs.py, transformer/moe/experts.py,
+transformer/multi_latent_attention.py, extensions/transformer_engine.py.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.checkpoints.safe_load import COMMON
+from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.options.model_options import training_args
+from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+
+MegatronNames = Literal["local", "te"]
+LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")  # no layer index: the tensor stacks all layers
+PRE_MLP_NORM, FUSED_PRE_MLP_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+LINEAR = re.compile(r"\.linear_\w+\.weight$")
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """A slice of a tensor in a checkpoint, and the slice of the model parameter that it stores. All tuples have one
+    entry per axis."""
+
+    key: str  # of the checkpoint tensor
+    offset: tuple[int, ...]  # in the checkpoint tensor; axes that stack layers or experts come first
+    sizes: tuple[int, ...]  # of the slice in the checkpoint tensor; 1 on the stacking axes
+    stored_shape: tuple[int, ...]  # of the whole checkpoint tensor
+    padded: bool  # whether the checkpoint tensor may have extra rows (vocabulary padding)
+    part: tuple[slice, ...]  # the slice of the full parameter, per axis
+
+    @property
+    def num_stacking_axes(self) -> int:
+        return len(self.sizes) - len(self.part)
+
+    def restacked(self, num_layers: int) -> ShardSlice:
+        """Return this slice in the other checkpoint form: a tensor that stacks all layers becomes one tensor per layer,
+        and vice versa."""
+        match = LAYER.match(self.key)
+        if match is None:
+            return self
+        layer, name = match.groups()
+        if layer is None:
+            return replace(
+                self,
+                key=f"decoder.layers.{self.offset[0]}.{name}",
+                offset=self.offset[1:],
+                sizes=self.sizes[1:],
+                stored_shape=self.stored_shape[1:],
+            )
+        return replace(
+            self,
+            key=f"decoder.layers.{name}",
+            offset=(int(layer), *self.offset),
+            sizes=(1, *self.sizes),
+            stored_shape=(num_layers, *self.stored_shape),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """The slices in a checkpoint of every parameter of a model."""
+
+    slices: dict[str, list[ShardSlice]]  # global parameter name -> its slices
+    te_keys: dict[str, str]  # key of Megatron's local modules -> key of TransformerEngine's
+    num_layers: int
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a parameter."""
+        return tuple(max(part.stop for part in parts) for parts in zip(*(piece.part for piece in self.slices[name])))
+
+    def all_slices(self) -> Iterator[ShardSlice]:
+        """Return an iterator over the slices of all parameters."""
+        return (piece for slices in self.slices.values() for piece in slices)
+
+    def with_names(self, names: MegatronNames) -> CheckpointLayout:
+        """Return this layout with the keys of `names`. The layout itself must have local names."""
+        if names == "local":
+            return self
+        return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
+
+    def as_stored(self, keys: Container[str]) -> CheckpointLayout:
+        """Return this layout with the keys that a checkpoint uses: local names or TransformerEngine's, layers stacked
+        or one tensor per layer. Slices without a key in the checkpoint are returned unchanged.
+
+        Args:
+            keys: keys of the checkpoint's tensors.
+        """
+        local_keys = {te: local for local, te in self.te_keys.items()}
+
+        def stored(piece: ShardSlice) -> ShardSlice:
+            for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
+                if key is not None:
+                    named = replace(piece, key=key)
+                    for candidate in (named, named.restacked(self.num_layers)):
+                        if candidate.key in keys:
+                            return candidate
+            return piece
+
+        return self._map_slices(stored)
+
+    def extra_states(self, names: MegatronNames) -> list[str]:
+        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
+        may have extra state.
+
+        Args:
+            names: names that this layout uses. Local modules need one object per projection. TransformerEngine's also
+                need one per norm and attention module, depending on the version: all of them are returned, because the
+                loader ignores superfluous ones.
+        """
+        keys = set()
+        for piece in self.all_slices():
+            modules = []
+            if LINEAR.search(piece.key) or (names == "te" and piece.key.endswith("layernorm.weight")):
+                modules.append(piece.key.removesuffix(".weight"))
+            if names == "te" and piece.key.endswith("self_attention.linear_proj.weight"):
+                modules.append(piece.key.replace("linear_proj.weight", "core_attention"))
+            stacked = piece.num_stacking_axes
+            offset, shape = piece.offset[:stacked] or (0,), piece.stored_shape[:stacked] or (1,)
+            shard = f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+            keys |= {f"{module}._extra_state/{shard}" for module in modules}
+        return sorted(keys)
+
+    def _map_slices(self, change: Any) -> CheckpointLayout:
+        slices = {name: [change(piece) for piece in pieces] for name, pieces in self.slices.items()}
+        return replace(self, slices=slices)
+
+
+def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:
+    """Return the checkpoint layout of a model of this shape, with local names. The function builds the model on the
+    meta device, for which it temporarily initializes process groups of one rank if there are none."""
+    with _single_rank():
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        from penstock.engines.megatron.model.gpt import build_meta_model
+
+        slices: dict[str, list[ShardSlice]] = {}
+        for name, entry in build_meta_model(shape).sharded_state_dict().items():
+            tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+            assert all(isinstance(tensor, ShardedTensor) for tensor in tensors), (
+                f"{name} is not saved as ShardedTensors"
+            )
+            slices[name] = [_to_shard_slice(tensor) for tensor in tensors]
+    te_keys = {piece.key: te_key(shape, piece.key) for pieces in slices.values() for piece in pieces}
+    return CheckpointLayout(slices, te_keys, shape.num_layers)
+
+
+def te_key(shape: ModelShape, key: str) -> str:
+    """Return TransformerEngine's key of the tensor that Megatron's local layers store under `key`."""
+    match = LAYER.match(key)
+    if match is None:
+        return key
+    layer, name = match.groups()
+    if shape.latent and name in LATENT_NORMS:
+        return key.removesuffix(name) + LATENT_NORMS[name]
+    if name not in (PRE_MLP_NORM, FUSED_PRE_MLP_NORM):
+        return key
+    has_experts = shape.experts is not None and (layer is None or int(layer) >= shape.experts.num_dense_layers)
+    return key.removesuffix(name) + (PRE_MLP_NORM if has_experts else FUSED_PRE_MLP_NORM)
+
+
+def write_common_files(directory: Path, shape: ModelShape) -> None:
+    """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
+
+    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments, and
+    whether layers are stacked.
+    """
+    import_megatron()
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    common = {
+        "args": argparse.Namespace(**training_args(shape)),
+        "iteration": 0,
+        "checkpoint_version": 3.0,
+        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": shape.experts is not None},
+    }
+    torch.save(common, directory / COMMON)
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _to_shard_slice(tensor: Any) -> ShardSlice:
+    """Convert a ShardedTensor of Megatron to a ShardSlice. With a single rank, its offset in the checkpoint tensor
+    equals its offset in the parameter."""
+    stacked = tensor.prepend_axis_num
+    return ShardSlice(
+        key=tensor.key,
+        offset=tuple(tensor.global_offset),
+        sizes=(1,) * stacked + tuple(tensor.local_shape),
+        stored_shape=tuple(tensor.global_shape),
+        padded=tensor.allow_shape_mismatch,
+        part=tuple(slice(at, at + size) for at, size in zip(tensor.global_offset[stacked:], tensor.local_shape)),
+    )
+
+
+@contextmanager
+def _single_rank() -> Iterator[None]:
+    """Initialize process groups of one rank, which Megatron needs to build a model. Existing process groups are
+    kept."""
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        init_parallel(0, 1, f"file://{directory}/world", threads=torch.get_num_threads(), backend="gloo")
+        try:
+            yield
+        finally:
+            shutdown_parallel()

@@ -1,0 +1,79 @@
+"""Make Megatron-core importable: every process must call `import_megatron()` before its first `import megatron.core`.
+
+The function accepts only the tested version of Megatron-core, applies `patches.py`, and on a machine without CUDA
+installs the import loader of `cpu_shim.py`, with which Megatron-core runs on the CPU. The module `torch` is not
+changed.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+
+from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_without_transformer_engine
+
+
+def import_megatron() -> None:
+    """Install an import hook that patches `megatron.core` when it is imported. A second call does nothing.
+
+    Raises:
+        RuntimeError: another version of megatron-core is installed, or megatron.core was imported before this call.
+    """
+    if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
+        return
+    installed = importlib.metadata.version("megatron-core")
+    if installed != MEGATRON_VERSION:
+        raise RuntimeError(
+            f"found megatron-core {installed}, but Penstock patches its source and needs exactly {MEGATRON_VERSION}: "
+            f"pip install megatron-core=={MEGATRON_VERSION}"
+        )
+    early = next((name for name in sys.modules if name.startswith("megatron.core")), None)
+    if early:
+        raise RuntimeError(
+            f"{early} was imported before import_megatron() was called: import megatron.core only after importing "
+            "penstock.engines.megatron.parallel"
+        )
+    loader: Callable[[str, str], importlib.abc.Loader] = _PatchingLoader
+    if not torch.cuda.is_available():
+        from penstock.engines.megatron.cpu_shim import CpuLoader
+
+        loader = CpuLoader
+    sys.meta_path.insert(0, _MegatronFinder(loader))
+    # Known warnings: TransformerEngine and apex are missing; two collectives and ShardedTensor of torch are deprecated.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r".*deprecating ShardedTensor", category=FutureWarning)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Finds modules of `megatron.core` on the import path and replaces their loader by `loader`."""
+
+    def __init__(self, loader: Callable[[str, str], importlib.abc.Loader]) -> None:
+        self.loader = loader
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = self.loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _PatchingLoader(importlib.machinery.SourceFileLoader):
+    """Applies `patches.py` to each module of `megatron.core` after it is executed."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        patch_without_transformer_engine(module)

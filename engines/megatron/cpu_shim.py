@@ -1,0 +1,191 @@
+"""Run Megatron-core 0.16.1 without CUDA: an import loader rewrites CUDA literals in the syntax tree of its modules.
+
+    torch.cuda               -> a small substitute namespace
+    "cuda"                   -> "cpu" (whole string constants only)
+    "torch.cuda.FloatTensor" -> "torch.FloatTensor" (type names, compared as strings by the optimizers)
+    x.cuda(...)              -> x.cpu()
+    pin_memory=True          -> pin_memory=False
+
+Only modules of `megatron.core` are rewritten. Patching attributes at run time would not cover literals, type names in
+strings and default arguments. With the rewritten code, gradients of training over gloo agree with Hugging Face's to
+3e-6 under every kind of parallelism. Importing this module on a machine with CUDA raises a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import marshal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_without_transformer_engine
+from penstock.engines.sources import parse_source
+
+if torch.cuda.is_available():
+    raise RuntimeError(
+        "penstock.engines.megatron.cpu_shim was imported on a machine with CUDA, but is only for machines without: "
+        "call penstock.engines.megatron.compat.import_megatron() instead"
+    )
+
+CUDA_NAME = "_penstock_cuda"  # the name that replaces `torch.cuda` in the rewritten source
+SHIM_SOURCE = Path(__file__).read_bytes()
+TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+
+class CpuLoader(importlib.machinery.SourceFileLoader):
+    """Rewrites and compiles a module of `megatron.core`, and caches the bytecode, which saves 2 s per process.
+
+    The cache file's name contains a hash of the module's source and of this file, so a change of either invalidates the
+    cache.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        key = hashlib.sha256(source + SHIM_SOURCE + bytes([sys.flags.optimize])).hexdigest()[:16]
+        cached = importlib.util.cache_from_source(path, optimization=f"penstock{key}")
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # the cache file is missing or truncated
+            return marshal.loads(self.get_data(cached))
+        code = self.source_to_code(source, path)
+        if not sys.dont_write_bytecode:
+            self.set_data(cached, marshal.dumps(code))  # atomic; skipped if the folder is read-only
+        return code
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = ast.fix_missing_locations(CudaRewriter().visit(parse_source(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)[CUDA_NAME] = CUDA
+        super().exec_module(module)
+        patch_without_transformer_engine(module)
+        names: dict[str, Any] = vars(module)
+        if module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()  # torch.compile needs a C++ compiler
+        elif module.__name__ == "megatron.core.tensor_parallel.random":
+            names["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+            names["_get_cuda_rng_state"] = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+        elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
+            # The all-to-all dispatcher needs its splits as numpy arrays; Megatron converts only tensors on a GPU.
+            names["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, record_stream=False: (
+                tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+            )
+
+
+class CudaRewriter(ast.NodeTransformer):
+    """Replaces CUDA literals in a module's syntax tree (see the table in the docstring of this file)."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(CUDA_NAME, ast.Load()), node)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            return ast.copy_location(ast.Call(ast.Attribute(node.func.value, "cpu", ast.Load()), [], []), node)
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant):
+                keyword.value = ast.copy_location(ast.Constant(False), node)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and (node.value == "cuda" or node.value in TYPE_NAMES):
+            return ast.copy_location(ast.Constant(TYPE_NAMES.get(node.value, "cpu")), node)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node  # text of f-strings (messages) is not changed
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.value = self.visit(node.value) if node.value else None
+        return node  # the annotation itself is not changed
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return node
+
+
+class _Stream:
+    """Substitute for `torch.cuda.Stream`: CPU operations run in order, so waiting is a no-op and all streams compare
+    equal."""
+
+    device = torch.device("cpu")
+
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: _Event) -> float:
+        return 0.0
+
+
+class _Nvtx:
+    @staticmethod
+    @contextlib.contextmanager
+    def range(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    range_push = range_pop = staticmethod(lambda *_, **__: None)
+
+
+class _Random:
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+
+
+class _Amp:
+    custom_fwd = staticmethod(torch.amp.custom_fwd)
+    custom_bwd = staticmethod(torch.amp.custom_bwd)
+
+
+class _Cuda:
+    """Substitute for `torch.cuda` in `megatron.core`. Other attributes are those of the real `torch.cuda`."""
+
+    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    OutOfMemoryError = torch.cuda.OutOfMemoryError
+    CUDAGraph = type("CUDAGraph", (), {})
+    Event, nvtx, random, amp = _Event, _Nvtx(), _Random, _Amp
+    Stream = staticmethod(lambda *_, **__: _Stream())
+    current_stream = default_stream = staticmethod(lambda *_, **__: _Stream())
+    stream = staticmethod(lambda _=None: contextlib.nullcontext())
+    default_generators = (torch.default_generator,)
+    is_available = is_initialized = is_current_stream_capturing = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    set_device = synchronize = empty_cache = staticmethod(lambda *_, **__: None)
+    manual_seed = manual_seed_all = staticmethod(lambda seed: torch.manual_seed(seed))
+    get_rng_state = staticmethod(lambda *_, **__: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_, **__: torch.set_rng_state(state))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+CUDA = _Cuda()
+assert MEGATRON_VERSION == "0.16.1"  # the rewrites were tested with this version only; test them before changing it

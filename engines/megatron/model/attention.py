@@ -1,0 +1,147 @@
+"""Causal self-attention with RoPE over packed sequences, for Megatron layers without TransformerEngine.
+
+Megatron-core's own `DotProductAttention` supports neither packed sequences nor context parallelism, and its unfused
+RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once.
+In bf16 on CUDA the kernel is torch's variable-length flash attention; otherwise sequences of similar length are padded
+into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks.
+MLA (`mla.py`) has its own projections and uses only `attend`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from penstock.engines.megatron.model.rotary import apply_rope
+from penstock.engines.megatron.packing import Bucket, PackedStream
+
+
+class CoreAttention(MegatronModule):
+    """RoPE and causal attention: the part of a Megatron attention layer between its QKV and output projections."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.context_group = pg_collection.cp
+        self.interleaved = config.rotary_interleaved
+        self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,  # [t, heads, head_dim]
+        key: Tensor,  # [t, groups, head_dim]
+        value: Tensor,  # [t, groups, head_dim]
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedStream | None = None,
+    ) -> Tensor:  # [t, heads * head_dim]
+        stream = packed_seq_params
+        assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "attention needs packed sequences"
+        query = apply_rope(query, stream.cos_sin, self.interleaved)
+        key = apply_rope(key, stream.cos_sin, self.interleaved)
+        return attend(query, key, value, stream, self.scale, self.context_group).flatten(-2)
+
+
+def attend(
+    query: Tensor,  # [t, heads, head_dim]
+    key: Tensor,  # [t, groups, head_dim]
+    value: Tensor,  # [t, groups, value_dim]
+    stream: PackedStream,
+    scale: float,
+    context_group: dist.ProcessGroup,
+) -> Tensor:  # [t, heads, value_dim]
+    """Return the output of causal attention within each packed sequence.
+
+    Under context parallelism the keys and values of all ranks are gathered first (`stream.key_rows`).
+    """
+    if stream.key_rows is not None:
+        key = gather_from_sequence_parallel_region(key.contiguous(), group=context_group)[stream.key_rows]
+        value = gather_from_sequence_parallel_region(value.contiguous(), group=context_group)[stream.key_rows]
+    if stream.buckets is not None:
+        return bucketed_attention(query, key, value, stream.buckets, scale)
+    return varlen_attention(query, key, value, stream, scale)
+
+
+def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
+    """Return the output of causal attention, computed with one padded batch per bucket. [t, heads, value_dim]
+
+    Sequences are padded on the right, where the causal mask hides the padding; padded output rows are dropped.
+    """
+    out: Tensor | None = None
+    for bucket in buckets:
+        batch, num_queries, num_keys = bucket.shape
+        q = _CopyRows.apply(query, bucket.query_rows, bucket.query_places, batch * num_queries)
+        k = _CopyRows.apply(key, bucket.key_rows, bucket.key_places, batch * num_keys)
+        v = _CopyRows.apply(value, bucket.key_rows, bucket.key_places, batch * num_keys)
+        q, k, v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        attended = attended.transpose(1, 2).flatten(0, 1)  # [batch * num_queries, heads, value_dim]
+        part = _CopyRows.apply(attended, bucket.query_places, bucket.query_rows, query.shape[0])
+        out = part if out is None else out + part
+    assert out is not None, "attention was called with a pack without tokens"
+    return out
+
+
+class _CopyRows(torch.autograd.Function):
+    """Computes out[places] = x[rows], with zeros in all other rows of `out` [num_places, ...].
+
+    `rows` and `places` each have unique indices, so the gradient is the reverse copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, num_places: int) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        ctx.num_rows = x.shape[0]
+        out = x.new_zeros(num_places, *x.shape[1:])
+        out[places] = x[rows]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, places = ctx.saved_tensors
+        grad = grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:])
+        grad[rows] = grads[0][places]
+        return grad, None, None, None
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
+    """Return the output of causal attention, computed by torch's variable-length flash attention kernel.
+    [t, heads, value_dim]"""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # causal; the last query of a sequence attends to its last key
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 supports GQA without a flag
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    starts, longest = (stream.cu_seqlens_q, stream.cu_seqlens_kv), (stream.max_seqlen_q, stream.max_seqlen_kv)
+    value_dim = value.shape[-1]
+    if value_dim < query.shape[-1]:  # the kernel needs equal head dimensions
+        value = F.pad(value, (0, query.shape[-1] - value_dim))
+    attended = varlen_attn(query, key, value, *starts, *longest, **options)
+    assert isinstance(attended, Tensor)  # not a tuple, because no further outputs were requested
+    return attended[..., :value_dim]

@@ -1,0 +1,166 @@
+"""Build Megatron-core GPT models from a `ModelShape`.
+
+The models return hidden states instead of logits: the loss applies the LM head to a few thousand tokens at a time, so
+that the logits of all tokens, [tokens, vocabulary], are never materialized.
+
+`transformer_config.py` builds Megatron's configuration and `layers.py` the layers; `engine.py` adds data parallelism
+and the optimizer; `engines/families` maps names and shapes of weights to Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.transformer_config import TransformerConfig, transformer_config
+from penstock.engines.megatron.parallel import ParallelLayout
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+
+from penstock.engines.megatron.model.layers import block_spec
+from penstock.engines.megatron.model.rotary import rope_cos_sin, rope_dim
+from penstock.engines.megatron.packing import PackedStream
+
+# Logit of padded vocabulary entries. Their probability is 0; a finite value avoids the NaN of 0 * -inf in an entropy.
+PADDED_LOGIT = -1e30
+HEAD = "output_layer.weight"  # parameter name of the head in a pipeline chunk
+
+
+class PolicyModel(GPTModel):
+    """One pipeline chunk of a policy model.
+
+    `forward(stream)` returns hidden states: [t / sequence-parallel ranks, 1, H] for the next pipeline stage, and [t, H]
+    on the last stage, where `head` computes the logits of any rows of them.
+    """
+
+    def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shape = shape
+        padding = padded_vocab_size(shape, self.pg_collection.tp.size()) - shape.vocab_size
+        self.num_padded = padding if self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1 else 0
+
+    def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
+        if stream.cos_sin is None:
+            stream.cos_sin = rope_cos_sin(stream.positions, rope_dim(self.shape), self.shape.rotary)
+        return super().forward(stream.token_ids[None], stream.positions[None], None, packed_seq_params=stream)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        # all-reduces the gradient of the hidden states over tensor-parallel ranks once, not once per call of `head`
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        return hidden_states[:, 0]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return Megatron's sharded state dict without the empty `_extra_state` entries of TransformerEngine, which
+        converted checkpoints do not have."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+
+    @torch.no_grad()
+    def zero_padding(self) -> None:
+        """Set the padded vocabulary rows of embedding and head to zero: they are unused, but are part of checkpoints
+        and weight digests, which must be reproducible."""
+        for weight in self._vocabulary_weights() if self.num_padded else ():
+            weight[-self.num_padded :].zero_()
+
+    def _vocabulary_weights(self) -> list[Tensor]:
+        """Return this chunk's weights that have one row per vocabulary entry."""
+        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            weights.append(self.output_layer.weight)
+        return weights
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's vocabulary shard. [n, H] -> [n, V / tensor-parallel ranks]"""
+        tied = self.share_embeddings_and_output_weights
+        logits = F.linear(hidden, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
+        if self.num_padded:
+            padded = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - self.num_padded
+            logits = logits.masked_fill(padded, PADDED_LOGIT)
+        return logits
+
+
+def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
+    """Return the vocabulary size rounded up to a multiple of `tensor`, the tensor-parallel size."""
+    return -(-shape.vocab_size // tensor) * tensor
+
+
+def build_model(
+    shape: ModelShape,
+    layout: ParallelLayout | None = None,
+    dtype: str = "fp32",
+    overrides: dict[str, Any] | None = None,
+    chunk_class: Callable[..., PolicyModel] = PolicyModel,
+) -> list[PolicyModel]:
+    """Return this rank's pipeline chunks of the model, with random weights. There is one chunk, or several with virtual
+    pipeline parallelism (interleaved schedule)."""
+    config = transformer_config(shape, layout, dtype, overrides)
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None, chunk_class) for stage in stages]
+    for chunk in chunks:
+        chunk.zero_padding()
+    return [chunk.cuda() if torch.cuda.is_available() else chunk for chunk in chunks]
+
+
+def build_meta_model(shape: ModelShape) -> PolicyModel:
+    """Return the whole model on the meta device, to read weight names, shapes and sharding (`sharded_state_dict`).
+    Requires a world size of 1."""
+    assert parallel_state.get_model_parallel_group().size() == 1, "build_meta_model needs a world size of 1"
+
+    def skip_init(tensor: Tensor) -> Tensor:  # random initialization of DeepSeek-V3 would take 30,000 generator calls
+        return tensor
+
+    options = {"use_cpu_initialization": True, "init_method": skip_init, "output_layer_init_method": skip_init}
+    config = transformer_config(shape, overrides=options)
+    with torch.device("meta"):
+        return _build_chunk(shape, config, None)
+
+
+def _build_chunk(
+    shape: ModelShape,
+    config: TransformerConfig,
+    stage: int | None,
+    chunk_class: Callable[..., PolicyModel] = PolicyModel,
+) -> PolicyModel:
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    chunk = chunk_class(
+        config,
+        block_spec(shape, config, stage),
+        padded_vocab_size(shape, config.tensor_model_parallel_size),
+        shape.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="none",  # CoreAttention applies RoPE
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        parallel_output=True,
+        vp_stage=stage,
+        shape=shape,
+    )
+    for name, param in chunk.named_parameters():
+        if is_expert(name):
+            param.allreduce = False
+    return chunk
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a parameter belongs to a routed expert.
+
+    Experts are sharded over other process groups than dense weights, so Megatron must reduce their gradients and update
+    them separately. Megatron sets `param.allreduce = False` for that only under expert parallelism. Penstock sets it
+    for every expert parameter: otherwise gradients are silently wrong if the experts have another tensor-parallel size
+    than dense weights, and an optimizer checkpoint cannot be loaded into a layout in which the attribute differs.
+    """
+    return ".local_experts." in name

@@ -1,0 +1,121 @@
+"""Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
+(GLM-4), and MoE layers with Hugging Face's routing (`router.py`) and routing replay (`router_replay.py`).
+
+`block_spec` combines these layers, `norm.RMSNorm` and `attention.CoreAttention` with Megatron's local layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from penstock.engines.families.shape import Experts, ModelShape
+from penstock.engines.megatron.model.attention import CoreAttention
+from penstock.engines.megatron.model.mla import MLASelfAttention
+from penstock.engines.megatron.model.norm import RMSNorm
+from penstock.engines.megatron.model.router import route
+from penstock.engines.megatron.model.router_replay import StreamRouting
+
+
+def block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
+    """Return Megatron's layer specification of one pipeline chunk.
+
+    Args:
+        shape: shape of the model.
+        config: Megatron's configuration of the model.
+        stage: index of the chunk under virtual pipeline parallelism, otherwise None.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if shape.sandwich_norms:
+            layer.module = SandwichNormLayer
+        elif shape.experts:
+            layer.module = RoutedLayer
+        if shape.latent:
+            parts.self_attention = ModuleSpec(module=MLASelfAttention, params={"shape": shape})
+        else:
+            attention = parts.self_attention.submodules
+            attention.core_attention = CoreAttention
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if shape.experts and hasattr(parts.mlp.submodules, "router"):
+            parts.mlp.submodules.router = partial(ExpertRouter, shape.experts)
+    block.layer_norm = RMSNorm
+    return block
+
+
+class RoutedLayer(TransformerLayer):
+    """A transformer layer that passes the routing record of the current micro-batch to its router at every call.
+
+    Megatron's full recomputation calls the whole layer again with the record of the same micro-batch. Megatron's
+    recomputation of the MoE block alone would call the router with the record of a later micro-batch. This layer
+    therefore disables that mode and recomputes everything after attention, the pre-MLP norm included.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recomputes_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
+        if self.recomputes_experts:
+            self.mlp.moe_layer_recompute = self.recompute_pre_mlp_layernorm = False
+        self.stream_routing: StreamRouting | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.stream_routing = kwargs["packed_seq_params"].routing
+        return super().forward(*args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        stream_routing = self.stream_routing  # of this micro-batch, also if `run` is recomputed after later ones
+
+        def run(hidden_states: Tensor) -> Tensor:
+            if self.is_moe_layer:
+                self.mlp.router.stream_routing = stream_routing
+            return super(RoutedLayer, self)._forward_mlp(hidden_states, *args, **kwargs)
+
+        return tensor_parallel.checkpoint(run, False, hidden_states) if self.recomputes_experts else run(hidden_states)
+
+
+class SandwichNormLayer(RoutedLayer):
+    """A transformer layer that also normalizes the outputs of attention and MLP before adding them to the residual."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attn_bda = partial(_norm_bias_dropout_add, self.post_self_attn_layernorm)
+        self.mlp_bda = partial(_norm_bias_dropout_add, self.post_mlp_layernorm)
+
+
+def _norm_bias_dropout_add(norm: nn.Module, training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Return a function that applies `norm` to a sublayer's output, then dropout, and adds the residual."""
+    bias_dropout_add = get_bias_dropout_add(training, fused)
+
+    def norm_bias_dropout_add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        assert output[1] is None, "sandwich norms need projections without bias, but found a bias"
+        return bias_dropout_add((norm(output[0]), None), residual, dropout)
+
+    return norm_bias_dropout_add
+
+
+class ExpertRouter(TopKRouter):
+    """A router that selects experts as Hugging Face does, without load balancing: the correction bias is frozen, and
+    no auxiliary loss is added."""
+
+    def __init__(self, experts: Experts, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.experts = experts
+        self.stream_routing: StreamRouting | None = None  # set by `RoutedLayer` before each call
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        record = self.stream_routing
+        replay = None if record is None else partial(record.replay, self.layer_number - 1)
+        return route(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)

@@ -1,0 +1,87 @@
+"""Routing replay: reuse recorded expert ids in the training forward pass. The ids were selected in the forward pass
+that computed the old log-probs (R2, the GSPO report, arXiv 2507.18071 section 5.3), or by the inference engine (R3,
+arXiv 2510.11370).
+
+Only the expert ids are replayed; the weights of the experts' outputs are computed from the current router's logits, so
+that the router gets gradients. A `RoutingRecord` belongs to one micro-batch and is passed to the routers in its
+`PackedStream`. A global variable would not work: pipeline parallelism interleaves micro-batches, and recomputation
+calls a layer again much later. The selection itself is in `router.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+UNKNOWN = -1  # in place of an expert id that is not recorded: the router's own selection is used
+
+
+@dataclass
+class RoutingRecord:
+    """Recorded expert ids of the T tokens of one micro-batch; layers and tokens may be missing (UNKNOWN)."""
+
+    num_tokens: int  # T
+    # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
+    choices: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, layer: int, rows: Tensor | None, experts: Tensor) -> None:
+        """Record the expert ids of one layer.
+
+        Args:
+            layer: layer number in the whole model, from 0.
+            rows: [n] index in the pack of each of the n tokens, -1 for padding; None: the tokens are the whole pack.
+            experts: [n, top_k] expert ids.
+        """
+        experts = experts.to("cpu", torch.int16)
+        if rows is None:
+            self.choices[layer] = experts
+            return
+        recorded = self.choices.setdefault(
+            layer, torch.full((self.num_tokens, experts.shape[1]), UNKNOWN, dtype=torch.int16)
+        )
+        real = rows >= 0
+        recorded[rows[real]] = experts[real]
+
+
+@dataclass
+class StreamRouting:
+    """Access of this rank's routers to a `RoutingRecord`: the routers get only some tokens of the pack, and padding."""
+
+    record: RoutingRecord
+    rows: Tensor | None  # [n] index in the pack of each router row, on the CPU; -1: padding; None: the whole pack
+    recording: bool  # whether `replay` also writes the used expert ids to the record
+
+    def replay(self, layer: int, selected: Tensor) -> Tensor:
+        """Return the recorded expert ids of one layer; for tokens without a record, the ids in `selected`. [n, top_k]
+
+        Args:
+            layer: layer number in the whole model, from 0.
+            selected: [n, top_k] expert ids that the current router selected.
+        """
+        experts, recorded = selected, self.record.choices.get(layer)
+        if recorded is not None:
+            if self.rows is not None:
+                recorded = torch.where(self.rows[:, None] >= 0, recorded[self.rows.clamp_min(0)], UNKNOWN)
+            recorded = recorded.to(selected.device, selected.dtype)
+            experts = torch.where(recorded >= 0, recorded, selected)  # all top_k ids of a token are recorded, or none
+        if self.recording:
+            self.record.add(layer, self.rows, experts)
+        return experts
+
+
+def router_rows(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
+    """Return, for each token that this rank's routers process, its index in the pack (the micro-batch without padding),
+    or -1 for a padding token. [num_rows / ranks], on the CPU. The stream is the padded pack that Megatron computes.
+
+    Args:
+        real_rows: [r] indices of the stream's rows that are not padding.
+        pack_index: [r] index in the pack of each of these rows.
+        num_rows: number of rows of the stream, padding included.
+        rank: rank of this process in its sequence-parallel group, over which the stream is split equally.
+        ranks: size of the sequence-parallel group.
+    """
+    rows = torch.full((num_rows,), UNKNOWN)
+    rows[real_rows.cpu()] = pack_index.cpu()
+    return rows.chunk(ranks)[rank]

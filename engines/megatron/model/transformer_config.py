@@ -1,0 +1,140 @@
+"""Build Megatron-core's configuration of a model.
+
+Its fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from user-defined
+`megatron` options, which may change the defaults but must not contradict the fixed values. `gpt.py` builds the model,
+`optimizer.py` the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.check_parallelism import check_model_parallel, check_pipeline
+from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.engines.megatron.options.model_options import check_model_options, model_options
+from penstock.engines.megatron.options.values import UNSUPPORTED
+from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.storage.errors import OptionError
+
+import_megatron()
+
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UNUSED_IN_MLA = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # Megatron-LM scripts set them; ignored for MLA
+# MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
+# losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
+MOE_FIXED: dict[str, Any] = dict(
+    moe_aux_loss_coeff=0.0,
+    moe_z_loss_coeff=None,
+    moe_input_jitter_eps=None,
+    moe_expert_capacity_factor=None,
+    moe_apply_probs_on_input=False,
+    moe_shared_expert_gate=False,
+    moe_latent_size=None,
+    moe_router_fusion=False,  # `router.route` selects the experts
+    moe_enable_routing_replay=False,
+    moe_grouped_gemm=False,  # would merge all experts into one weight of another name, and needs another package
+)
+# Defaults for an installation without TransformerEngine and apex.
+DEFAULTS: dict[str, Any] = dict(
+    transformer_impl="local",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    masked_softmax_fusion=False,
+    gradient_accumulation_fusion=False,
+    apply_rope_fusion=False,
+    persist_layer_norm=False,
+    moe_token_dispatcher_type="alltoall",  # "allgather" does not support packs of different lengths, even if dense
+    moe_router_load_balancing_type="none",
+    moe_router_dtype="fp32",
+    cross_entropy_loss_fusion=False,  # the fused kernel casts gradients to bf16, even in an fp32 model
+    perform_initialization=True,  # otherwise weights do not have the attributes that describe their sharding
+)
+
+
+def transformer_config(
+    shape: ModelShape,
+    layout: ParallelLayout | None = None,
+    dtype: str = "fp32",
+    overrides: dict[str, Any] | None = None,
+) -> TransformerConfig:
+    """Return Megatron's configuration of a model.
+
+    Args:
+        shape: shape of the model.
+        layout: parallel sizes; None means that all are 1.
+        dtype: "fp32" or "bf16".
+        overrides: user-defined `megatron` options; options that are not fields of Megatron's configuration are ignored.
+
+    Raises:
+        LayoutError: the model cannot be sharded with the parallel sizes.
+        OptionError: an override contradicts the model or is not supported.
+    """
+    layout, overrides = layout or ParallelLayout(), normalize_megatron_args(overrides or {})
+    check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
+    check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
+    check_model_options(shape, overrides)
+    from_checkpoint = model_options(shape)
+    for name in (*from_checkpoint, *(UNUSED_IN_MLA if shape.latent else ())):
+        overrides.pop(name, None)  # checked above
+    for (name, value), reason in UNSUPPORTED.items():
+        if overrides.get(name) == value:
+            raise OptionError(f"megatron option {name} = {value!r} is not supported, because it {reason}: drop it")
+    cuda = torch.cuda.is_available()
+    defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
+    fixed = {
+        **from_checkpoint,
+        **dict(activation_func=F.silu, softmax_scale=None),
+        **(MOE_FIXED if shape.experts else {}),
+        **_layout_fields(layout, dtype),
+    }
+    config_class = MLATransformerConfig if shape.latent else TransformerConfig
+    return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
+
+
+def merge_overrides(
+    config_class: type, defaults: dict[str, Any], overrides: dict[str, Any], fixed: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments for one of Megatron's configuration dataclasses.
+
+    `overrides` replace `defaults`, and `fixed` values always apply; names that are not fields of the dataclass are left
+    out.
+
+    Raises:
+        OptionError: an override differs from a fixed value.
+    """
+    for name, value in overrides.items():
+        if name in fixed and value != fixed[name]:
+            raise OptionError(
+                f"megatron option {name} = {value!r} contradicts {fixed[name]!r}, which the checkpoint or Penstock's "
+                "own options determine: drop it"
+            )
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
+
+
+def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=dtype == "bf16",
+        variable_seq_lengths=layout.pipeline > 1,  # packs differ in length
+        # With gloo every other combination of these two computes wrong results without an error.
+        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        batch_p2p_comm=layout.virtual_pipeline is None,
+        calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
+    )

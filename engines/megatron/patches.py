@@ -1,0 +1,37 @@
+"""Patches for megatron-core 0.16.1, which in some places fails if TransformerEngine is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MEGATRON_VERSION = "0.16.1"
+
+
+def patch_without_transformer_engine(module: ModuleType) -> None:
+    """Patch a module of `megatron.core` right after its import; do nothing if TransformerEngine is installed."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    names: dict[str, Any] = vars(module)
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+        names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
+    elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
+        names["HAVE_TE"] = False  # Megatron sets True, because it takes its import placeholders for TransformerEngine
+    elif module.__name__ == "megatron.core.tensor_parallel.random":
+        # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    elif module.__name__ == "megatron.core.optimizer.distrib_optimizer":
+        # Loading raises a KeyError: torch's AdamW has `step` in every parameter's state, but a checkpoint does not.
+        optimizer: Any = module.DistributedOptimizer
+        load_state = optimizer._set_main_param_and_optimizer_states
+
+        def load_with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+            group, order = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+            step = {"step": state["step"].clone()} if "step" in state else {}
+            load_state(self, model_param, {**step, **tensors})
+
+        optimizer._set_main_param_and_optimizer_states = load_with_step

@@ -1,0 +1,71 @@
+"""Options of a run's engines, and the values derived from them: number of engines, GPUs, and weight transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.engines.generation import Transport, WeightTransport
+from penstock.engines.serving.addresses import is_on_this_machine
+from penstock.engines.serving.server import ServerSpec
+
+
+class HealthCheck(BaseModel):
+    """Health-check settings: interval, timeout, and limits on failures and restarts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates
+    timeout: float = Field(default=30.0, gt=0)  # seconds for one check; SGLang waits up to 20 s for its scheduler
+    failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
+    max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The configured engine options of a run. Secrets in them may be references that are not resolved yet."""
+
+    spec: ServerSpec  # of every server; `spec.args` are the configured flags of the engine
+    num_engines: int = 1  # on a cluster without GPUs; otherwise the number follows from the GPUs (`count`)
+    num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
+    gpus_per_engine: int = 1
+    trainer_gpus: int = 1
+    external: tuple[str, ...] = ()  # host:port of external engines; if given, the run starts no engines itself
+    health: HealthCheck = field(default_factory=HealthCheck)
+    transport: Transport | None = None  # None: chosen by `weight_transport`
+    router: dict[str, Any] | None = None  # flags of the router; None: no router
+    router_restarts: int = 3
+    sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
+    sampling_seeds: bool = False
+    return_experts: bool = False
+
+    def count(self, has_gpus: bool) -> int:
+        """Return the number of engines to start."""
+        if not has_gpus:
+            return self.num_engines
+        return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
+
+    @property
+    def first_gpu(self) -> int:
+        """Return the index of the engines' first GPU in the cluster: 0 if trainer and engines share GPUs, otherwise the
+        first GPU after the trainer's."""
+        return 0 if self.num_gpus is None else self.trainer_gpus
+
+    def weight_transport(self, has_gpus: bool, directory: str) -> WeightTransport:
+        """Return the configured weight transport, or choose one.
+
+        "tensor" is chosen if trainer and engines can share memory: on one machine without GPUs, or on the same GPUs.
+        Otherwise "disk" is chosen, and weights are written to `directory`.
+        """
+        if self.external:
+            shares_memory = not has_gpus and all(map(is_on_this_machine, self.external))
+        else:
+            shares_memory = self.num_gpus is None or not has_gpus
+        kind = self.transport or ("tensor" if shares_memory else "disk")
+        return WeightTransport(kind, self.spec.model_path, directory)
+
+    def with_spec(self, **fields: Any) -> EngineOptions:
+        """Return a copy of the options with these fields of `spec` replaced."""
+        return replace(self, spec=self.spec.model_copy(update=fields))

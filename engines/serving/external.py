@@ -1,0 +1,100 @@
+"""An external engine, started outside of Penstock: it is checked and waited for, but never started or stopped.
+
+The supervisor sends weights to an external engine and checks its health as for any other engine. If the engine dies, it
+must be restarted from outside.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from penstock.engines.backends import EngineBackend
+from penstock.engines.serving import keys
+from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.replica import POLL_SECONDS, Replica, StartCancelled
+from penstock.engines.serving.server import ServerSpec
+
+
+class ExternalReplica(Replica):
+    """A `Replica` for an external engine.
+
+    Args:
+        address: host:port of the engine.
+        spec: the model that the engine must serve, its API key, and the time to wait for it (`start_timeout`).
+        index: position in the pool.
+        backend: the engine implementation.
+    """
+
+    def __init__(self, address: str, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
+        self.address = address
+        self.spec = spec
+        self.index = index
+        self.backend = backend
+        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
+        self._url = url_of(address)
+        if key := spec.args.get("api_key"):
+            keys.use_key(self._url, key)
+        self._checked = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Restart the deadline until which `url` waits for the engine."""
+        self._deadline = time.monotonic() + self.spec.start_timeout
+
+    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        """Wait until the engine generates tokens, check its model, and return its address.
+
+        Raises:
+            ConnectionError: the engine did not generate within `spec.start_timeout` seconds.
+            EngineError: the engine serves a different model.
+            StartCancelled: `cancelled` returned True while waiting.
+        """
+        while not self._checked:
+            if self.client.health(self._url):
+                self.backend.check_external(self._url, self.spec.model_path)
+                self._checked = True
+            elif cancelled():
+                raise StartCancelled
+            elif time.monotonic() > self._deadline:
+                raise ConnectionError(
+                    f"{self.exit_report()} (waited {self.spec.start_timeout:.0f} s): restart it, or remove it from "
+                    "--rollout-external-engine-addrs"
+                )
+            else:
+                time.sleep(POLL_SECONDS)
+        return self._url
+
+    def alive(self) -> bool:
+        """Return whether the engine's port accepts connections. A busy server counts as alive, because the kernel
+        accepts connections for it."""
+        parts = urlsplit(self._url)
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 80), timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def _address(self) -> str:
+        return self._url  # without waiting, unlike `url`
+
+    def pid(self) -> int:
+        """Return 0: the process id of an external engine is unknown."""
+        return 0
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        """Return a note that the log is not available here."""
+        return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
+
+    def exit_report(self) -> str:
+        """Return that the engine does not generate; nothing more is known."""
+        return f"the external engine at {self.address} does not generate tokens"
+
+    def kill(self) -> None:
+        """Make the next `url` call check the engine again; its process is not killed."""
+        self._checked = False
+
+    def release(self) -> None:
+        """Do nothing: the engine continues to run and keeps the weights sent last."""

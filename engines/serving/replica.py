@@ -1,0 +1,287 @@
+"""One engine of the pool: start its server asynchronously, adopt, check and kill the server.
+
+`supervisor.py` decides when a replica is restarted and which weights it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.engines.backends import EngineBackend
+from penstock.engines.cluster import Cluster, ClusterLost, Slot
+from penstock.engines.generation import EngineClient, EngineGone
+from penstock.engines.serving import keys
+from penstock.engines.serving.server import ServerSpec, read_log_tail
+
+POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
+CALL_TIMEOUT = 30.0  # seconds for a call to an idle actor
+NAME_TIMEOUT = 30.0  # seconds within which Ray frees the name of a killed actor
+logger = logging.getLogger(__name__)
+
+
+class StartCancelled(Exception):
+    """Raised by `Replica.url` when `cancelled` returned True before the server had started."""
+
+
+class Replica(ABC):
+    """The interface to one engine that pool and supervisor use."""
+
+    index: int  # position in the pool
+    adopted = False  # True if an earlier driver started the server
+    client: EngineClient
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a server without waiting until it is ready."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Start a new server if the server to be adopted is dead or was started with another spec."""
+
+    @abstractmethod
+    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        """Wait until the server has started and return its address. After a failed start, the next call starts it
+        again.
+
+        Raises:
+            RuntimeError: the server could not start; the message has the tail of its log.
+            StartCancelled: `cancelled` returned True while waiting; the server continues to start.
+            ClusterLost: the local Ray died while waiting.
+        """
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Return whether the server's process runs. Takes about a millisecond and sends no request to the server.
+
+        Raises:
+            RuntimeError: another driver has adopted the server.
+        """
+
+    def answers(self) -> bool:
+        """Return whether the server runs and answers a request for its weight version.
+
+        This does not detect a stuck scheduler; `generates` does.
+        """
+        if not self.alive():
+            return False
+        try:
+            self.client.version(self._address())
+        except (EngineGone, RuntimeError):
+            return False
+        return True
+
+    def generates(self, timeout: float) -> bool:
+        """Return whether the server runs and generates tokens within `timeout` seconds."""
+        return self.alive() and self.client.health(self._address(), timeout)
+
+    def _address(self) -> str:
+        return self.url()
+
+    def version(self) -> str:
+        """Return the weight version that the server reports."""
+        return self.client.version(self.url())
+
+    @abstractmethod
+    def pid(self) -> int:
+        """Return the process id of the server's main process, 0 if unknown."""
+
+    @abstractmethod
+    def log_tail(self, num_lines: int = 25) -> str:
+        """Return the last lines of the server's log."""
+
+    @abstractmethod
+    def exit_report(self) -> str:
+        """Return one sentence on how the server ended (for instance its exit code), and the tail of its log."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the server (an external engine is only marked to be checked again)."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Stop using the server, and kill it unless it is external or another driver has adopted it."""
+
+
+class RayReplica(Replica):
+    """A server in a Ray actor.
+
+    The constructor starts a server without waiting, or adopts the server with this index that an earlier driver of the
+    run left on an external Ray cluster.
+
+    Args:
+        cluster: the Ray connection that runs the actor.
+        spec: model and settings of the server.
+        index: position in the pool; part of the actor's name.
+        slot: the server's GPUs and Ray options.
+        owner: id of the pool; a server that has since been adopted by another owner is neither used nor killed.
+        backend: the engine implementation.
+    """
+
+    def __init__(
+        self, cluster: Cluster, spec: ServerSpec, index: int, slot: Slot, owner: str, backend: EngineBackend
+    ) -> None:
+        self.cluster = cluster
+        self.spec = spec
+        self.index = index
+        self.slot = slot
+        self.owner = owner
+        self.backend = backend
+        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
+        self._log = ""
+        self._url: str | None = None
+        self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
+        self._deadline = 0.0
+        self.actor: Any = cluster.find(actor_name(index))
+        if self.actor is None:
+            self.begin()
+        else:
+            self._wait_for(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
+            self.adopted = True
+
+    def begin(self) -> None:
+        import ray
+
+        remote_class: Any = ray.remote(self.backend.server_class())
+        options = {**self.slot.options, **self.cluster.detached_options(actor_name(self.index))}
+        deadline = time.monotonic() + NAME_TIMEOUT
+        while True:
+            try:
+                new_actor = remote_class.options(**options).remote
+                self.actor = self.cluster.call(new_actor, self.spec, self.index, self.slot.gpu_ids, self.owner)
+                break
+            except ValueError as error:
+                if "name" not in options:
+                    raise
+                if time.monotonic() > deadline:  # Ray would have freed a killed actor's name by now
+                    raise RuntimeError(
+                        "another driver has started engines for this run: start only one driver per run"
+                    ) from error
+                time.sleep(0.1)
+        self.adopted = False
+        self._wait_for(self.actor.start.remote())
+
+    def settle(self, timeout: float = 10.0) -> None:
+        # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
+        adopting = self.adopted and self._url is None and self._starting is not None
+        if adopting and self.cluster.wait([self._starting], timeout)[0]:
+            self._take_result()
+
+    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        while self._url is None:
+            if self._starting is None:
+                self.begin()
+            if self.cluster.wait([self._starting], POLL_SECONDS)[0]:
+                self._take_result()
+            elif cancelled():
+                raise StartCancelled
+            elif time.monotonic() > self._deadline:
+                self.kill()
+                raise RuntimeError(
+                    f"engine {self.index} did not start in time: the Ray actor that starts its server does not answer "
+                    "and was killed"
+                )
+        return self._url
+
+    def alive(self) -> bool:
+        import ray
+
+        try:
+            return bool(self._ask("alive", self.owner))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return False
+
+    def pid(self) -> int:
+        return int(self._ask("pid"))
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        return str(self._ask("log_tail", num_lines))
+
+    def exit_report(self) -> str:
+        import ray
+
+        try:
+            return f"engine {self.index} {self._ask('exit_report')}"
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
+            return f"engine {self.index} died because its Ray actor died; tail of {self._log}:\n{tail}"
+
+    def kill(self) -> None:
+        """Kill the actor. The server dies with it, even if actor or server is stuck (see `launch.py`)."""
+        import ray
+
+        self._url = self._starting = None
+        self.cluster.call(ray.kill, self.actor, no_restart=True)
+
+    def release(self) -> None:
+        """Kill the server, unless another driver has adopted it."""
+        if not self.cluster.owned:
+            try:
+                self.alive()
+            except RuntimeError as error:
+                logger.warning("engine %d is not stopped: %s", self.index, error)
+                return
+        with suppress(ClusterLost):
+            self.kill()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, starting: Any) -> None:
+        self._url, self._starting = None, starting
+        self._deadline = time.monotonic() + self.spec.start_timeout + 60
+
+    def _take_result(self) -> None:
+        """Read the result of the finished `start` or `adopt` call and store the server's address.
+
+        If a server could not be adopted, start a new one. Raises RuntimeError if a start failed.
+        """
+        import ray
+
+        starting, self._starting = self._starting, None
+        try:
+            url = self.cluster.get(starting, timeout=CALL_TIMEOUT)
+            if url is not None:
+                self._log = str(self._ask("log_path"))
+                keys.use_key(url, self._ask("key"))  # an adopted server's key is known only to its actor
+        except (ray.exceptions.RayError, AttributeError) as error:  # AttributeError: the actor runs an older Penstock
+            self.kill()
+            if self.adopted:
+                logger.warning("engine %d cannot be adopted (%s); starting a new one", self.index, error)
+                self.begin()
+                return
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise error.cause from None
+            raise RuntimeError(f"engine {self.index} did not start, because its Ray actor died: {error}") from error
+        if url is None:
+            self.kill()
+            self.begin()
+            return
+        self._url = url
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the actor and return its result."""
+        import ray
+
+        try:
+            return self.cluster.get(getattr(self.actor, method).remote(*args), timeout=CALL_TIMEOUT)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+
+def actor_name(index: int) -> str:
+    """Return the Ray name of an engine's detached actor, unique within the run's namespace."""
+    return f"engine-{index}"
+
+
+def kill_replicas_from(cluster: Cluster, index: int) -> None:
+    """Kill the detached engines with numbers >= `index`, left on an external Ray cluster by an earlier driver of this
+    run that used more engines."""
+    import ray
+
+    while (actor := cluster.find(actor_name(index))) is not None:
+        cluster.call(ray.kill, actor, no_restart=True)
+        index += 1

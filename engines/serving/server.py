@@ -1,0 +1,231 @@
+"""One server process of an engine, on GPUs or on CPU.
+
+`EngineServer` is a plain class that the pool runs as a Ray actor. The server process never outlives the actor: the
+server's launch script requests SIGKILL at the death of its parent (PR_SET_PDEATHSIG), and the server's child processes
+do the same. `supervisor.py` decides about restarts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from penstock.engines.ports import HIGHEST, free_port
+from penstock.engines.scratch import own_directory
+from penstock.engines.serving import keys
+from penstock.storage.secrets import protect, redact
+
+KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
+
+
+class ServerSpec(BaseModel):
+    """Model and settings of the servers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model_path: str
+    """Hugging Face directory with the initial weights, the config and the tokenizer."""
+    host: str = "127.0.0.1"
+    """Address to listen on. SGLang unpickles request data, which can execute code: use another address than loopback
+    only in a trusted network."""
+    port: int = 0
+    """Port of engine 0; engine i uses `port` + i. 0 chooses free ports."""
+    weight_version: str = "default"
+    """Weight version that the engine reports for the weights in `model_path`."""
+    args: dict[str, Any] = {}
+    """The engine's own flags with underscored names. `api_key` is the API key of every server; without it each server
+    gets a random key."""
+    tensor_parallel: int = 1
+    """Tensor-parallel size: the number of GPUs of one engine."""
+    threads: int = 1
+    """CPU threads of the server (OMP_NUM_THREADS); small models are fastest with 1."""
+    python: str | None = None
+    """Python interpreter that runs the server; by default the interpreter of this process."""
+    pythonpath: str | None = None
+    """Directories that are prepended to the server's PYTHONPATH."""
+    env: dict[str, str] = {}
+    """Additional environment variables of the server."""
+    log_dir: str | None = None
+    """Directory of the servers' logs; the system's temporary directory by default."""
+    start_timeout: float = 900
+    """Seconds within which a server must have loaded its model; then the start fails."""
+
+    def digest(self, gpu_ids: tuple[str, ...] = ()) -> str:
+        """Return a hash of the spec and the GPU ids; a driver adopts only servers whose hash is equal to its own."""
+        return hashlib.sha256(f"{self.model_dump_json()} {gpu_ids}".encode()).hexdigest()
+
+
+class EngineServer(ABC):
+    """One server process on this machine. Subclasses define the command line and the readiness check.
+
+    Args:
+        spec: model and settings of the server.
+        index: position of the engine in the pool.
+        gpu_ids: GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
+        owner: id of the pool that supervises the server. On an external Ray cluster the server outlives its pool, and
+            the next pool adopts it.
+    """
+
+    name: ClassVar[str]  # name of the engine in messages; prefix of the log's file name
+    highest_port: ClassVar[int] = HIGHEST
+    derived_ports: ClassVar[Sequence[int]] = ()  # offsets (port + offset) of further ports that the server binds
+
+    def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = (), owner: str = "") -> None:
+        self.spec = spec
+        self.index = index
+        self.gpu_ids = gpu_ids
+        self.owner = owner
+        self._key = protect(str(spec.args.get("api_key") or secrets.token_hex(32)))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._log: Path | None = None
+
+    @abstractmethod
+    def command(self, port: int) -> list[str]:
+        """Return the command line of the server.
+
+        The process must end when its parent dies, and read its API key from the environment variable
+        PENSTOCK_SERVER_KEY.
+        """
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Return whether the server has loaded its model and answers."""
+
+    def start(self) -> str:
+        """Start the server, wait until it is ready, and return its URL.
+
+        Raises:
+            RuntimeError: the server died or was not ready within `spec.start_timeout` seconds; the message has the tail
+                of its log.
+        """
+        assert self._process is None, "the server has already been started"
+        deadline = time.monotonic() + self.spec.start_timeout
+        for last_try in (False, False, True):
+            self._launch()
+            keys.use_key(self.url(), self._key)
+            while self.alive() and time.monotonic() < deadline:
+                if self.is_ready():
+                    return self.url()
+                time.sleep(0.2)
+            # The server binds its port only after loading the model; another process may have taken the port by then.
+            if last_try or self.spec.port or "address already in use" not in self.log_tail(200).lower():
+                break
+            self.stop()
+        report = self.exit_report(f"was not ready within {self.spec.start_timeout:.0f} s")
+        self.stop()
+        raise RuntimeError(f"the {self.name} server of {self.spec.model_path} failed to start: the server {report}")
+
+    def adopt(self, owner: str, digest: str) -> str | None:
+        """Transfer the server to the pool `owner`.
+
+        Returns:
+            The server's URL; None if the server is dead or its `ServerSpec.digest` differs from `digest`.
+        """
+        self.owner = owner
+        return self.url() if self.alive() and digest == self.spec.digest(self.gpu_ids) else None
+
+    def url(self) -> str:
+        """Return the server's URL (http://host:port)."""
+        assert self._process is not None, "the server is not started"
+        return f"http://{self.spec.host}:{self._port}"
+
+    def key(self) -> str:
+        """Return the API key that every request to the server must carry."""
+        return self._key
+
+    def alive(self, owner: str | None = None) -> bool:
+        """Return whether the server's main process runs. SGLang ends it when one of its child processes dies.
+
+        Raises:
+            RuntimeError: `owner` is given, but another pool has adopted the server.
+        """
+        if owner is not None and owner != self.owner:
+            raise RuntimeError("another driver has adopted the engines of this run: start only one driver per run")
+        return self._process is not None and self._process.poll() is None
+
+    def pid(self) -> int:
+        """Return the process id of the server's main process."""
+        assert self._process is not None, "the server is not started"
+        return self._process.pid
+
+    def log_path(self) -> str:
+        """Return the path of the server's log on this machine."""
+        return str(self._log or "")
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        """Return the last lines of the server's log."""
+        return read_log_tail(self._log, num_lines)
+
+    def exit_report(self, still_running: str = "is stuck") -> str:
+        """Return "died (exit code X)", or `still_running` if the process has not ended, and the tail of the log."""
+        code = self._process.poll() if self._process else None
+        outcome = still_running if code is None else f"died (exit code {code})"
+        return f"{outcome}; tail of {self._log}:\n{self.log_tail()}"
+
+    def stop(self) -> None:
+        """Kill the server and its child processes with SIGKILL: a graceful shutdown of SGLang takes over 5 s and has no
+        benefit."""
+        if self._process is None:
+            return
+        try:
+            children = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            children = []
+        self._process.kill()
+        self._process.wait(timeout=30)
+        for child in children:
+            if child.is_running():
+                child.kill()
+        psutil.wait_procs(children, timeout=30)
+        self._process = None
+
+    def _launch(self) -> None:
+        spec = self.spec
+        self._port = spec.port + self.index if spec.port else free_port(self.highest_port, self.derived_ports)
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(spec.threads),
+            "PYTHONUNBUFFERED": "1",
+            "PENSTOCK_SERVER_PARENT": str(os.getpid()),
+            "TMPDIR": str(own_directory()),  # removed when this process ends, with the server's sockets and files
+            KEY_VARIABLE: self._key,
+        }
+        env.setdefault("HF_HUB_OFFLINE", "1")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
+        if spec.python:
+            env.pop("PYTHONPATH", None)  # another interpreter must not import the trainer's packages
+        if spec.pythonpath:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [spec.pythonpath, env.get("PYTHONPATH")]))
+        command = self.command(self._port)
+        directory = Path(spec.log_dir or tempfile.gettempdir())
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=f"{self.name}-{self.index}-", suffix=".log", dir=directory)
+        self._log = Path(path)
+        with open(handle, "wb") as log:
+            log.write((" ".join(command) + "\n").encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env | spec.env
+            )
+
+
+def read_log_tail(log: Path | None, num_lines: int) -> str:
+    """Return the last `num_lines` lines of a log file, secrets redacted; "" if the file is not on this machine."""
+    if log is None or not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 400 * num_lines))
+        lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
+    return redact("\n".join(lines))  # SGLang logs its command line, which has the API key

@@ -1,0 +1,226 @@
+"""Supervise engines while they serve one policy version: restart dead engines and send them the weights.
+
+A supervisor is active during one stage that generates. One thread per engine checks twice a second that the server's
+process runs and, every `HealthCheck.interval` seconds, that the engine generates tokens. The client takes the engines'
+addresses from `Supervisor.live` and resends the requests of dead engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.engines.cluster import ClusterLost
+from penstock.engines.generation import EngineGone
+from penstock.engines.options import HealthCheck
+from penstock.engines.serving.replica import Replica, StartCancelled
+
+TICK = 0.5  # seconds between checks that a server's process runs; one check takes about a millisecond
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[list[str]], None]  # sends the current weights to the engines at these addresses
+Listener = Callable[[list[str]], None]  # called with the addresses of the live engines whenever these change
+
+
+class Supervisor:
+    """Supervises engines while they serve one version. A context manager; call `bring_up` before entering.
+
+    Args:
+        replicas: all engines of the pool.
+        version: policy version that the engines must serve.
+        publish: sends the weights to engines, which then report `version`. Called from several threads, one at a time.
+        health: health-check intervals and the limit on restarts.
+        listener: called with the addresses of the live engines whenever these change, for instance to update a router.
+        check: raises if the engines' Ray has died (`Cluster.check`).
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        version: str,
+        publish: Publish,
+        health: HealthCheck,
+        listener: Listener = lambda urls: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.replicas = replicas
+        self.version = version
+        self.publish = publish
+        self.health = health
+        self.listener = listener
+        self.check = check
+        self._live: dict[int, str] = {}  # index of a replica -> its address
+        self._lock = threading.Lock()  # one start, kill or weight update at a time
+        self._stopped = threading.Event()
+        self._failure: Exception | None = None
+        self._num_restarts = 0
+
+    def bring_up(self) -> None:
+        """Start or restart engines and publish weights until every engine serves the version.
+
+        Restarts of engines that are already dead at the call do not count towards `health.max_restarts`, because these
+        engines had no requests; restarts of engines that die during the call count.
+
+        Raises:
+            RuntimeError: an engine could not start, or died after `health.max_restarts` restarts; the message has the
+                tail of its log.
+            ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
+        """
+        for replica in restart_dead(self.replicas):
+            logger.warning("engine %d was found dead before generation and has been restarted", replica.index)
+        while stale := [replica for replica in self.replicas if _version(replica) != self.version]:
+            try:
+                self.publish([replica.url() for replica in stale])
+                versions = {replica.url(): _version(replica) for replica in stale}
+                wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
+                if not wrong:
+                    break
+                problem = f"after publishing {self.version!r}, {', '.join(wrong)}"
+            except ClusterLost:
+                raise
+            except ConnectionError as error:
+                problem = str(error)
+            dead = [replica for replica in stale if not replica.generates(self.health.timeout)]
+            if not dead:
+                raise ConnectionError(f"{problem}; all engines are healthy: retry the weight update")
+            for replica in dead:
+                self._count_restart(replica, f"{problem}\n{replica.exit_report()}")
+                replica.kill()
+                replica.begin()
+            restart_dead(dead)
+        self._set_live({replica.index: replica.url() for replica in self.replicas})
+
+    def __enter__(self) -> Supervisor:
+        for replica in self.replicas:
+            threading.Thread(target=self._watch, args=(replica,), name=f"engine-{replica.index}", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # The threads are not joined, because one may be checking a stuck engine. Once `_stopped` is set, no thread
+        # restarts an engine or publishes weights.
+        with self._lock:
+            self._stopped.set()
+
+    def live(self) -> list[str]:
+        """Return the addresses of the engines that serve the version; empty while all engines are restarting.
+
+        Raises:
+            RuntimeError: an engine died after `health.max_restarts` restarts; the message has the tail of its log.
+            ConnectionError: sending the weights to a restarted engine failed although the engine is healthy.
+            ClusterLost: the local Ray died.
+        """
+        self.check()
+        if self._failure is not None:
+            raise self._failure
+        return list(self._live.values())
+
+    def _set_live(self, live: dict[int, str]) -> None:
+        self._live = live
+        self.listener(list(live.values()))
+
+    def _watch(self, replica: Replica) -> None:
+        """Check one engine, and restart it if needed, until the supervisor exits. Runs in the engine's own thread."""
+        num_failures, due = 0, time.monotonic() + self.health.interval
+        try:
+            while not self._stopped.wait(TICK):
+                if not replica.alive():
+                    self._restart(replica, replica.exit_report())
+                elif time.monotonic() < due:
+                    continue
+                elif replica.generates(self.health.timeout):
+                    num_failures = 0
+                elif (num_failures := num_failures + 1) >= self.health.failures and replica.alive():
+                    self._restart(replica, f"no token in {num_failures} checks in a row: {replica.exit_report()}")
+                    num_failures = 0
+                due = time.monotonic() + self.health.interval
+        except StartCancelled:
+            return
+        except Exception as error:
+            if not self._stopped.is_set():  # `live` raises the error in the caller's thread
+                logger.warning("supervision of engine %d ended, generation will fail: %s", replica.index, error)
+                self._failure = error
+
+    def _restart(self, replica: Replica, cause: str) -> None:
+        """Restart an engine, and retry until it serves the version.
+
+        Raises:
+            StartCancelled: the supervisor exited; a server that is starting is not stopped, so that the next supervisor
+                can use it.
+            RuntimeError: `health.max_restarts` is used up.
+            ConnectionError: the weight update failed although the engine is healthy.
+        """
+        self._set_live({index: url for index, url in self._live.items() if index != replica.index})
+        start = time.monotonic()
+        while True:
+            with self._lock:
+                self._check_not_stopped()
+                self._count_restart(replica, cause)
+                replica.kill()
+                replica.begin()
+            try:
+                url = replica.url(cancelled=self._stopped.is_set)
+            except RuntimeError as error:
+                cause = str(error)
+                continue
+            try:
+                with self._lock:
+                    self._check_not_stopped()
+                    if replica.version() != self.version:
+                        self.publish([url])
+                break
+            except ClusterLost:
+                raise
+            except ConnectionError as error:
+                if replica.generates(self.health.timeout):
+                    raise
+                cause = f"{error}\n{replica.exit_report()}"
+        self._set_live({**self._live, replica.index: url})
+        seconds = time.monotonic() - start
+        logger.warning("engine %d restarted in %.1f s; it serves %s", replica.index, seconds, self.version)
+
+    def _count_restart(self, replica: Replica, cause: str) -> None:
+        """Count and log a restart. Raises RuntimeError if `health.max_restarts` is used up."""
+        limit = self.health.max_restarts
+        if self._num_restarts >= limit:
+            raise RuntimeError(
+                f"engine {replica.index} failed after {self._num_restarts} of {limit} restarts in this stage: fix "
+                f"the cause below, or raise --engine-restarts. Last failure: {cause}"
+            )
+        self._num_restarts += 1
+        logger.warning("restarting engine %d (%d of %d): %s", replica.index, self._num_restarts, limit, cause)
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise StartCancelled
+
+
+def restart_dead(replicas: Sequence[Replica]) -> list[Replica]:
+    """Wait until all engines have started, then restart in parallel the engines that do not answer.
+
+    Returns:
+        The restarted engines.
+
+    Raises:
+        RuntimeError: an engine could not start; the message has the tail of its log.
+    """
+    for replica in replicas:
+        replica.settle()
+    for replica in replicas:
+        replica.url()
+    dead = [replica for replica in replicas if not replica.answers()]
+    for replica in dead:
+        replica.kill()
+        replica.begin()
+    for replica in dead:
+        replica.url()
+    return dead
+
+
+def _version(replica: Replica) -> str:
+    """Return the weight version that an engine reports, or "nothing (<error>)" if the engine does not answer."""
+    try:
+        return replica.version()
+    except (EngineGone, RuntimeError) as error:
+        return f"nothing ({error})"

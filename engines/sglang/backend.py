@@ -1,0 +1,143 @@
+"""The SGLang backend: implements `EngineBackend` (client, server, flags, router and preflight checks)."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.engines.backends import EngineBackend, RequestRouter
+from penstock.engines.generation import EngineUrls
+from penstock.engines.options import EngineOptions
+from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.server import EngineServer
+from penstock.engines.sglang import control
+from penstock.engines.sglang.architectures import check_model
+from penstock.engines.sglang.args import check_router_args, check_sglang_args, returning_experts
+from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds
+from penstock.storage.errors import EngineError, OptionError
+from penstock.storage.secret_references import reveal
+
+if TYPE_CHECKING:
+    from penstock.engines.sglang.client import SGLangClient
+    from penstock.storage.samples.routed_experts import ExpertsFormat
+
+OLDEST_RELEASE = (0, 5, 15)  # the first with /model_info
+# Entries of config.json that must be equal for a model to load another model's weights.
+MODEL_SIZES = [
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "n_routed_experts",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "tie_word_embeddings",
+]
+
+
+class SGLangBackend(EngineBackend):
+    """The implementation of `EngineBackend` for SGLang."""
+
+    def connect(
+        self,
+        urls: EngineUrls,
+        timeout: float = 600,
+        *,
+        experts: ExpertsFormat | None = None,
+        router: Callable[[], str | None] | None = None,
+    ) -> SGLangClient:
+        from penstock.engines.sglang.client import SGLangClient
+
+        return SGLangClient(urls, timeout, experts=experts, router=router)
+
+    def server_class(self) -> type[EngineServer]:
+        from penstock.engines.sglang.server import SGLangServer
+
+        return SGLangServer
+
+    def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
+        args = options.spec.args
+        if options.return_experts:
+            args = returning_experts(args)
+        if options.sampling_seeds:
+            if not has_gpus and not options.external:
+                raise OptionError(
+                    "--rollout-sampling-seeds needs a GPU, because SGLang samples reproducibly only on GPUs, but the "
+                    "cluster has none: omit it"
+                )
+            args = {**args, "enable_deterministic_inference": True}
+        return args
+
+    def router(self, options: EngineOptions) -> RequestRouter | None:
+        if options.router is None:
+            return None
+        from penstock.engines.sglang.router import SGLangRouter
+
+        args = check_router_args(reveal(options.router))
+        return SGLangRouter(args, options.spec.log_dir, max_restarts=options.router_restarts)
+
+    def check_options(self, options: EngineOptions) -> None:
+        from penstock.engines.families import read_config
+
+        spec, routed = options.spec, options.router is not None
+        if not options.external and spec.python is None:  # otherwise the engine's SGLang is not the installed one
+            check_model(read_config(Path(spec.model_path) / "config.json"))
+        check_sglang_args(spec.args)
+        if options.router is not None:
+            check_router_args(options.router)
+        check_sampling(options.sampling, routed=routed)
+        check_seeds(options.sampling_seeds, options.sampling, spec.args)
+        for address in options.external:
+            url_of(address)
+        if options.return_experts:
+            returning_experts(spec.args)
+            if routed:
+                raise EngineError(
+                    "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops "
+                    "the request for routed experts: omit one of them"
+                )
+        if spec.port:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", spec.port))
+                except OSError:
+                    raise EngineError(
+                        f"port {spec.port} of --sglang-port is in use: give another port, or omit the option to use a "
+                        "free one"
+                    ) from None
+
+    def check_external(self, url: str, model_path: str) -> None:
+        release, _ = control.server_facts(url)
+        if release < OLDEST_RELEASE:
+            raise RuntimeError(
+                f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
+                "0.5.15.post1 or later: upgrade SGLang there"
+            )
+        info = control.call(url, "/model_info")
+        # After an update over disk `model_path` is the temporary directory of that update, which has been removed.
+        config = Path(str(info["model_path"])) / "config.json"
+        if config.is_file():
+            served = json.loads(config.read_text(encoding="utf-8"))
+        else:
+            served = {"architectures": info["architectures"]} if info.get("architectures") else {}
+        required = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        for name in MODEL_SIZES:
+            if name in served and served[name] != required.get(name):
+                raise EngineError(
+                    f"the engine at {url} serves a model with {name} {served[name]!r}, but --hf-checkpoint "
+                    f"{model_path} has {required.get(name)!r}: start the engine with that model, or name another "
+                    "engine in --rollout-external-engine-addrs"
+                )
+
+    def biased_sampling(self, params: Mapping[str, Any]) -> list[str]:
+        return biased_sampling(params)

@@ -1,0 +1,58 @@
+"""Parse the JSON responses of SGLang's /generate route."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from penstock.engines.generation import Generation
+from penstock.storage.samples.routed_experts import ExpertsFormat
+
+
+def parse_generation(
+    answer: dict[str, Any], experts: ExpertsFormat | None = None, num_prompt_tokens: int = 0
+) -> Generation:
+    """Parse one response of /generate. Token ids are read from the (log-prob, id) pairs, so both lists match.
+
+    Args:
+        answer: the JSON object of the response.
+        experts: the format of the routed experts; None if they were not requested.
+        num_prompt_tokens: length of the prompt, whose tokens have routed experts, too.
+
+    Raises:
+        RuntimeError: routed experts were requested, but are missing or have the wrong size.
+    """
+    meta = answer["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    token_ids = [int(pair[1]) for pair in pairs]
+    assert token_ids == list(answer.get("output_ids") or []), (
+        f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
+    )
+    version = str(meta["weight_version"])
+    spans = meta.get("weight_versions") or [{"version": version}]
+    reason = (meta.get("finish_reason") or {}).get("type")
+    assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
+    routed_experts = None
+    if experts is not None and reason != "abort":
+        encoded = meta.get("routed_experts")
+        if encoded is None:
+            raise RuntimeError(
+                "an engine returned no routed experts: restart it with --sglang-enable-return-routed-experts (an "
+                "external engine with --enable-return-routed-experts)"
+            )
+        try:  # [tokens, layers, top_k] int32, dense layers included
+            routed = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+            routed_experts = experts.encode(routed, num_prompt_tokens + len(token_ids) - 1)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None  # a ValueError would be attributed to the prompt
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[float(pair[0]) for pair in pairs],
+        finish_reason=reason,
+        weight_version=version,
+        first_weight_version=str(spans[0]["version"]),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed_experts=routed_experts,
+    )

@@ -1,0 +1,51 @@
+"""Split a stream of weights into buckets of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+NamedTensor = tuple[str, Tensor]
+# SGLang fuses these two MLA weights into one parameter and drops a weight whose partner is not in the same update call.
+# In different buckets both would be lost without an error, and the engine would keep its old weights.
+FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
+
+
+def num_bytes(bucket: Iterable[NamedTensor]) -> int:
+    """Return the total size of the bucket's tensors in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+
+
+def buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
+    """Yield pairs (bucket, is_last) with buckets of at most `max_bytes`.
+
+    A tensor, or a pair of FUSED tensors, that is larger than `max_bytes` becomes a bucket of its own.
+    """
+    bucket: list[NamedTensor] = []
+    size = 0
+    for group in _fused_pairs(named):
+        group_bytes = num_bytes(group)
+        if bucket and size + group_bytes > max_bytes:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.extend(group)
+        size += group_bytes
+    if bucket:
+        yield bucket, True
+
+
+def _fused_pairs(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Yield lists of one tensor; the two FUSED tensors of a layer are yielded together, once both have arrived."""
+    first, second = FUSED
+    waiting: dict[str, NamedTensor] = {}
+    for item in named:
+        name = item[0]
+        partner = name.replace(second, first) if second in name else name.replace(first, second)
+        if partner == name:
+            yield [item]
+        elif partner in waiting:
+            yield [waiting.pop(partner), item]
+        else:
+            waiting[name] = item
+    yield from ([item] for item in waiting.values())  # Moonlight has only kv_a_proj_with_mqa

@@ -1,0 +1,228 @@
+"""`penstock fork RUN --at N --name NEW [options]`: create a new run that shares the first N rounds of another.
+
+Sharing is by reference: the small commit records are copied to the new run, and the large files that they refer to stay
+in the parent's directory. The new run's own record is written last, by one conditional create, so a run that `penstock
+resume` finds is complete; a killed fork is finished by the same command or removed by `penstock gc`. The field `parent`
+of the record describes the origin:
+
+    run, at        name of the parent, and the first round that is not shared
+    restart_data   whether the data restarts at round `at` (first epoch, first row); prompt numbers continue
+    restarts       all rounds at which the data restarted, including those of the parent
+    config         the parent's config, with which the rounds before `at` were trained
+    parent         the parent's own `parent`, if it is a fork itself
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag
+from penstock.flows.options import flags
+from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
+from penstock.flows.options.flags import store_of, with_options
+from penstock.flows.options.paths import absolute
+from penstock.flows.runtime.runs import create_record, open_store, read_record, recorded
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.disk import in_parallel
+from penstock.storage.errors import OptionError, RunError, StoreError
+from penstock.storage.maintenance.removal import being_removed, is_removed
+from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.refs import Commit, RunKeys, commit_key, is_unchanged, parsed
+from penstock.storage.store import Store
+
+USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
+
+  Creates the run NEW from the first N rounds of RUN: its rollouts and steps before N, its checkpoints and evaluations
+  up to N. Nothing is computed and no large file is copied. The options given here replace the parent's, including those
+  that a resumed run cannot change. `penstock resume NEW` then continues with round N.
+
+  --at     the first round that is not shared; all rounds before it must be trained
+  --name   name of the new run
+
+  If --prompt-data is given, or the order or the columns of the data change, round N starts at the first row."""
+
+_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> index relative to `at`
+_DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
+_NUM_COPIES = 16  # commit records copied in parallel
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        RunError: the run or the round does not exist, or the new name is taken.
+        OptionError: an option is invalid.
+    """
+    positional, own, rest = split_args(argv, {"--at": True, "--name": True})
+    if len(positional) != 1 or own.keys() != {"--at", "--name"}:
+        raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
+    old = check_run_name(positional[0])
+    at, name, given = parse_integer("--at", own["--at"]), check_run_name(own["--name"], "--name"), flags.values_of(rest)
+    where = store_of(given)
+    flow, parent = recorded(where, old)
+    store = open_store(where, probe=False)
+    check_trained(store, RunKeys(old), at)
+    config = forked_config(parent, rest, name, at)
+    if store.read(RunKeys(name).record) is None:
+        open_store(where)  # check that the store can be written
+    shared = fork(store, flow, parent, config, at, restart_data=restarts_data(parent, config, given))
+    print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
+    for field, before, after in differences(parent, config):
+        print(f"  {flag(field)}: {before!r} -> {after!r}")
+    options = f" --store {where.store}" if where.store != RunConfig().store else ""
+    print(f"to continue: {penstock_command()} resume {name}{options}")
+    return 0
+
+
+def fork(
+    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at: int, *, restart_data: bool
+) -> str:
+    """Create the run `config.run.run` from the first `at` rounds of `parent.run.run`. Safe to call again after a kill.
+
+    Returns:
+        how many commits of each kind are shared, as text.
+
+    Raises:
+        RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
+        StoreError: a commit record of the parent does not match its digest.
+    """
+    parent, config = absolute(parent), absolute(config)
+    old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
+    check_trained(store, old, at)
+    entry = parent_entry(store, parent, at, restart_data)
+    claim_name(store, new, {"flow": flow, "config": _recorded_values(config), "parent": entry})
+    if is_removed(store, old) or being_removed(store, old):
+        store.delete([fork_key(new)])
+        raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
+    if not store.read(new.record):
+        prefixes = [prefix for prefix in committed_prefixes(store, old) if _is_shared(old, prefix, at)]
+        in_parallel(lambda prefix: share_commit(store, old, new, prefix), prefixes, _NUM_COPIES)
+        same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
+        for name in ("base", *dict(same_auxiliary)):
+            if model := store.read(old.origin(name)):  # missing if the parent has not converted its model yet
+                store.create(new.origin(name), model)
+        create_record(store, flow, config, parent=entry)
+    store.delete([fork_key(new)])
+    shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _is_shared(new, prefix, at)]
+    return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
+
+
+# ---- the new run's config --------------------------------------------------------------------------------------------
+
+
+def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at: int) -> PostTrainConfig:
+    """Return the parent's config with the options given on the command line.
+
+    Raises:
+        OptionError: an option is invalid, or --num-rollout is less than the number of shared rounds.
+    """
+    given = flags.values_of(argv)
+    if "run" in given.get("run", {}):
+        raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
+    config = with_options(parent, argv)
+    config = absolute(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
+    if config.run.num_rollout < at:
+        raise OptionError(
+            f"--num-rollout {config.run.num_rollout} is less than the {at} shared rounds: give at least {at}"
+        )
+    return config
+
+
+def restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given: flags.Values) -> bool:
+    """Return whether the fork's data restarts at the first row.
+
+    This is so if the order or the columns differ, or if --prompt-data is given, even with the same files: their rows
+    may have changed.
+    """
+    order_changed = any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
+    return order_changed or "prompt_data" in given.get("rollout", {})
+
+
+def differences(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
+    """Return the options that differ between parent and fork: (name, value of the parent, value of the fork)."""
+    before, after = parent.model_dump(mode="json"), config.model_dump(mode="json")
+    fields = [(s, name) for s in SECTIONS for name in before[s] | after[s] if (s, name) != ("run", "run")]
+    values = [(name, before[s].get(name), after[s].get(name)) for s, name in fields]
+    return [(name, old, new) for name, old, new in values if old != new]
+
+
+def _recorded_values(config: PostTrainConfig) -> dict[str, Any]:
+    """Return section -> option -> JSON value, without the store options."""
+    return config.model_dump(mode="json", exclude={"run": {"store_options"}})  # may contain credentials
+
+
+# ---- the new run's records -------------------------------------------------------------------------------------------
+
+
+def parent_entry(store: Store, parent: PostTrainConfig, at: int, restart_data: bool) -> dict[str, Any]:
+    """Return the `parent` field of the new run's record."""
+    record = store.read_json(RunKeys(parent.run.run).record)
+    assert record is not None, "main has read the record"
+    earlier = record.get("parent")
+    restarts = [round_ for round_ in (earlier or {}).get("restarts", []) if round_ < at]
+    return {
+        "run": parent.run.run,
+        "at": at,
+        "restart_data": restart_data,
+        "restarts": [*restarts, at] if restart_data else restarts,
+        "config": _recorded_values(parent),
+        "parent": earlier,
+    }
+
+
+def check_trained(store: Store, keys: RunKeys, at: int) -> None:
+    """Check that a run has trained the first `at` rounds. Raises RunError."""
+    num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
+    if at > num_trained:
+        raise RunError(
+            f"run {keys.run!r} has {num_trained} trained rounds: --at takes at most {num_trained}; found {at}"
+        )
+
+
+def claim_name(store: Store, new: RunKeys, plan: dict[str, Any]) -> None:
+    """Reserve the new run's name for this fork. Raises RunError if a run or another fork has the name."""
+    existing = read_record(store, new)
+    if is_removed(store, new):
+        raise RunError(
+            f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or give another --name"
+        )
+    if existing is None:
+        if store.list(new.prefix) and store.read(fork_key(new)) is None:
+            raise RunError(f"{store.path(new.prefix)} contains files that are not of a fork: give another --name")
+        store.create(fork_key(new), json.dumps(plan, indent=1).encode())
+        existing = store.read_json(fork_key(new)) or store.read_json(new.record) or {}
+    if {key: existing.get(key) for key in plan} != json.loads(json.dumps(plan)):
+        state = "exists already" if store.read(new.record) else "is another unfinished fork (`penstock gc` removes it)"
+        raise RunError(f"run {new.run!r} {state}: give another --name")
+
+
+def _is_shared(old: RunKeys, prefix: str, at: int) -> bool:
+    """Return whether a fork at round `at` shares the commit at `prefix` of the run `old`."""
+    directory, index = prefix.removeprefix(f"{old.prefix}/").split("/")[:2]
+    return directory in _LAST_SHARED and int(index) <= at + _LAST_SHARED[directory]
+
+
+def share_commit(store: Store, old: RunKeys, new: RunKeys, prefix: str) -> None:
+    """Copy a commit record to the new run. The copy refers to the same files and to the new run's keys of inputs."""
+    target = new.prefix + prefix.removeprefix(old.prefix)
+    data = store.read(commit_key(prefix))
+    if data is None:
+        return  # a checkpoint that has expired meanwhile
+    commit = parsed(Commit, commit_key(prefix), data)
+    if is_unchanged(data) is False:  # the copy gets a new digest, so the damage could not be detected
+        raise StoreError(
+            f"{commit_key(prefix)} has changed since it was written: restore it from a backup "
+            f"(`penstock verify {old.run}` lists the damage)"
+        )
+    inputs = {
+        role: new.prefix + key.removeprefix(old.prefix) if key.startswith(f"{old.prefix}/") else key
+        for role, key in commit.inputs.items()
+    }
+    copy = commit.model_copy(update={"run": new.run, "inputs": inputs})
+    existing = store.commit(target, copy)
+    assert existing.model_dump_json() == copy.model_dump_json(), f"{target} differs although this fork owns the name"
+    if commit.kind == "checkpoint" and store.committed(prefix) is None:
+        # The checkpoint expired while it was copied, and its files may be gone: remove the copy.
+        store.delete([commit_key(target)])

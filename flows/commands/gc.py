@@ -1,0 +1,93 @@
+"""`penstock gc`: list files that are no longer needed, and remove them on request.
+
+storage/maintenance/orphans.py and retention.py decide what is removable; this file parses the request and prints the
+table.
+"""
+
+from __future__ import annotations
+
+import time
+
+from penstock.flows.commands import residue
+from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
+from penstock.flows.options.flags import parse_store
+from penstock.flows.runtime.display import print_table
+from penstock.flows.runtime.runs import existing_run, open_store
+from penstock.storage.errors import OptionError
+from penstock.storage.maintenance.leases import store_time
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove
+from penstock.storage.maintenance.removal import translate_write_errors
+from penstock.storage.maintenance.retention import finish_expiries
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+DEFAULT_HOURS = 24.0
+USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
+
+  Lists files that the store no longer needs: attempts without a commit (the writer died, or another attempt was
+  committed first), files of expired checkpoints and removed runs, journals of finished rounds, unfinished forks,
+  temporary files. Without RUN it also lists files that dead processes left in TMPDIR and /dev/shm. Files that a commit
+  of any run refers to are kept (forks use their parent's files).
+
+  RUN            only files of this run; by default the whole store
+  --delete       remove them; without it nothing is changed
+  --older-than   hours without a change before a file counts as orphaned (default 24)"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        RunError: the run does not exist.
+        OptionError: an argument is invalid.
+        StoreError: a record is damaged, or the store cannot be written.
+    """
+    positional, own, rest = split_args(argv, {"--delete": False, "--older-than": True})
+    if len(positional) > 1:
+        raise OptionError(f"penstock gc takes one run or none; found {short_repr(' '.join(positional))}")
+    older_than = 3600 * parse_number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
+    store = open_store(parse_store(rest, "gc"), probe=False)
+    run = positional[0] if positional else None
+    if run is not None:
+        existing_run(store, run)
+    found = find_orphans(store, run, older_than=older_than)
+    removed = None
+    if "--delete" in own:
+        with translate_write_errors(store):
+            removed = delete(store, found, run, older_than)
+    show(store, found, removed)
+    if run is None:
+        residue.report(delete="--delete" in own)
+    return 0
+
+
+def delete(store: Store, found: list[Orphan], run: str | None, older_than: float) -> set[str]:
+    """Remove the orphans in `found`, except those that are in use again. Return the keys of the removed ones."""
+    for name in [run] if run else store.list("runs"):
+        finish_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
+    now = store_time(store)
+    remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=older_than, now=now)}
+    # Unfinished attempts last: removing one writes a claim file, which needs disk space.
+    simple_first = sorted(remaining.values(), key=lambda orphan: orphan.kind == "unfinished attempt")
+    removed = {orphan.key for orphan in simple_first if remove(store, orphan, now)}
+    return removed | {
+        orphan.key for orphan in found if orphan.kind == "expired checkpoint" and orphan.key not in remaining
+    }
+
+
+def show(store: Store, found: list[Orphan], removed: set[str] | None) -> None:
+    """Print a table of the orphans. `removed`: keys of the removed ones, or None without --delete."""
+    if not found:
+        print(f"no unneeded files in {store.uri}")
+        return
+    rows = []
+    for orphan in found:
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(orphan.modified))
+        kept = " (in use, kept)" if removed is not None and orphan.key not in removed else ""
+        size = format_bytes(orphan.bytes)
+        rows.append((orphan.kind + kept, orphan.key, str(len(orphan.files)), size, changed))
+    print_table(("what", "where", "files", "size", "last change"), rows, width=200)
+    counted = [orphan for orphan in found if removed is None or orphan.key in removed]
+    num_bytes = sum(orphan.bytes for orphan in counted)
+    total = f"{sum(len(orphan.files) for orphan in counted)} files, {format_bytes(num_bytes)}"
+    print(f"{total}; nothing was removed: give --delete to remove them" if removed is None else f"{total} removed")

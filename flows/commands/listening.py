@@ -1,0 +1,88 @@
+"""List the ports that runs and services of this user listen on, with process and authentication, for `penstock
+doctor`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+# (part of a command line, authentication of that process's ports, environment variable without which there is none);
+# the first match counts.
+PROTECTIONS = (
+    ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
+    ("launch_router.py", "API key", "PENSTOCK_SERVER_KEY"),
+    ("sglang/launch.py", "API key; none on ports between its processes", "PENSTOCK_SERVER_KEY"),
+    ("mlflow", "Host check; no login", None),
+    ("gcs_server", "Ray token", "RAY_AUTH_TOKEN"),
+    ("raylet", "Ray token", "RAY_AUTH_TOKEN"),
+    ("ray::", "Ray token; none on torch's TCPStore", "RAY_AUTH_TOKEN"),
+    ("ray/", "Ray token", "RAY_AUTH_TOKEN"),
+    ("flows", "Ray token, session keys", None),
+    ("penstock", "Ray token, session keys", None),
+)
+OURS = {"penstock", "penstock.flows.cli", "penstock.flows.services.stack"}  # modules started with `python -m`
+
+
+@dataclass(frozen=True)
+class ListeningPort:
+    """A port that a process listens on."""
+
+    address: str  # "127.0.0.1:4200"
+    owner: str  # "gcs_server (pid 7)"
+    protection: str  # authentication, "" if there is none
+    loopback: bool
+
+
+def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[ListeningPort]:
+    """Return the ports that processes and their descendants listen on, sorted by port.
+
+    Args:
+        roots: the parent processes; by default all runs and services of this user.
+    """
+    family = {}
+    for root in own_roots() if roots is None else roots:
+        family[root.pid] = root
+        with suppress(psutil.Error):
+            family |= {child.pid: child for child in root.children(recursive=True)}
+    ports: dict[tuple[str, int], ListeningPort] = {}
+    for process in family.values():
+        try:
+            command_line, name = " ".join(process.cmdline()), process.name()
+            sockets = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
+            protection = protection_of(command_line, process.environ()) if sockets else ""
+        except psutil.Error:  # the process has ended, or is another user's
+            continue
+        for host, port in sockets:
+            host = host.removeprefix("::ffff:")
+            owner = f"{name} (pid {process.pid})"
+            ports.setdefault(
+                (host, port), ListeningPort(f"{host}:{port}", owner, protection, ipaddress.ip_address(host).is_loopback)
+            )
+    return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
+
+
+def own_roots() -> list[psutil.Process]:
+    """Return this user's `penstock` processes: commands and `make up`."""
+    me = psutil.Process().uids().real
+    roots = []
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == me and any(
+                word in OURS or word.endswith("bin/penstock") for word in process.cmdline()[:4]
+            ):
+                roots.append(process)
+        except psutil.Error:
+            continue
+    return roots
+
+
+def protection_of(command: str, environment: dict[str, str]) -> str:
+    """Return the authentication of a process's ports (PROTECTIONS), "" if there is none."""
+    for mark, protection, variable in PROTECTIONS:
+        if mark in command:
+            return protection if variable is None or environment.get(variable) else ""
+    return ""

@@ -1,0 +1,140 @@
+"""Find and remove files that killed processes of this user left on this machine outside the store.
+
+Most of them are in the temporary directories of dead processes (engines/scratch.py). Earlier releases also left files
+in /tmp and /dev/shm. Of those only two kinds are provably unused and removed: session folders of Ray whose driver (the
+pid in the name) is dead, and files in shared memory that no process has mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.engines import scratch
+from penstock.flows.options.argv import format_bytes
+
+_SESSION = re.compile(r"^session_[\d_-]+_(?P<pid>\d+)$")
+_ENGINE_FILE = re.compile(r"^sglang_loads_.+\.shm$")
+
+
+@dataclass(frozen=True)
+class Residue:
+    """A file or directory that a dead process left."""
+
+    kind: str
+    path: Path
+    bytes: int
+    modified: float  # seconds since the epoch
+
+
+def find(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Residue]:
+    """Return the files and directories that dead processes of this user left, oldest first.
+
+    Args:
+        base: where processes create their temporary directories; default TMPDIR.
+        ray: directory with Ray's session folders of earlier releases, or of runs whose TMPDIR is too long for Ray;
+            default `base`/ray.
+        shm: mount point of shared memory.
+    """
+    base = base or scratch.base_directory()
+    found = [_residue("temporary directory", path) for path in scratch.abandoned(base)]
+    found += [_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
+    found += [_residue("shared memory", path) for path in _unmapped_files(shm)]
+    return sorted(found, key=lambda residue: residue.modified)
+
+
+def remove(residue: Residue) -> bool:
+    """Remove a residue unless a process uses it again. Return whether it was removed."""
+    if residue.kind == "temporary directory":
+        return scratch.remove(residue.path)
+    if residue.kind == "Ray session":
+        if residue.path not in _dead_sessions(residue.path.parent):
+            return False
+        shutil.rmtree(residue.path, ignore_errors=True)
+        return not residue.path.exists()
+    if residue.path not in _unmapped_files(residue.path.parent):
+        return False
+    residue.path.unlink(missing_ok=True)
+    return True
+
+
+def _dead_sessions(directory: Path) -> list[Path]:
+    """Return Ray's session folders whose driver (the pid in the name) is dead and that no command line contains."""
+    candidates = [
+        path
+        for path in _own_entries(directory)
+        if (match := _SESSION.match(path.name)) and not Path(f"/proc/{match['pid']}").exists()
+    ]
+    if not candidates:
+        return []
+    commands = [text for process in _processes() if (text := _read_proc_file(process / "cmdline"))]
+    return [path for path in candidates if not any(path.name in command for command in commands)]
+
+
+def _unmapped_files(shm: Path) -> list[Path]:
+    """Return files of engines in shared memory that no process has mapped."""
+    candidates = [path for path in _own_entries(shm) if _ENGINE_FILE.match(path.name)]
+    if not candidates:
+        return []
+    used = mapped_paths()
+    return [] if used is None else [path for path in candidates if str(path) not in used]
+
+
+def _own_entries(directory: Path) -> list[Path]:
+    """Return the entries of a directory that belong to this user, without links."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if not path.is_symlink() and path.stat().st_uid == os.geteuid())
+
+
+def mapped_paths() -> set[str] | None:
+    """Return the paths that processes of this user have mapped, None if a possible engine cannot be inspected."""
+    paths: set[str] = set()
+    for process in _processes():
+        try:
+            if process.stat().st_uid != os.geteuid():
+                continue
+        except FileNotFoundError:  # the process has ended
+            continue
+        maps = _read_proc_file(process / "maps")
+        if maps is None:
+            if re.search("python|sglang", _read_proc_file(process / "cmdline") or "python"):
+                return None
+            continue
+        paths.update(
+            line.split(maxsplit=5)[5]
+            for line in maps.splitlines()
+            if line.count("/") and len(line.split(maxsplit=5)) == 6
+        )
+    return paths
+
+
+def _processes() -> list[Path]:
+    return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _read_proc_file(path: Path) -> str | None:
+    """Return the text of a file in /proc: "" if the process has ended, None if it must not be read."""
+    try:
+        return path.read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except PermissionError:
+        return None
+
+
+def _residue(kind: str, path: Path) -> Residue:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+    return Residue(kind, path, sum(file.stat().st_size for file in files), path.stat().st_mtime)
+
+
+def report(*, delete: bool) -> None:
+    """Print the files that dead processes of this user left on this machine; with `delete` remove them."""
+    found = find()
+    removed = [residue for residue in found if delete and remove(residue)]
+    for residue in found:
+        state = "" if not delete else " (removed)" if residue in removed else " (in use now, kept)"
+        print(f"{residue.kind}  {residue.path}  {format_bytes(residue.bytes)}{state}")

@@ -1,0 +1,40 @@
+"""`penstock resume RUN`: continue a run with its recorded configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.argv import single_run, split_args
+from penstock.flows.options.flags import store_of, values_of, with_options
+from penstock.flows.runtime.runner import start
+from penstock.flows.runtime.runs import recorded
+from penstock.storage.errors import OptionError
+
+USAGE = """penstock resume RUN [--store URI ...]
+
+  Resumes a run after its last committed stage, with the configuration recorded in the store."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return the flow's exit code.
+
+    Raises:
+        InputError: the run does not exist, or an option is given that a resumed run cannot change.
+    """
+    positional, _, rest = split_args(argv, {})
+    return start(*resumed(single_run("resume", positional), rest))
+
+
+def resumed(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
+    """Return the flow name and the config of a run, updated by the options of `penstock resume`.
+
+    Raises:
+        OptionError: an option is invalid.
+        RunError: the run does not exist, or its record is missing or damaged.
+    """
+    given = values_of(argv)
+    if "run" in given.get("run", {}):
+        raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")
+    flow, config = recorded(store_of(given), run)
+    return flow, with_options(config, argv)

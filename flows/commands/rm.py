@@ -1,0 +1,50 @@
+"""`penstock rm RUN`: remove a run with all its files. storage/maintenance/removal.py defines when a removal is
+refused and how a killed one is finished."""
+
+from __future__ import annotations
+
+from penstock.flows.options.argv import format_bytes, split_args
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.runs import discard, existing_run, open_store
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.removal import is_removed, translate_write_errors
+
+USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
+
+  Removes a run: its record, rollouts, checkpoints, evaluations, exports, and undelivered MLflow data. Keeps what MLflow
+  has received and converted models. Fails while a driver of the run is alive or a fork needs its files. After a kill
+  the same command, or `penstock gc --delete`, finishes the removal.
+
+  --yes   the run's name again; required if a round is committed"""
+
+_ROUNDS = ("rollouts", "steps", "checkpoints", "exports")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        OptionError: an argument is invalid.
+        RunError: the run does not exist, has a live driver, has rounds and --yes is missing, or a fork needs its files.
+        StoreError: the store cannot be written.
+    """
+    positional, own, rest = split_args(argv, {"--yes": True})
+    if len(positional) != 1:
+        raise OptionError("penstock rm needs the name of one run; `penstock runs` lists them")
+    run = positional[0]
+    if own.get("--yes", run) != run:
+        raise OptionError(f"--yes {own['--yes']} does not match the run {run!r} to be removed: give --yes {run}")
+    store = open_store(parse(rest).run, probe=False)
+    keys = existing_run(store, run)
+    if not is_removed(store, keys) and "--yes" not in own:
+        kinds = [prefix.split("/")[2] for prefix in committed_prefixes(store, keys)]
+        if any(kind in _ROUNDS for kind in kinds):
+            num_rounds = kinds.count("steps")
+            raise RunError(
+                f"run {run!r} has {num_rounds} trained rounds and {len(kinds)} commits: confirm with --yes {run}"
+            )
+    with translate_write_errors(store):
+        freed = discard(store, keys)
+    print(f"run {run} was removed from {store.uri}: {format_bytes(freed)} freed")
+    return 0

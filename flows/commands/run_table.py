@@ -1,0 +1,73 @@
+"""`penstock runs`: a table of the runs in a store."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.flows.config import RunConfig
+from penstock.flows.options.flags import parse_store
+from penstock.flows.runtime.display import print_table
+from penstock.flows.runtime.runs import latest_schedule, open_store, read_record
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.errors import PenstockError, RunError
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+USAGE = """penstock runs [--store URI ...]
+
+  Lists the runs in a store: rounds, rewards, checkpoints, evaluations. Changes nothing."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        OptionError: an option other than the store options is given.
+    """
+    return print_runs(parse_store(argv, "runs"))
+
+
+def print_runs(where: RunConfig) -> int:
+    """Print a table of the runs in a store. A damaged run is marked in the table and described below it. Return 0."""
+    store = open_store(where, probe=False)
+    rows, reasons = [], []
+    for run in store.list("runs"):
+        try:
+            row = _row(store, RunKeys(run))
+        except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            row = [run, "damaged"]
+            reasons.append(f"{run} is damaged: {' '.join(str(error).split())[:300]}")
+        if row:
+            rows.append(row)
+    if rows:
+        print_table(("run", "flow", "rounds", "reward first -> last", "checkpoints", "evals", "started"), rows)
+    else:
+        print(f"no runs in {store.uri}; `penstock demo` makes one")
+    for reason in reasons:
+        print(reason)
+    return 0
+
+
+def _row(store: Store, keys: RunKeys) -> list[str]:
+    """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
+    if is_removed(store, keys):
+        return [keys.run, "removed"]
+    record = read_record(store, keys)
+    if record is None:
+        if committed_prefixes(store, keys):
+            raise RunError("run.json is missing: restore it from a backup")
+        return []
+    rounds = store.committed_indices(f"{keys.prefix}/steps")
+    rollouts = [store.committed(keys.rollout(r)) for r in rounds[:1] + rounds[-1:]]
+    rewards = [rollout.summary.get("rollout/raw_reward") for rollout in rollouts if rollout]
+    parent = record.get("parent")
+    return [
+        f"{keys.run} (from {parent['run']} at {parent['at']})" if parent else keys.run,
+        record["flow"],
+        f"{len(rounds)} of {latest_schedule(store, keys)['run.num_rollout']}",
+        " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",
+        " ".join(str(number) for number in store.committed_indices(f"{keys.prefix}/checkpoints")) or "-",
+        " ".join(name.lstrip("0") or "0" for name in store.list(f"{keys.prefix}/evals")) or "-",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created_at"])),
+    ]

@@ -1,0 +1,154 @@
+"""Parse the positional arguments and the own flags of a command (flags.py parses the config flags), and format values
+for messages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
+from penstock.storage.secrets import redact
+
+MAX_LINE = 390  # maximum characters of an error message
+MAX_VALUE = 80  # maximum characters of a value quoted in a message
+
+
+def split_args(argv: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Split the arguments of a command into positional arguments, the command's own flags, and all other flags.
+
+    Args:
+        argv: arguments as typed.
+        own: the command's own flags: name -> whether the flag takes a value.
+
+    Returns:
+        the positional arguments, the own flags with their values ("" for a switch), and the other flags with their
+        values in the order given.
+
+    Raises:
+        OptionError: an own flag has no value although it needs one, has a value although it is a switch, or is given
+        twice.
+    """
+    positional: list[str] = []
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = list(argv)
+    in_rest = False  # whether the last flag is in `rest`; a plain argument is then its value
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in own:
+            in_rest = in_rest or argument.startswith("--")
+            (rest if in_rest else positional).append(argument)
+            continue
+        in_rest = False
+        if name in values:
+            raise OptionError(f"{name} is given twice: give it once")
+        if not own[name] and equals:
+            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(value)}")
+        if own[name] and not equals:
+            if not remaining or remaining[0].startswith("--"):
+                raise OptionError(f"{name} needs a value")
+            value = remaining.pop(0)
+        if own[name] and not value.strip():
+            raise OptionError(f"{name} needs a value; found {value!r}")
+        values[name] = value
+    return positional, values, rest
+
+
+def single_run(command: str, positional: Sequence[str]) -> str:
+    """Return the run name from the positional arguments of `penstock COMMAND RUN`.
+
+    Raises:
+        OptionError: no argument or more than one is given.
+        RunError: the argument is not a valid run name.
+    """
+    if len(positional) != 1:
+        found = f"; found {short_repr(' '.join(positional))}" if positional else ""
+        raise OptionError(f"penstock {command} needs the name of one run{found}; `penstock runs` lists them")
+    return check_run_name(positional[0])
+
+
+def check_run_name(name: str, flag: str = "") -> str:
+    """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message.
+
+    Raises:
+        RunError: it has other characters than letters, digits, dot, dash and underscore, or is too long.
+    """
+    what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
+    if not re.fullmatch(RUN_NAME, name):
+        raise RunError(
+            f"{what} is not a valid run name: use letters, digits, dot, dash and underscore, "
+            "and begin with a letter or a digit"
+        )
+    if len(name) > MAX_RUN_NAME:
+        raise RunError(f"{what} has {len(name)} characters: a run name has at most {MAX_RUN_NAME}; shorten it")
+    return name
+
+
+def parse_number(name: str, text: str) -> float:
+    """Parse the value of the flag `name` as a non-negative number.
+
+    Raises:
+        OptionError: the text is not a finite number >= 0.
+    """
+    try:
+        value = float(text) if text.isascii() else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise OptionError(f"{name} takes a number >= 0; found {short_repr(text)}")
+    return value
+
+
+def parse_integer(name: str, text: str) -> int:
+    """Parse the value of the flag `name` as a non-negative integer.
+
+    Raises:
+        OptionError: the text is not an integer >= 0.
+    """
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise OptionError(f"{name} takes an integer >= 0; found {short_repr(text)}")
+    return int(text)
+
+
+def penstock_command() -> str:
+    """Return the shell command of this installation: `penstock` if PATH finds it under that name, else its path."""
+    program = Path(sys.executable).with_name("penstock")
+    on_path = shutil.which("penstock")
+    if on_path is not None and Path(on_path).resolve() == program.resolve():
+        return "penstock"
+    if not program.exists():
+        return f"{shlex.quote(sys.executable)} -m penstock"
+    return shlex.quote(os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Format a number of bytes with a decimal unit: `1.5 GB`."""
+    amount, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def short_repr(value: object) -> str:
+    """Return `repr(value)`, shortened in the middle to MAX_VALUE characters (the end of a path is kept)."""
+    text, half = repr(value), (MAX_VALUE - 3) // 2
+    return text if len(text) <= MAX_VALUE else f"{text[:half]}...{text[-half:]}"
+
+
+def one_line(text: str) -> str:
+    """Return a message as one printable line, secrets redacted, shortened in the middle to MAX_LINE characters."""
+    line = " ".join(redact(text).split())
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    if len(plain) <= MAX_LINE:
+        return plain
+    budget = MAX_LINE - 5
+    return f"{plain[: 2 * budget // 3]} ... {plain[len(plain) - budget // 3 :]}"

@@ -1,0 +1,299 @@
+"""Parse flags: Penstock's own, Megatron's unchanged, SGLang's as `--sglang-NAME`, its router's as `--router-NAME`.
+
+Penstock's flags are the config fields (flows/config.py); Megatron's are read from the installed package. An unknown
+flag is an error that suggests the nearest known one. SGLang's flags are checked later, by the engine backend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from penstock.flows.config import PostTrainConfig, RunConfig, flag, options, read_toml, validated
+from penstock.flows.options.argv import short_repr
+from penstock.storage.config import field_meta
+from penstock.storage.errors import OptionError
+
+Values = dict[str, dict[str, Any]]
+STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
+ENGINE_PREFIXES = ("--sglang-", "--router-")
+# Dashes and minus signs that text copied from a web page may have instead of hyphens.
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
+
+
+def parse(argv: Sequence[str]) -> PostTrainConfig:
+    """Return the config given by `--config` files and flags. Later files override earlier ones; flags override files.
+
+    Raises:
+        InputError: a flag is unknown or has no value, or the config is invalid.
+    """
+    return validated(values_of(argv))
+
+
+def parse_store(argv: Sequence[str], command: str) -> RunConfig:
+    """Return the store options of `penstock COMMAND`, a command that takes no other options.
+
+    Other options are ignored in a `--config` file and rejected on the command line.
+
+    Raises:
+        OptionError: the command line has another option.
+    """
+    for name, _ in split(argv):
+        if name != "--config" and name not in STORE_FLAGS:
+            if name not in own_flags() and not name.startswith(ENGINE_PREFIXES) and name not in megatron_flag_names():
+                raise OptionError(unknown_flag(name, STORE_FLAGS))
+            raise OptionError(
+                f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
+            )
+    values = values_of(argv).get("run", {})
+    names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
+    return validated({"run": {name: values[name] for name in names if name in values}}).run
+
+
+def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
+    """Return section -> option -> value from a command line and its `--config` files, not validated.
+
+    Args:
+        argv: the command line.
+        onto: values to update in place; default none.
+
+    Raises:
+        OptionError: a flag is unknown or has no value.
+    """
+    values: Values = {} if onto is None else onto
+    split_flags = split(argv)
+    for name, args in split_flags:
+        if name == "--config" and not any(args):
+            raise OptionError("--config needs a value: the path of a TOML file")
+    for path in [path for name, args in split_flags if name == "--config" for path in args]:
+        for section, entries in read_toml(path).items():
+            target = values.setdefault(section, {})
+            for key, value in entries.items():
+                old = target.get(key)
+                target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    cleared: set[str] = set()
+    for name, args in split_flags:
+        if name != "--config":
+            apply_flag(values, name, args, cleared)
+    return values
+
+
+def store_of(values: Values) -> RunConfig:
+    """Return the store options among the values of a command line."""
+    stores = {name: value for name, value in values.get("run", {}).items() if name.startswith("store")}
+    return validated({"run": stores}).run
+
+
+def with_options(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
+    """Return a config updated by the options of a command line. Derived batch sizes are computed again.
+
+    Raises:
+        OptionError: an option is invalid.
+    """
+    given, values = values_of(argv), config.model_dump(mode="json")
+    sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
+    if sizes & {*given.get("rollout", {}), *given.get("train", {})}:  # a derived value must not contradict a given one
+        values["train"]["global_batch_size"] = None
+    elif "global_batch_size" in given.get("train", {}):
+        values["train"]["num_steps_per_rollout"] = None
+    return validated(values_of(argv, values))
+
+
+def split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])].
+
+    Raises:
+        OptionError: a word before the first flag, `--` alone, or a flag written with other dashes than hyphens.
+    """
+    flags: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            flags.append((name.replace("_", "-"), [value] if equals else []))
+        elif word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
+            raise OptionError(
+                f"{short_repr(word)} is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
+            )
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            raise OptionError(f"{short_repr(word)} is before the first flag: write options as --name value")
+    return flags
+
+
+@cache
+def own_flags() -> dict[str, tuple[str, str, Any]]:
+    """Return Penstock's flags, aliases included: flag -> (section, field name, field)."""
+    table: dict[str, tuple[str, str, Any]] = {}
+    for section, name, field in options():
+        for spelling in (flag(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
+            assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
+            table[spelling] = (section, name, field)
+    return table
+
+
+def apply_flag(values: Values, name: str, args: list[str], cleared: set[str]) -> None:
+    """Set the option of one flag in `values`.
+
+    Args:
+        values: section -> option -> value, updated in place.
+        name: the flag.
+        args: its arguments.
+        cleared: the options (`section.name`) that earlier flags have set, updated in place. The first flag of an option
+            replaces the value from a file; another flag of a list or dict option extends the value of the first.
+    """
+    own = own_flags()
+    positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
+    if name in own:
+        section, key, field = own[name]
+        target = values.setdefault(section, {})
+        new = parse_value(name, field.annotation, args)
+        if f"{section}.{key}" in cleared and isinstance(new, dict):  # a repeated flag extends the first
+            new = {**target[key], **new}
+        elif f"{section}.{key}" in cleared and isinstance(new, list):
+            new = [*target[key], *new]
+        target[key] = new  # the first flag replaces a file's value
+        cleared.add(f"{section}.{key}")
+    elif positive in own and _has_type(own[positive][2].annotation, bool):
+        if args:
+            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
+        values.setdefault(own[positive][0], {})[own[positive][1]] = False
+    elif name.startswith(ENGINE_PREFIXES):
+        program, _, key = name.removeprefix("--").partition("-")
+        values.setdefault("rollout", {}).setdefault(program, {})[key.replace("-", "_")] = parse_literal(args)
+    elif name in (engine := megatron_flag_names()):
+        values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
+    else:
+        raise OptionError(unknown_flag(name, [*own, *engine]))
+
+
+@cache
+def megatron_flag_names() -> dict[str, str]:
+    """Return flag -> argument name of Megatron's flags, read from the source of the installed package."""
+    from penstock.engines.megatron.options.args import megatron_flags
+
+    return {flag(name): name for name in megatron_flags()}
+
+
+def unknown_flag(name: str, known: Sequence[str]) -> str:
+    """Return the error message for an unknown flag."""
+    return f"unknown flag {short_repr(name)[1:-1]}{nearest(name, known) or ': `penstock train --help` lists them'}"
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return `: did you mean X?`, or an empty string if no known word is similar."""
+    near = difflib.get_close_matches(word[:64], known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def help_text(command: str) -> str:
+    """Return the --help text of the flow `command`: all options by section, with their defaults."""
+    name_on_command_line = {"post_train": "train", "evaluate": "eval"}.get(command, command)
+    lines = [f"penstock {name_on_command_line} [--config FILE.toml] [options]"]
+    section = ""
+    for owner, name, field in options():
+        if owner != section:
+            section = owner
+            lines += ["", f"[{section}]"]
+        spellings = " ".join([flag(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
+        default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
+        lines.append(f"  {spellings}{default}")
+        lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
+    lines += [
+        "",
+        "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with "
+        "--router-.",
+        "A resumed run keeps its model, data and algorithm options; schedule and placement options may change.",
+    ]
+    return "\n".join(lines)
+
+
+def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
+    """Return the arguments of one flag as a bool, list, dict, text or None, by the option's type.
+
+    Pydantic checks the value later and converts numbers.
+    """
+    if _has_type(annotation, bool):
+        text = " ".join(args)
+        if args and text.lower() not in ("true", "false"):
+            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(text)}")
+        return not args or text.lower() == "true"
+    if not args:
+        raise OptionError(f"{name} needs a value")
+    lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
+    if lists:
+        return parse_list(name, typing.get_args(lists[0])[0], args)
+    if _has_type(annotation, dict):
+        return parse_dict(name, args)
+    if len(args) > 1:
+        raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")
+    return None if args[0].lower() == "none" else args[0]
+
+
+def parse_list(name: str, item: Any, args: list[str]) -> list[Any]:
+    """Return the value of a list option: one item per argument, or per group of arguments if items are tuples."""
+    if typing.get_origin(item) is not tuple:
+        return list(args)
+    size = len(typing.get_args(item))  # NAME PATH pairs
+    if len(args) % size:
+        raise OptionError(f"{name} takes {size} values at a time (NAME PATH); found {short_repr(' '.join(args))}")
+    return [args[i : i + size] for i in range(0, len(args), size)]
+
+
+def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
+    """Return the value of a dict option: a JSON object or key=value pairs."""
+    if len(args) == 1 and args[0].lstrip().startswith("{"):
+        try:
+            value: dict[str, Any] = json.loads(args[0])
+        except (ValueError, RecursionError) as error:
+            raise OptionError(
+                f"{name} takes a JSON object or key=value pairs; the JSON is malformed ({str(error)[:80]}): correct it"
+            ) from None
+        return value
+    pairs = [arg.partition("=") for arg in args]
+    if bad := [word for word, equals, _ in pairs if not equals]:
+        raise OptionError(f"{name} takes key=value pairs; found {short_repr(bad[0])}")
+    if any(not key for key, _, _ in pairs):
+        raise OptionError(f"{name} takes key=value pairs; found one without a key: {short_repr(' '.join(args))}")
+    return {key: parse_literal([value]) for key, _, value in pairs}
+
+
+def _union_members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union type; for any other type the type itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _has_type(annotation: Any, kind: type) -> bool:
+    """Return whether `kind`, or `kind[...]`, is the annotation or a member of its union."""
+    return any(option is kind or typing.get_origin(option) is kind for option in _union_members(annotation))
+
+
+def parse_literal(args: list[str]) -> Any:
+    """Return an untyped option (of Megatron, SGLang or fsspec) as a number, bool, JSON value or text, by its spelling.
+
+    Without arguments the value is True; several arguments make a list.
+    """
+    if not args:
+        return True
+    if len(args) > 1:
+        return [parse_literal([arg]) for arg in args]
+    text = args[0]
+    if text[:1] in ("{", "[", '"'):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)

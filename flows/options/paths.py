@@ -1,0 +1,82 @@
+"""Make the local paths in a run's options absolute, so that `penstock resume` works from any directory.
+
+URIs are not changed. Functions given as `pkg.module:name` are not changed either: Python imports them from sys.path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from penstock.flows.config import PostTrainConfig
+
+FILES = {  # section -> options that name a file or a directory, or a list of them
+    "run": ("store",),
+    "convert": ("hf_checkpoint",),
+    "rollout": ("prompt_data", "data_cache", "rm_model_path"),
+    "train": ("ref_load", "opd_teacher_load"),
+}
+FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
+    "convert": ("model_family_path",),  # file.py or pkg.module
+    "rollout": (
+        "data_source_path",
+        "custom_generate_function_path",
+        "dynamic_sampling_filter_path",
+        "buffer_filter_path",
+        "rollout_sample_hook_path",
+        "rollout_sample_filter_path",
+        "rollout_all_samples_process_path",
+        "custom_rm_path",
+    ),
+    "train": (
+        "custom_loss_function_path",
+        "custom_advantage_function_path",
+        "custom_pg_loss_reducer_function_path",
+        "custom_tis_function_path",
+    ),
+}
+
+
+def absolute(config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with every local path made absolute, relative to the current directory."""
+    return _with_paths(config, os.path.abspath)
+
+
+def relative(config: PostTrainConfig, directory: str) -> PostTrainConfig:
+    """Return a config with the absolute paths below `directory` made relative to it.
+
+    Two configs are equal in this form if only the directory was moved between them.
+    """
+    prefix = directory.rstrip("/") + "/"
+    return _with_paths(config, lambda path: path.removeprefix(prefix))
+
+
+def _with_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTrainConfig:
+    """Return the config with `change` applied to every local path."""
+
+    def file(value: Any) -> Any:
+        if isinstance(value, list):
+            return [file(path) for path in value]
+        return change(value) if value and "://" not in value and not value.startswith("~") else value
+
+    def function(value: str | None) -> str | None:
+        if not value:
+            return value
+        path, colon, name = (value, "", "") if value.endswith(".py") else value.rpartition(":")
+        return file(path) + colon + name if path.endswith(".py") else value
+
+    sections: dict[str, Any] = {}
+    for section in ("run", "convert", "rollout", "train"):
+        old = getattr(config, section)
+        new = {name: file(getattr(old, name)) for name in FILES.get(section, ())}
+        new |= {name: function(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
+        sections[section] = old.model_copy(update=new)
+    evals = config.eval
+    new = {"eval_prompt_data": [(name, file(path)) for name, path in evals.eval_prompt_data]}
+    if evals.eval_config is not None:
+        data_sets = [
+            data_set.model_copy(update={"path": file(data_set.path)}) for data_set in evals.eval_config.datasets
+        ]
+        new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
+    return config.model_copy(update=sections | {"eval": evals.model_copy(update=new)})

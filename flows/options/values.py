@@ -1,0 +1,112 @@
+"""Reject values that pydantic would silently convert or that no stage can use: booleans for numbers, infinities,
+integers beyond 64 bits, empty text.
+
+The stages' config.py files define the type and bounds of each option; the checks here apply to every option.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from penstock.flows.options.argv import short_repr
+from penstock.storage.errors import OptionError
+
+MAX_INTEGER = 2**63 - 1
+MAX_CHARACTERS = 1 << 20
+MAX_DEPTH = 32  # of nested lists and tables
+
+
+def check_value(name: str, value: Any, field: FieldInfo) -> None:
+    """Check one option before pydantic reads it.
+
+    Args:
+        name: flag of the option, for error messages.
+        value: raw value from a flag, a TOML file, a run's record or Prefect.
+        field: pydantic field of the option.
+
+    Raises:
+        OptionError: the value is one of those listed in the module's docstring.
+    """
+    kinds = leaf_types(field.annotation)
+    for item in value if isinstance(value, list) else [value]:
+        if kinds & {int, float} and bool not in kinds and isinstance(item, bool):
+            raise OptionError(f"{name} takes a number; found {str(item).lower()}")
+    if isinstance(value, str):
+        if kinds & {int, float} and str not in kinds:
+            check_number_text(name, value)
+        if str in kinds and not value.strip() and field.default != "":
+            raise OptionError(f"{name} needs a value; found {value!r}")
+    elif isinstance(value, list) and str in kinds and Any not in kinds and any(item == "" for item in value):
+        raise OptionError(f"{name} has an empty value: leave it out")
+    check_leaves(name, value, 0)
+
+
+def leaf_types(annotation: Any) -> set[Any]:
+    """Return the types at the leaves of an annotation: `list[int] | None` -> {int, NoneType}. A dict counts as
+    {Any}."""
+    origin = typing.get_origin(annotation)
+    if origin is dict:
+        return {Any}
+    if origin is typing.Literal:
+        return {type(choice) for choice in typing.get_args(annotation)}
+    if origin in (typing.Union, types.UnionType, list, tuple):
+        return set().union(*(leaf_types(argument) for argument in typing.get_args(annotation)))
+    return {annotation}
+
+
+def check_number_text(name: str, text: str) -> None:
+    """Check a number given as text: finite and within 64 bits. Raises OptionError."""
+    try:
+        finite = math.isfinite(float(text))
+    except ValueError:
+        return  # pydantic reports it
+    if not finite and not re.fullmatch(r"\s*[+-]?[0-9_.]+\s*", text):
+        raise OptionError(f"{name} takes a finite number; found {short_repr(text)}")
+    if re.fullmatch(r"\s*[+-]?[0-9_]+\s*", text) and abs(float(text)) > MAX_INTEGER:
+        raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found {short_repr(text)}")
+
+
+def check_leaves(name: str, value: Any, depth: int) -> None:
+    """Check all values in nested lists and dicts. Raises OptionError."""
+    if depth > MAX_DEPTH:
+        raise OptionError(f"{name} has values nested more than {MAX_DEPTH} levels deep: use fewer levels")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_leaves(name, key, depth + 1)
+            check_leaves(nested_flag(name, key), item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_leaves(name, item, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise OptionError(f"{name} takes a finite number; found {value}")
+    elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found one with {value.bit_length()} bits")
+    elif isinstance(value, str):
+        check_text(name, value)
+    elif type(value).__module__ == "datetime":
+        raise OptionError(f"{name} does not take a date or a time; found {value}")
+
+
+def nested_flag(name: str, key: Any) -> str:
+    """Return how the entry `key` of the dict option `name` is given on the command line, for error messages."""
+    key = short_repr(str(key))[1:-1]
+    dashed = key.replace("_", "-")
+    return {"--megatron": f"--{dashed}", "--sglang": f"--sglang-{dashed}", "--router": f"--router-{dashed}"}.get(
+        name, f"{name} {key}"
+    )
+
+
+def check_text(name: str, text: str) -> None:
+    """Check a text: no NUL, valid Unicode, not too long. Raises OptionError."""
+    if "\0" in text:
+        raise OptionError(f"{name} has a NUL character in {short_repr(text)}: remove it")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise OptionError(f"{name} is not valid UTF-8: {short_repr(text)}")
+    if len(text) > MAX_CHARACTERS:
+        raise OptionError(f"{name} has {len(text)} characters: give at most {MAX_CHARACTERS}")

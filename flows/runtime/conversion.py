@@ -1,0 +1,147 @@
+"""Run conversions and exports (stages/convert) in Ray processes.
+
+With --convert-ranks 1 a conversion is one call; with more ranks it is prepared, written by all ranks in parallel, and
+finished. Every call can be repeated after a kill and then converts only the files that are missing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.stages.convert.config import ConvertConfig
+from penstock.storage.refs import CheckpointRef, Commit
+from penstock.storage.store import Store
+
+if TYPE_CHECKING:
+    from penstock.engines.cluster import Cluster
+    from penstock.stages.convert.export_plan import Origin
+
+Report = Callable[[int, int], object]  # (bytes done, total bytes)
+POLL_INTERVAL = 0.25  # seconds
+
+
+def run_conversion(
+    cluster: Cluster, store: Store, config: ConvertConfig, *, verify: bool, report: Report | None = None
+) -> CheckpointRef:
+    """Convert a Hugging Face checkpoint to torch_dist, in the store or at `convert_save`."""
+    from penstock.stages.convert import to_torch_dist
+
+    source, timeout = config.hf_checkpoint, config.convert_timeout
+    options = to_torch_dist.ConversionOptions(
+        mtp=config.mtp,
+        save=config.convert_save,
+        names=config.megatron_names or "local",
+        family_path=config.model_family_path,
+    )
+    with _collect_progress(report, config.convert_ranks) as reports:
+        if config.convert_ranks == 1:
+            return cluster.run(
+                to_torch_dist.convert_hf,
+                store,
+                source,
+                reports[0],
+                verify=verify,
+                check_logits=config.check_logits,
+                options=options,
+                timeout=timeout,
+            )
+        work = cluster.run(to_torch_dist.prepare_conversion, store, source, options, timeout=timeout)
+        if isinstance(work, CheckpointRef):
+            return work
+        _run_ranks(cluster, to_torch_dist.write_units, work, reports, timeout)
+        return cluster.run(
+            to_torch_dist.finish_conversion, work, verify=verify, check_logits=config.check_logits, timeout=timeout
+        )
+
+
+def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
+    """Import an auxiliary model into the store as torch_dist.
+
+    `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
+    """
+    from penstock.stages.convert import to_megatron
+    from penstock.stages.convert.targets import adopt, is_converted, megatron_directory
+
+    if is_converted(path):
+        return cluster.run(adopt, store, path, timeout=config.convert_timeout)
+    if megatron_directory(path):
+        return cluster.run(to_megatron.adopt_megatron, store, path, origin_of(config), timeout=config.convert_timeout)
+    return run_conversion(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
+
+
+def origin_of(config: ConvertConfig) -> Origin:
+    """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family)."""
+    from penstock.stages.convert.export_plan import Origin
+
+    directory = Path(config.hf_checkpoint)
+    return Origin(directory, config.export_dtype, mtp=config.mtp, family_path=config.model_family_path)
+
+
+def run_export(
+    cluster: Cluster, store: Store, checkpoint: Commit | str, config: ConvertConfig, *, report: Report | None = None
+) -> CheckpointRef:
+    """Export a checkpoint to `convert_save`, as Hugging Face files or, with `megatron_names`, as torch_dist."""
+    from penstock.stages.convert import to_hf, to_megatron
+
+    assert config.convert_save, "an export has no default directory"
+    origin = replace(origin_of(config), vocab_size=config.export_vocab_size)
+    with _collect_progress(report, config.convert_ranks) as reports:
+        args = (store, checkpoint, origin, config.convert_save)
+        if config.megatron_names:
+            names = (config.megatron_names, reports[0])
+            return cluster.run(to_megatron.export_megatron, *args, *names, timeout=config.convert_timeout)
+        if config.convert_ranks == 1:
+            return cluster.run(to_hf.export_to, *args, reports[0], timeout=config.convert_timeout)
+        work = cluster.run(to_hf.prepare_export, *args, timeout=config.convert_timeout)
+        if isinstance(work, CheckpointRef):
+            return work
+        _run_ranks(cluster, to_hf.write_export, work, reports, config.convert_timeout)
+        return cluster.run(to_hf.finish_export, work, timeout=config.convert_timeout)
+
+
+def _run_ranks(
+    cluster: Cluster, write: Callable[..., None], work: Any, reports: Sequence[Report | None], timeout: float
+) -> None:
+    """Run `write` in one process per rank. Wait for all processes, then raise the first failure."""
+    ranks = len(reports)
+    with ThreadPoolExecutor(ranks, thread_name_prefix="convert") as pool:
+        calls = [
+            pool.submit(cluster.run, write, work, rank, ranks, report, timeout=timeout)
+            for rank, report in enumerate(reports)
+        ]
+    for call in calls:
+        call.result()
+
+
+@contextmanager
+def _collect_progress(report: Report | None, ranks: int) -> Iterator[Sequence[Any]]:
+    """Yield one progress callback (or None) per rank; a thread adds up their progress and passes it to `report`."""
+    if report is None:
+        yield [None] * ranks
+        return
+    from penstock.stages.convert.work import ProgressFile
+
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        files = [ProgressFile(Path(directory) / f"rank-{rank}") for rank in range(ranks)]
+        finished = threading.Event()
+
+        def poll() -> None:
+            while not finished.wait(POLL_INTERVAL):
+                progress = [read for file in files if (read := file.read())]
+                if progress:
+                    report(sum(done for done, _ in progress), progress[0][1])
+
+        thread = threading.Thread(target=poll, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield files
+        finally:
+            finished.set()
+            thread.join()

@@ -1,0 +1,47 @@
+"""Map a run's configuration to the options of its engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.flows.config import PostTrainConfig
+
+if TYPE_CHECKING:
+    from penstock.engines.options import EngineOptions
+
+
+def engine_options(config: PostTrainConfig) -> EngineOptions:
+    """Return the engine options of a config. References to secrets stay unresolved."""
+    from penstock.engines.options import EngineOptions, HealthCheck
+    from penstock.engines.serving.server import ServerSpec
+
+    rollout, train = config.rollout, config.train
+    return EngineOptions(
+        spec=ServerSpec(
+            model_path=str(Path(config.convert.hf_checkpoint).resolve()),
+            port=rollout.sglang_port,
+            args=rollout.sglang,
+            threads=rollout.sglang_threads or 1,
+            python=rollout.sglang_python,
+            pythonpath=rollout.sglang_pythonpath,
+            start_timeout=rollout.sglang_start_timeout,
+        ),
+        num_engines=rollout.num_engines,
+        num_gpus=rollout.rollout_num_gpus,
+        gpus_per_engine=rollout.rollout_num_gpus_per_engine,
+        trainer_gpus=train.num_ranks,
+        external=tuple(rollout.rollout_external_engine_addrs),
+        health=HealthCheck(
+            interval=rollout.rollout_health_check_interval,
+            timeout=rollout.rollout_health_check_timeout,
+            failures=rollout.rollout_health_check_failures,
+            max_restarts=rollout.engine_restarts if rollout.use_fault_tolerance else 0,
+        ),
+        transport=config.run.update_weight_transport,
+        router=rollout.router if rollout.use_router or rollout.router else None,
+        router_restarts=rollout.engine_restarts,
+        sampling=rollout.rollout_sampling,
+        sampling_seeds=rollout.rollout_sampling_seeds,
+        return_experts=train.use_rollout_routing_replay,
+    )

@@ -1,0 +1,94 @@
+"""Detect a run that does not learn: find rounds with a zero gradient, and the reason in the metrics of their rollouts.
+
+All metrics are read from commits, so a resumed run also counts the rounds before the resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.stages.train.algorithms.registry import ESTIMATORS
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
+_TINY = 1e-8  # gradient norms up to this are rounding errors
+_ZERO_STD = "rollout/zero_std/count_"
+# Estimators whose advantages are zero if all rewards of a prompt are equal; a KL loss or an entropy bonus may still
+# give a gradient.
+GROUP_RELATIVE = tuple(name for name, estimator in ESTIMATORS.items() if estimator.group_relative)
+
+
+def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group_relative: bool) -> str | None:
+    """Return a warning if this round and the NUM_ROUNDS - 1 before it had zero gradients.
+
+    Args:
+        store: the run's store.
+        keys: the run's keys.
+        rollout_id: the round whose step was just committed.
+        group_relative: whether advantages are relative to the other samples of the prompt.
+    """
+    for index in range(rollout_id, rollout_id - NUM_ROUNDS, -1):
+        step = store.committed(keys.step(index)) if index >= 0 else None
+        norm = step.summary.get("train/grad_norm") if step else None
+        if norm is None:  # no such round, or only the critic was trained
+            return None
+        rollout = store.committed(keys.rollout(index))
+        if norm > _TINY and not (group_relative and rollout and _has_equal_rewards(rollout.summary)):
+            return None
+    rollout = store.committed(keys.rollout(rollout_id))
+    reason = reason_of(rollout.summary if rollout else {})
+    return f"nothing was learned in the last {NUM_ROUNDS} rounds (zero gradients): {reason}"
+
+
+def _has_equal_rewards(summary: Mapping[str, float]) -> bool:
+    """Return whether all rewards of every prompt are equal."""
+    num_groups = summary.get("rollout/num_groups", 0)
+    return num_groups > 0 and sum(_num_equal_groups(summary).values()) >= num_groups
+
+
+def _num_equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
+    """Return reward -> number of groups in which all samples have that reward."""
+    return {name.removeprefix(_ZERO_STD): int(count) for name, count in summary.items() if name.startswith(_ZERO_STD)}
+
+
+def reason_of(summary: Mapping[str, float]) -> str:
+    """Return the reason why a rollout gives no gradient, and advice, from the rollout's metrics."""
+    num_samples, num_groups = int(summary.get("rollout/num_samples", 0)), int(summary.get("rollout/num_groups", 0))
+    advice = "look at the samples of a round (below its line, or in MLflow)"
+    if summary.get("rollout/response_len/max") == 0:
+        masked = "removed by a hook or filter, from earlier policies, or with step_loss_mask 0"
+        return f"all {num_samples} samples are masked ({masked}), so no token is trained"
+    if _has_equal_rewards(summary):
+        if num_samples == num_groups:
+            return "every group has one sample, but advantages compare samples of a group: raise --n-samples-per-prompt"
+        return f"{describe_rewards(_num_equal_groups(summary), num_groups)}{_truncation_note(summary)}; {advice}"
+    if summary.get("rollout/failed_ratio", 0) > 0.5:
+        reasons = [name.rpartition("/")[2] for name in summary if name.startswith("rollout/error_cat/")]
+        share = f"{summary['rollout/failed_ratio']:.0%}"
+        return f"{share} of the samples failed ({', '.join(reasons[:3])}): fix the reward function"
+    return (
+        f"the metrics of the rollout do not show why{_truncation_note(summary)}; {advice}, and check the loss options"
+    )
+
+
+def describe_rewards(groups: Mapping[str, int], num_groups: int) -> str:
+    """Describe a rollout in which the rewards of every group are equal. `groups`: reward -> number of groups."""
+    if len(groups) > 1:
+        parts = ", ".join(
+            f"{count} all {reward}" for reward, count in sorted(groups.items(), key=lambda entry: -entry[1])[:4]
+        )
+        return f"in each of the {num_groups} groups all rewards are equal ({parts})"
+    [reward] = groups
+    meaning = "the reward is never 1" if reward in ("0.0", "-1.0") else "the reward does not distinguish responses"
+    return f"all {num_groups} groups have equal rewards (all {reward}): {meaning}"
+
+
+def _truncation_note(summary: Mapping[str, float]) -> str:
+    """Return a clause for the message if most responses were truncated, else an empty string."""
+    share = summary.get("rollout/truncated_ratio", 0)
+    return (
+        f"; {share:.0%} of the responses were truncated by a length limit (--rollout-max-response-len)"
+        if share > 0.5
+        else ""
+    )

@@ -1,0 +1,335 @@
+"""Connect to a configured Prefect API or start our own server, and survive outages of either.
+
+The state of a run is in the store, so a run needs Prefect only when a flow run starts and when its end is reported. In
+between, task runs and log lines are queued in this process. The client (3.8) itself retries a request for about a
+minute and sends an event again after a reconnection. This file adds three things: our own server is restarted with the
+same port and database when it dies, the end of a run waits until the API answers again (`wait_for_api`), and a process
+does not wait for minutes at exit if the API does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import secrets
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.flows.runtime.environment import QUIET
+from penstock.flows.services.child_process import HOST, Service, answers, choose_port, log_directory
+from penstock.flows.services.prefect_server import own_origins
+from penstock.storage.errors import OptionError
+from penstock.storage.secrets import write_private
+
+LAUNCHER = Path(__file__).parents[1] / "services" / "prefect_server.py"
+PROFILE = "penstock"  # name of the Prefect profile that contains the login of our own server
+PREFECT_PORT = 4200  # default port; if it is taken, any free port is used
+PATIENCE = 120.0  # seconds that the end of a run waits for an unavailable API
+EXIT_PATIENCE = 5.0  # seconds that the process waits at exit for an unavailable API
+START_TRIES = 3  # attempts to start our own server, until it answers for the first time
+CLIENT_RETRIES = 7  # per request: 2 + 4 + ... + 128 s with jitter; the default of 5 ends after about 60 s
+HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows (default 180)
+_UNTIL_EXIT = ExitStack()  # settings of this process
+_UNTIL_LEFT = ExitStack()  # settings of the current flow, until `leave`
+_SERVER_FAILED = threading.Event()  # our own server is not restarted any more: do not wait for it
+
+
+@functools.cache
+def ensure_prefect_api() -> str:
+    """Return the address of the configured Prefect API (PREFECT_API_URL or a profile), or start our own server.
+
+    Prefect's temporary server is not used: it outlives a killed process, is not restarted when it dies, and has no web
+    pages. Our own server ends with this process, at exit, after Prefect has sent the last log lines.
+
+    Raises:
+        OptionError: the configured API rejects the login of this process.
+    """
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_CLIENT_MAX_RETRIES,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOGGING_INTERNAL_LEVEL,
+        temporary_settings,
+    )
+
+    ours: dict[Any, Any] = {
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_SECONDS,
+        PREFECT_CLIENT_MAX_RETRIES: CLIENT_RETRIES,
+        # Prefect logs a page of text for every event that it sends again
+        PREFECT_LOGGING_INTERNAL_LEVEL: "CRITICAL",
+    }
+    ours = {setting: value for setting, value in ours.items() if setting.name not in os.environ}
+    address: str = PREFECT_API_URL.value() or ""
+    if not address:
+        port = choose_port("prefect", None, PREFECT_PORT)
+        start_watched(prefect_server(port))
+        address = f"http://{HOST}:{port}/api"
+        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: login_of(port)}
+    else:
+        check_login(address)
+    _UNTIL_EXIT.enter_context(temporary_settings(ours))
+    return address
+
+
+def run_environment() -> dict[str, str]:
+    """Return the environment variables of flow runs that a worker starts.
+
+    In other processes `ensure_prefect_api` and the command line make these settings.
+    """
+    libraries = {name: value for name, value in QUIET.items() if not name.startswith("PREFECT_")}
+    return {
+        **libraries,
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
+    }
+
+
+def prefect_server(port: int) -> Service:
+    """Return the service of our Prefect server at `port`, with Prefect's default database.
+
+    It needs a login that only this user can read, and rejects requests from other web pages than its own.
+    """
+    command = [sys.executable, "-P", str(LAUNCHER), "--host", HOST, "--port", str(port)]
+    login = login_of(port)
+    environment = {
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_API_AUTH_STRING": login,  # the server's background services are API clients
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(own_origins(port)),
+        # by default the web page calls port 4200, even with another --port
+        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # The default is in memory: after a restart the server does not know which run has a deployment's concurrency
+        # slot, and cancels that run.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+    return Service(
+        "Prefect", command, log_directory(port) / "prefect.log", environment, ready=f"http://{HOST}:{port}/api/health"
+    )
+
+
+def login_environment(port: int) -> dict[str, str]:
+    """Return the environment variables of a client of our server at `port`: API address and login."""
+    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login_of(port)}
+
+
+def profile_path(port: int) -> Path:
+    """Return the path of the Prefect profile `penstock`: address and login of our server at `port`."""
+    return log_directory(port) / "profiles.toml"
+
+
+def login_of(port: int) -> str:
+    """Return the login (`penstock:SECRET`) of our server at `port` from the profile, which is created if missing.
+
+    Only this user can read the profile. The login is kept when the server ends, so browsers and shells can store it.
+    """
+    path = profile_path(port)
+    with suppress(FileNotFoundError, tomllib.TOMLDecodeError, KeyError):
+        status = os.stat(path)
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            return str(tomllib.loads(path.read_text())["profiles"][PROFILE]["PREFECT_API_AUTH_STRING"])
+    login = f"penstock:{secrets.token_hex(32)}"
+    settings = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login}
+    lines = [
+        f'active = "{PROFILE}"',
+        "",
+        f"[profiles.{PROFILE}]",
+        *(f'{name} = "{value}"' for name, value in settings.items()),
+    ]
+    write_private(path, "\n".join(lines) + "\n")
+    return login
+
+
+def with_password_hint(page: str) -> str:
+    """Return the address of a Prefect page; if our server serves it, add where its password is stored."""
+    port = urlsplit(page).port
+    if not port or urlsplit(page).hostname != HOST or not profile_path(port).exists():
+        return page
+    return f"{page}  (password: PREFECT_API_AUTH_STRING in {profile_path(port)})"
+
+
+def check_login(address: str) -> None:
+    """Raise OptionError if the API answers 401 or 403. Return if it does not answer: `wait_for_api` waits for it."""
+    from httpx import HTTPError, HTTPStatusError
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    if not answers(f"{address}/health"):
+        return
+    try:
+        with (
+            temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True) as client,
+        ):
+            client.api_version()
+    except HTTPStatusError as error:
+        if error.response.status_code in (401, 403):
+            raise OptionError(
+                f"the Prefect API at {address} rejects this login ({error.response.status_code}): export the line that "
+                "`make up` prints (PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
+            ) from None
+    except HTTPError:
+        return  # the API stopped answering: `wait_for_api` waits for it
+
+
+def wait_for_api(note: Callable[[str], object] | None = None, patience: float | None = None) -> bool:
+    """Wait until the Prefect API answers, at most `patience` seconds. Return whether it answers.
+
+    Call it before anything that needs the API (an artifact, the end of a flow run), so that a run ends as soon as the
+    API is back.
+    """
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    address = PREFECT_API_URL.value()
+    if not address:
+        return True  # Prefect starts its own server
+    guard_exit()
+    start = time.monotonic()
+    deadline = start + (PATIENCE if patience is None else patience) * (not _retries_disabled())
+    waited = False
+    while not answers(f"{address}/health"):
+        if not waited and note and deadline > start:
+            note(
+                f"the Prefect API at {address} does not answer; waiting up to {deadline - start:.0f} s "
+                "(all results are committed to the store)"
+            )
+        waited = True
+        if time.monotonic() > deadline or _SERVER_FAILED.is_set():
+            if not _retries_disabled():
+                # Later requests fail at once.
+                _UNTIL_LEFT.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
+            return False
+        time.sleep(0.5)
+    if waited and note:
+        note(f"the Prefect API is back after {time.monotonic() - start:.0f} s")
+    return True
+
+
+def summary_artifact(markdown: str, note: Callable[[str], object] | None = None) -> bool:
+    """Publish a Markdown table on the flow run's page. Return whether that worked; a failure does not fail the run."""
+    from httpx import HTTPError
+    from prefect.artifacts import create_markdown_artifact
+
+    if not wait_for_api(note):
+        return False
+    try:
+        create_markdown_artifact(markdown, key="summary", description="Results of the run")
+    except HTTPError as error:
+        if note:
+            note(f"the summary could not be written to the Prefect page ({type(error).__name__}: {error})")
+        return False
+    return True
+
+
+def leave() -> None:
+    """Restore the client's settings after a flow. If the API does not answer, drop the queued log lines and events."""
+    from prefect.settings import PREFECT_API_URL
+
+    _UNTIL_LEFT.close()
+    address = PREFECT_API_URL.value()
+    if address and not answers(f"{address}/health"):
+        _cancel_queues(_prefect_queues())
+
+
+@functools.cache
+def guard_exit() -> None:
+    """Make this process wait at most EXIT_PATIENCE seconds at exit if the API does not answer.
+
+    While the interpreter shuts down, Prefect sends its queued log lines and events, and retries every batch of lines
+    for minutes and every event for ten seconds.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    health = f"{PREFECT_API_URL.value()}/health"
+
+    def watch() -> None:
+        queues, last = _prefect_queues(), time.monotonic()
+        while time.monotonic() - last < EXIT_PATIENCE:
+            time.sleep(0.5)
+            # Read the queues before the exit: a queue that is being drained no longer refers to its task. The exit is
+            # detected with this flag, because an exit hook would run too late: after the hooks of queues that were
+            # created later, and those hooks wait for the API.
+            if not getattr(threading, "_SHUTTING_DOWN", False):
+                queues, last = _prefect_queues(), time.monotonic()
+            elif answers(health):
+                last = time.monotonic()
+        _cancel_queues(queues)
+
+    # Start the thread now: a process that is exiting cannot start one.
+    threading.Thread(target=watch, name="prefect-exit-guard", daemon=True).start()
+
+
+def _prefect_queues() -> list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]:
+    """Return Prefect's active queues of log lines and events as (event loop, sending task)."""
+    # Prefect has no public call that discards a queue: `drain` waits until it is sent, and the next log line creates a
+    # new one.
+    from prefect._internal.concurrency import services
+
+    pairs = [(service._loop, service._task) for service in list(services._active_services)]
+    return [(loop, task) for loop, task in pairs if loop is not None and task is not None]
+
+
+def _cancel_queues(queues: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]) -> None:
+    for loop, task in queues:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+
+def _retries_disabled() -> bool:
+    """Return whether the Prefect client fails at once instead of retrying a request."""
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+    return bool(PREFECT_CLIENT_MAX_RETRIES.value() == 0)
+
+
+def wait_first_ready(server: Service) -> None:
+    """Wait until the server answers for the first time. If it dies before, restart it; START_TRIES starts at most."""
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            return server.wait_ready()
+        except RuntimeError:
+            if not tries_left or not server.keep():  # `keep` returns False if the server runs but does not answer
+                raise
+
+
+def start_watched(server: Service) -> None:
+    """Start the server in a thread that also restarts it after a crash, and wait until it answers.
+
+    The kernel ends a child process with the thread that started it, so the thread lives as long as this process.
+    """
+    errors: list[Exception] = []
+    ready = threading.Event()
+
+    def watch() -> None:
+        try:
+            server.start()
+            wait_first_ready(server)
+        except Exception as error:
+            errors.append(error)
+            return
+        finally:
+            ready.set()
+        assert server.process is not None
+        while True:
+            server.process.wait()
+            try:
+                server.keep()
+            except RuntimeError as error:
+                _SERVER_FAILED.set()
+                with server.log.open("a", encoding="utf-8") as log:
+                    log.write(f"penstock: the Prefect server is not restarted; the run continues without it: {error}\n")
+                return
+
+    threading.Thread(target=watch, name="prefect-server-watcher", daemon=True).start()
+    ready.wait()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,288 @@
+"""Check a flow's config before any process starts, so that errors appear after seconds instead of minutes.
+
+Each check raises an InputError whose message says what was found, what is needed, and what to do. Cheap checks come
+first. The only write is the probe of the store, which comes last; the run's record is created later (`runs.open_run`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+from penstock.engines.backends import engine_backend
+from penstock.flows.config import PostTrainConfig, check_secrets
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
+from penstock.flows.runtime.runs import check_run, open_store
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.secret_references import reveal
+
+if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
+
+GENERATING = ("post_train", "evaluate")  # flows that need engines
+TRAINING = ("post_train", "sft")
+logger = logging.getLogger(__name__)
+
+
+def preflight(flow: str, config: PostTrainConfig) -> None:
+    """Check a config for a flow. The result is cached in this process.
+
+    Raises:
+        InputError: the config is invalid.
+        StoreError: the store cannot be read or written.
+    """
+    check_rounds(flow, config)
+    _check_once(flow, config.model_dump_json())
+
+
+@cache
+def _check_once(flow: str, config_json: str) -> None:
+    from penstock.engines.families import read_shape
+    from penstock.stages.convert.hf.headers import check_weights
+
+    config = PostTrainConfig.model_validate_json(config_json)
+    check_request(flow, config)
+    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
+    check_algorithm(config.train, shape, config.convert.model_family_path)
+    check_layout(shape, config.train)
+    if not config.convert.convert_load:  # an export reads only config.json
+        check_weights(config.convert.hf_checkpoint, shape)
+    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
+        return  # the result is not written to the store
+    if flow != "convert":
+        check_recorded(flow, config)
+        check_lengths(flow, config, shape)
+        check_data(flow, config, shape)
+    if flow in GENERATING:
+        engine_backend().check_options(engine_options(config))
+    open_store(config.run)  # last, because it writes a probe
+
+
+def check_recorded(flow: str, config: PostTrainConfig) -> None:
+    """Check that this config may start a new run, or continue the existing run of its name."""
+    store = open_store(config.run, probe=False)
+    try:
+        check_run(store, flow, config)
+    except OSError as error:
+        raise StoreError(
+            f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
+        ) from error
+
+
+def check_request(flow: str, config: PostTrainConfig) -> None:
+    """Check the options that can be checked without reading any file except secret files."""
+    from penstock.engines.megatron.options.values import check_option_values
+
+    check_secrets(config)
+    run, rollout, train = config.run, config.rollout, config.train
+    if flow != "convert" and not run.run:
+        raise OptionError("--run is missing: name the run; the same name resumes it")
+    if not config.convert.hf_checkpoint:
+        raise OptionError(
+            "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+        )
+    if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
+        raise OptionError(
+            f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
+            "(sft_loss), `penstock train` on graded samples (policy_loss)"
+        )
+    if flow == "post_train":
+        check_group_size(config)
+    if flow == "evaluate" and not config.eval.eval_prompt_data:
+        raise OptionError(
+            "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
+        )
+    if run.ray_address is not None and not re.fullmatch(
+        r"auto|local|(ray://)?[\w.\[\]:-]+:\d{1,5}", run.ray_address, re.ASCII
+    ):
+        raise OptionError(
+            f"--ray-address {run.ray_address[:80]!r} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
+        )
+    check_option_values(train.megatron)
+    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
+        raise EngineError(
+            f"--sglang-{started[0].replace('_', '-')} is an option for starting engines, but the engines of "
+            "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
+        )
+
+
+def check_rounds(flow: str, config: PostTrainConfig) -> None:
+    """Check that the run has rounds or evaluations. Needs the original config: JSON loses `model_fields_set`."""
+    run = config.run
+    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start:
+        return
+    if flow == "sft":
+        raise OptionError("--num-rollout is missing: give the number of rounds to train")
+    if not config.eval.eval_prompt_data or "num_rollout" not in run.model_fields_set:
+        raise OptionError(
+            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)"
+        )
+
+
+def check_group_size(config: PostTrainConfig) -> None:
+    """Check that there is more than one sample per prompt if advantages are group-relative. Raises OptionError."""
+    rollout, train = config.rollout, config.train
+    compares = (
+        train.loss_type == "policy_loss"
+        and train.advantage_estimator in GROUP_RELATIVE
+        and train.custom_advantage_function_path is None
+        and not train.disable_rewards_normalization
+    )
+    adds_samples = rollout.custom_generate_function_path or rollout.data_source_path  # user code may add samples
+    if compares and rollout.n_samples_per_prompt == 1 and not adds_samples:
+        raise OptionError(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is "
+            "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
+            "--disable-rewards-normalization"
+        )
+
+
+def check_layout(shape: ModelShape, train: TrainConfig) -> None:
+    """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
+    from penstock.engines.megatron.check_parallelism import check_model_parallel, check_pipeline
+    from penstock.engines.megatron.options.model_options import check_model_options
+
+    check_model_options(shape, train.megatron)
+    check_model_parallel(
+        shape,
+        train.tensor_model_parallel_size,
+        train.expert_model_parallel_size,
+        train.expert_tensor_parallel_size,
+        train.sequence_parallel,
+    )
+    check_pipeline(
+        shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron
+    )
+
+
+def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that the longest response leaves room for a prompt in the engines' context length."""
+    if flow not in GENERATING:
+        return
+    rollout, evals = config.rollout, config.eval
+    limit = _positions(config, shape)
+    source = (
+        "--sglang-context-length"
+        if limit != shape.max_position_embeddings
+        else "max_position_embeddings in config.json"
+    )
+    context = rollout.rollout_max_context_len
+    if context is not None and context > limit:
+        raise OptionError(
+            f"--rollout-max-context-len {context} exceeds the model's {limit} positions ({source}): "
+            f"give at most {limit}"
+        )
+    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
+    for name, _ in evals.eval_prompt_data:
+        own = evals.settings(name).get("max_response_len")
+        flag_name = (
+            "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
+        )
+        lengths[flag_name] = rollout.rollout_max_response_len if own is None else own
+    for name, length in lengths.items():
+        if length >= limit and context is None:  # a context limit truncates responses
+            raise OptionError(
+                f"{name} {length} leaves no room for a prompt: the model has {limit} positions ({source}); give less, "
+                f"or --rollout-max-context-len {limit}"
+            )
+
+
+def _positions(config: PostTrainConfig, shape: ModelShape) -> int:
+    """Return the context length of the engines: --sglang-context-length, by default the model's."""
+    served = config.rollout.sglang.get("context_length")
+    return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
+
+
+def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check tokenizer, prompts and rewards of training and evaluations. Raises InputError."""
+    from penstock.stages.rollout.plugins.check import check_functions
+    from penstock.stages.rollout.prompts.check import check_prompt_data
+    from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
+
+    demonstrations = flow == "sft"
+    tokenizer = check_tokenizer(
+        config.convert.hf_checkpoint,
+        apply_chat_template=config.rollout.apply_chat_template or demonstrations,
+        tools=bool(config.rollout.tool_key),
+        template_options=config.rollout.apply_chat_template_kwargs,
+    )
+    check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
+    positions = _positions(config, shape)
+    if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
+        check_prompt_data(config.rollout, demonstrations=demonstrations, tokenizer=tokenizer, num_positions=positions)
+    evaluated = [
+        config.rollout.model_copy(update=config.eval.overrides(path, name))
+        for name, path in config.eval.eval_prompt_data
+    ]
+    if flow in GENERATING:
+        check_functions(config.rollout, evaluation=flow == "evaluate")
+    if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
+        raise RewardError(
+            "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
+        )
+    for rollout in evaluated:
+        check_prompt_data(rollout, tokenizer=tokenizer, num_positions=positions)
+    for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
+        check_row_rewards(rollout)
+
+
+def check_row_rewards(rollout: RolloutConfig) -> None:
+    """Check that the first rows have a reward and its columns; call a user-defined reward on test samples."""
+    from penstock.stages.rewards.grading import check_reward
+    from penstock.stages.rewards.preflight import RewardRow, check_rows, try_reward
+    from penstock.stages.rollout.prompts.check import first_rows
+
+    rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
+    check_reward(rollout)
+    if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
+        return  # the generate function may grade its samples
+    rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
+    check_rows(rollout, rows)
+    for reason in try_reward(rollout, rows, rollout.model_dump()):
+        logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
+
+
+def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | None = None) -> None:
+    """Check that auxiliary models have the policy's shape and that user-defined functions load."""
+    from penstock.engines.families import read_shape
+    from penstock.engines.megatron.model.experts import experts_format
+    from penstock.stages.convert.targets import config_directory
+    from penstock.stages.plugins import load_checked
+
+    for name, path in train.auxiliary_models.items():
+        directory = config_directory(path)
+        if directory is None:
+            continue  # a Megatron checkpoint: its tensors are compared with the policy's during the import
+        policy_fields, other_fields = shape.model_dump(), read_shape(directory, family_path).model_dump()
+        for key in sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"}):
+            if policy_fields[key] != other_fields.get(key):
+                raise ModelError(
+                    f"the {name} {path} has {key} {other_fields.get(key)!r}, but the policy has "
+                    f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
+                )
+    for path, usual_name, words in train.plugins:
+        load_checked(path, usual_name, words)
+    if train.use_routing_replay:
+        experts_format(shape, "--use-routing-replay")
+    if train.use_rollout_routing_replay:
+        experts_format(shape, "--use-rollout-routing-replay")
+
+
+def warnings(flow: str, config: PostTrainConfig) -> list[str]:
+    """Return warnings about valid settings that may be unintended."""
+    if flow != "post_train":
+        return []
+    rollout = config.rollout
+    sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
+    truncating = engine_backend().biased_sampling(sampling)
+    if not truncating:
+        return []
+    return [
+        f"{', '.join(truncating)}: tokens are not sampled from the distribution that log-probs, ratios and KL are "
+        "computed for, so the policy gradient is biased; leave out these options for an unbiased gradient"
+    ]

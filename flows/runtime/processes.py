@@ -1,0 +1,253 @@
+"""The processes of one flow run: Ray, the trainer, the engines and their router.
+
+They start on first use and can be replaced at any time: a stage requests them at a policy version (`trainer_at`,
+`engines_at`), whose weights are restored from the store if necessary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.engines.backends import engine_backend
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.runs import unmaterialized_fork
+from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.store import Store
+
+if TYPE_CHECKING:
+    from penstock.engines.backends import RequestRouter
+    from penstock.engines.cluster import Cluster
+    from penstock.engines.families.shape import ModelShape
+    from penstock.engines.generation import EngineClient
+    from penstock.engines.options import EngineOptions
+    from penstock.engines.serving.pool import EnginePool
+    from penstock.stages.train.group import TrainerGroup
+    from penstock.stages.train.restore import PolicyRestorer
+
+
+class Processes:
+    """The processes of one run.
+
+    Args:
+        config: the run's config.
+        store: the run's store.
+        keys: the run's keys.
+        provenance: fields to add to every commit (config hash and code version).
+        note: prints a message for the user.
+        on_published: called with (policy version, seconds) after each weight update.
+    """
+
+    def __init__(
+        self,
+        config: PostTrainConfig,
+        store: Store,
+        keys: RunKeys,
+        provenance: dict[str, Any],
+        note: Callable[[str], None],
+        on_published: Callable[[int, float], None],
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.keys = keys
+        self.provenance = provenance
+        self.note = note
+        self.on_published = on_published
+        self._base: CheckpointRef | None = None
+        self._entered = ExitStack()
+        self._starting = threading.RLock()  # the thread that saves a checkpoint uses the same processes
+        self._cluster: Cluster | None = None
+        self._trainer: TrainerGroup | None = None
+        self._engines: EnginePool | None = None
+        # Policy version and address function inside `engines_shared`.
+        self._shared: tuple[int, Callable[[], list[str]]] | None = None
+
+    @property
+    def base(self) -> CheckpointRef:
+        """Return the initial weights of the run's policies."""
+        assert self._base is not None, "the convert stage must set the initial weights first"
+        return self._base
+
+    @base.setter
+    def base(self, base: CheckpointRef) -> None:
+        self._base = base
+
+    @cached_property
+    def _options(self) -> EngineOptions:
+        """Return the engine options. New engines load the initial weights, policy version 0."""
+        log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
+        return engine_options(self.config).with_spec(weight_version=self.weight_version(0), log_dir=log_dir)
+
+    @cached_property
+    def router(self) -> RequestRouter | None:
+        """Return the started router in front of the engines, or None if none is configured."""
+        router = engine_backend().router(self._options)
+        return None if router is None else self._entered.enter_context(router)
+
+    @property
+    def connect(self) -> Callable[..., EngineClient]:
+        """Return a function that creates an engine client, which uses the router if there is one."""
+        return partial(engine_backend().connect, router=self.router.address if self.router else None)
+
+    @property
+    def connect_to_train(self) -> Callable[..., EngineClient]:
+        """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
+        if not self._options.return_experts:
+            return self.connect
+        from penstock.engines.megatron.model.experts import experts_format
+
+        return partial(self.connect, experts=experts_format(self._shape, "--use-rollout-routing-replay"))
+
+    @property
+    def cluster(self) -> Cluster:
+        """Return the Ray cluster: the external one at --ray-address, else the run's own, restarted if it died."""
+        with self._starting:
+            if self._cluster is not None and not self._cluster.alive():
+                self.note("the run's Ray cluster died; starting a new one")
+                self._trainer = self._engines = None
+                self._stop_cluster()
+            if self._cluster is None:
+                from penstock.engines.cluster import Cluster
+
+                self._cluster = Cluster.start(self.config.run.ray_address, namespace=f"penstock-{self.keys.run}")
+            return self._cluster
+
+    @property
+    def trainer(self) -> TrainerGroup:
+        """Return the trainer at its current policy version. The first call creates it."""
+        with self._starting:
+            cluster = self.cluster  # first, because a new cluster resets the trainer
+            if self._trainer is None:
+                self._trainer = self._new_trainer(cluster, self.config)
+            return self._trainer
+
+    def trainer_at(self, version: int) -> TrainerGroup:
+        """Return the trainer at policy `version`: if it has another one, load the newest checkpoint up to `version` and
+        replay the rounds since."""
+        self.policy.restore(version)
+        return self.trainer
+
+    @property
+    def policy(self) -> PolicyRestorer:
+        """Return the object that restores, trains and saves policy versions of the run with the trainer."""
+        return self._restorer(self.trainer)
+
+    def _restorer(self, trainer: TrainerGroup) -> PolicyRestorer:
+        from penstock.stages.train.restore import PolicyRestorer
+
+        return PolicyRestorer(self.store, self.keys, trainer, self.base, stamp=self.provenance, on_progress=self.note)
+
+    def materialize_fork(self) -> None:
+        """In a fork with other training options than its parent, save a checkpoint of the policy at the fork point.
+
+        The shared rounds are replayed with the parent's options.
+        """
+        record = self.store.read_json(self.keys.record)
+        assert record is not None
+        if (fork_point := unmaterialized_fork(self.store, record)) is None:
+            return
+        version, parent_config = fork_point
+        trainer = self._new_trainer(self.cluster, parent_config)
+        try:
+            self._restorer(trainer).save_checkpoint(version)
+        finally:
+            trainer.kill()
+
+    def start_engines(self) -> EnginePool:
+        """Return the engine pool at its current policy version.
+
+        The first call starts the engines and does not wait until they have loaded (20-60 s).
+        """
+        from penstock.engines.serving.pool import start_pool
+
+        with self._starting:
+            cluster = self.cluster
+            if self._engines is None:
+                self._engines = start_pool(cluster, self._options, engine_backend())
+                if self.router is not None:
+                    self._engines.listener = self.router.set_backends
+            return self._engines
+
+    @contextmanager
+    def engines_at(self, version: int) -> Iterator[Callable[[], list[str]]]:
+        """Keep all engines at policy `version` during the block. Yields a function that returns the addresses of the
+        live engines."""
+        if self._shared is not None:
+            shared_version, urls = self._shared
+            assert shared_version == version, f"the engines are shared at version {shared_version}"
+            yield urls
+            return
+        with self.start_engines().serving(self.weight_version(version), partial(self._publish, version)) as urls:
+            yield urls
+
+    @contextmanager
+    def engines_shared(self, version: int) -> Iterator[None]:
+        """Let stages that run in parallel during the block share the engines at policy `version`."""
+        with self.engines_at(version) as urls:
+            self._shared = (version, urls)
+            try:
+                yield
+            finally:
+                self._shared = None
+
+    def publish(self, version: int) -> None:
+        """Load policy `version` into every engine."""
+        self.start_engines().bring_to(self.weight_version(version), partial(self._publish, version))
+
+    def _publish(self, version: int, urls: list[str]) -> None:
+        trainer = self.trainer_at(version)
+        start = time.perf_counter()
+        directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
+        transport = self._options.weight_transport(self.cluster.num_gpus > 0, directory)
+        trainer.publish(urls, self.weight_version(version), transport)
+        self.on_published(version, time.perf_counter() - start)
+
+    def weight_version(self, version: int) -> str:
+        """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
+        return f"{self.keys.run}/{version}"
+
+    def end(self) -> None:
+        """Stop the router, the engines, the trainer and the run's own Ray cluster.
+
+        Engines that another driver has adopted keep running.
+        """
+        self._entered.close()
+        trainer, self._trainer = self._trainer, None
+        engines, self._engines = self._engines, None
+        if self._cluster is not None and self._cluster.alive():
+            if engines is not None:
+                engines.stop()
+            if trainer is not None:
+                trainer.kill()
+        self._stop_cluster()
+
+    @property
+    def _shape(self) -> ModelShape:
+        from penstock.engines.families import read_shape
+
+        return read_shape(self.config.convert.hf_checkpoint, self.config.convert.model_family_path)
+
+    def _new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
+        from penstock.stages.train.group import TrainerGroup
+        from penstock.stages.train.spec import TrainerSpec
+
+        spec = TrainerSpec(
+            run=self.keys.run,
+            shape=self._shape,
+            config=config.train,
+            temperature=config.rollout.rollout_temperature,
+            store=self.store.uri,
+            store_options=self.store.options,  # with resolved secrets: another process cannot resolve the references
+        )
+        return TrainerGroup(cluster, spec)
+
+    def _stop_cluster(self) -> None:
+        if self._cluster is not None:
+            self._cluster.stop()
+            self._cluster = None

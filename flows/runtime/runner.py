@@ -1,0 +1,98 @@
+"""Start a flow from the command line: check the request, run the flow, report a failure in one message."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import signal
+import sys
+from typing import Any
+
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.argv import one_line
+from penstock.storage.errors import InputError
+from penstock.storage.secrets import redact
+
+FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>
+TERMINATED = 143  # exit code after SIGTERM
+
+
+def start(name: str, config: PostTrainConfig) -> int:
+    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 143 terminated.
+
+    Raises:
+        InputError: the config is invalid; nothing was started.
+        StoreError: the store cannot be read or written; nothing was started.
+        BrokenPipeError: the reader of standard output closed it.
+    """
+    from penstock.flows.runtime.preflight import preflight
+
+    assert name in FLOWS
+    preflight(name, config)  # before the import of Prefect, which takes seconds
+    from prefect.exceptions import TerminationSignal
+
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave
+
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    ensure_prefect_api()
+    observed = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name))
+    try:
+        observed.flow(config)
+    except (TerminationSignal, SystemExit):
+        _report(f"{name} stopped on request; the same command resumes after the last committed stage")
+        return TERMINATED
+    except Exception as error:  # all retries failed; the Prefect page has the traceback
+        reason = observed.error or error  # `error` may be Prefect's, if it could not report the flow's own error
+        if observed.finished:
+            _report(
+                f"{name} is complete, but its end could not be reported to Prefect ({type(error).__name__}: {error}); "
+                "the Prefect page shows it as running until it is marked crashed"
+            )
+            return 0
+        if isinstance(reason, InputError | BrokenPipeError):  # an invalid request that preflight could not detect
+            raise reason from None
+        _report(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
+        print(
+            "The Prefect page has the traceback (`make up`). The same command resumes after the last committed stage.",
+            file=sys.stderr,
+        )
+        return 1
+    finally:
+        leave()
+    return 0
+
+
+class ObservedFlow:
+    """A copy of a flow that records whether its function returned or which error it raised.
+
+    Prefect's own exception does not tell: Prefect also raises if it cannot report a successful end.
+    """
+
+    def __init__(self, flow: Any) -> None:
+        self.finished = False
+        self.error: Exception | None = None
+        self.flow = copy.copy(flow)
+        self.flow.fn = self._observed(flow.fn)
+
+    def _observed(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(config: PostTrainConfig) -> Any:
+            try:
+                result = function(config)
+            except Exception as error:
+                self.error = error
+                raise
+            self.finished = True
+            return result
+
+        return call
+
+
+def exit_on_sigterm(number: int, frame: object) -> None:
+    """Exit with code 143 after SIGTERM. Prefect sends SIGTERM again after it has marked a flow run as terminated."""
+    raise SystemExit(TERMINATED)
+
+
+def _report(message: str) -> None:
+    print(f"\npenstock: {redact(message)}", file=sys.stderr)

@@ -1,0 +1,383 @@
+"""The record of a run in the store (run.json): created once, compared at every start, read by `penstock resume`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import uuid
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from penstock.flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, training_options, validated
+from penstock.flows.options.argv import check_run_name
+from penstock.flows.options.paths import absolute, relative
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.errors import InputError, RunError, StoreError
+from penstock.storage.keys import is_run_name
+from penstock.storage.maintenance.leases import Lease, live_drivers
+from penstock.storage.maintenance.removal import being_removed, is_removed, remove_run
+from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.refs import RunKeys
+from penstock.storage.secrets import masked
+from penstock.storage.store import Store
+
+RECORD_VERSION = 1
+_CHANGE = re.compile(r"\d{6}\.json")
+
+
+def open_store(config: RunConfig, *, probe: bool = True) -> Store:
+    """Return the store of a run.
+
+    Args:
+        config: config with the store options.
+        probe: write a file to check that the store is writable. False for commands that only read or delete.
+
+    Raises:
+        StoreError: the store cannot be opened or written.
+    """
+    if "://" not in config.store:
+        path = next(path for path in (Path(config.store), *Path(config.store).absolute().parents) if path.exists())
+        if not path.is_dir():
+            raise StoreError(
+                f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI"
+            )
+    return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
+
+
+def run_keys(run: str) -> RunKeys:
+    """Return the keys of a run.
+
+    Raises:
+        RunError: `run` is not a valid run name.
+    """
+    return RunKeys(check_run_name(run))
+
+
+def existing_run(store: Store, run: str) -> RunKeys:
+    """Return the keys of a run that has files in the store.
+
+    Raises:
+        RunError: the run has no files; the message lists the existing runs.
+    """
+    keys = run_keys(run)
+    if not store.list(keys.prefix):
+        raise unknown_run(store, run)
+    return keys
+
+
+def unknown_run(store: Store, run: str) -> RunError:
+    """Return the error for a run that does not exist."""
+    names = store.list("runs")
+    existing = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
+    return RunError(f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name, or give --store")
+
+
+# ---- starting --------------------------------------------------------------------------------------------------------
+
+
+def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease | None = None) -> RunKeys:
+    """Create the run's record, or check that this config may continue the run. Return the run's keys.
+
+    A changed schedule is recorded under `runs/<run>/changes/`. If the identity options differ from those recorded, the
+    run is replaced, provided that it has no commits and no other process drives it.
+
+    Args:
+        store: the run's store.
+        flow: name of the flow to start.
+        config: config of this start.
+        lease: the caller's driver lease, which does not count as another driver.
+
+    Raises:
+        RunError: see `check_run`.
+    """
+    keys, own, config = run_keys(config.run.run), lease.key if lease else None, absolute(config)
+    while True:
+        check_run(store, flow, config, own=own)
+        if not is_removed(store, keys):
+            if create_record(store, flow, config):
+                return keys
+            record = read_record(store, keys)
+            if record is not None and difference(record, flow, config) is None:
+                record_schedule(store, keys, record, part(config, "schedule"))
+                return keys
+        discard(store, keys, but=own)
+
+
+def discard(store: Store, keys: RunKeys, *, but: str | None = None) -> int:
+    """Remove a run with its files and its undelivered MLflow data. Return the number of bytes deleted.
+
+    Args:
+        store: the run's store.
+        keys: the run's keys.
+        but: key of the caller's driver lease, if it has one.
+
+    Raises:
+        RunError: another process drives the run, or a fork needs its files.
+    """
+    files = remove_run(store, keys, own_lease=but)
+    if not store.is_local:  # in a local store MLflow data is among the run's files
+        from penstock.storage.tracking import tracking_directory
+
+        shutil.rmtree(tracking_directory(store, keys.run), ignore_errors=True)
+    return sum(file.bytes for file in files)
+
+
+def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
+    """Write the record of a run that has none, with the extra fields `more`. Return whether this call wrote it."""
+    config = absolute(config)
+    # store_options are not recorded: they may contain credentials, and every start gives them again.
+    values = config.model_dump(mode="json", exclude={"run": {"store_options"}})
+    record = {
+        "record_version": RECORD_VERSION,
+        "flow": flow,
+        "config": masked(values),
+        "config_hash": config_hash(config),
+        "directory": str(Path.cwd()),  # paths below it still match after the project is moved
+        "code_version": code_version(),
+        "created_at": time.time(),
+        "id": uuid.uuid4().hex,  # unique: two concurrent starts cannot write equal records
+        **more,
+    }
+    return store.create(RunKeys(config.run.run).record, json.dumps(record, indent=1).encode())
+
+
+def check_run(store: Store, flow: str, config: PostTrainConfig, *, own: str | None = None) -> None:
+    """Check that this config may start a new run, or continue the existing run of its name.
+
+    Args:
+        store: the run's store.
+        flow: name of the flow to start.
+        config: config of this start.
+        own: key of the caller's driver lease, if it has one.
+
+    Raises:
+        RunError: the flow or an identity option differs from the record of a run that is a fork, has commits or has a
+        driver; or the run has commits but no record; or it is being removed.
+    """
+    keys, config = run_keys(config.run.run), absolute(config)
+    if other := being_removed(store, keys):
+        raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
+    if is_removed(store, keys):
+        return
+    record = read_record(store, keys)
+    if record is None:
+        check_unrecorded(store, keys, flow, config)
+        return
+    problem = difference(record, flow, config)
+    if problem is None:
+        return
+    if record.get("parent"):
+        raise RunError(f"{problem}: a fork cannot change it; fork again with other options, or give another --run")
+    if prefixes := committed_prefixes(store, keys):
+        steps = [prefix for prefix in prefixes if "/steps/" in prefix]
+        advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
+        raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
+    if drivers := live_drivers(store, keys, own_lease=own):
+        raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
+
+
+def difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> str | None:
+    """Describe the first identity option in which a config differs from a run's record. Return None if all are equal.
+
+    Paths that are equal relative to the directories of the two starts count as equal, so a project may be moved.
+    """
+    run = config.run.run
+    if record["flow"] != flow:
+        return f"run {run!r} was started by `{record['flow']}`, not `{flow}`"
+    before, now = absolute(_config_of(record)), absolute(config)
+    old, new = part(before, "identity"), part(now, "identity")
+    moved_old = part(relative(before, record.get("directory") or str(Path.cwd())), "identity")
+    moved_new = part(relative(now, str(Path.cwd())), "identity")
+    for field, value in new.items():
+        if old[field] != value and moved_old[field] != moved_new[field]:
+            recorded_value, given = (
+                text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(old[field]), repr(value))
+            )
+            return f"run {run!r} has {flag(field.split('.')[1])} {recorded_value}, this command has {given}"
+    return None
+
+
+def check_unrecorded(store: Store, keys: RunKeys, flow: str, config: PostTrainConfig) -> None:
+    """Check that a run without a record is new, or that all of its commits were made with this flow and config."""
+    prefixes = committed_prefixes(store, keys)
+    if not prefixes:
+        return
+    if store.read(fork_key(keys)) is not None:
+        raise RunError(
+            f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
+        )
+    commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
+    shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
+    rollouts = [commit for commit in commits if commit.kind == "rollout"]
+    same_flow = (
+        flow == ("sft" if rollouts[0].policy_version == -1 else "post_train") if rollouts else flow == "evaluate"
+    )
+    # The second hash, of relative paths, is the one that older releases recorded.
+    ours = {config_hash(config), config_hash(relative(config, str(Path.cwd())))}
+    if not shared and same_flow and {commit.config_hash for commit in commits} <= ours:
+        return  # the commits were made with these options
+    raise RunError(
+        f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "
+        "backup, give exactly the options that the run was started with, or give another --run"
+    )
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_record(store: Store, keys: RunKeys) -> dict[str, Any] | None:
+    """Return the record of a run, or None if it has none.
+
+    Raises:
+        RunError: a field of the record is missing or invalid.
+        StoreError: the record is not JSON.
+    """
+    record = store.read_json(keys.record)
+    if record is None:
+        return None
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("config"), dict)
+        or not isinstance(record.get("flow"), str)
+    ):
+        raise RunError(f"{store.path(keys.record)} is damaged: restore it from a backup")
+    parent = record.get("parent")
+    while parent is not None:
+        if (
+            not isinstance(parent, dict)
+            or not is_run_name(str(parent.get("run")))
+            or not isinstance(parent.get("at"), int)
+        ):
+            raise RunError(f"{store.path(keys.record)} names an invalid parent run: restore it from a backup")
+        parent = parent.get("parent")
+    return record
+
+
+def _config_of(record: dict[str, Any]) -> PostTrainConfig:
+    """Return the config in a run's record. Raises RunError if this release does not accept it."""
+    try:
+        return validated(record["config"])
+    except InputError as error:
+        run = (record["config"].get("run") or {}).get("run", "")
+        raise RunError(
+            f"the recorded options of run {run!r} are not valid in this release ({error}): "
+            "use the release that wrote them"
+        ) from error
+
+
+def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
+    """Return the schedule fields of a run as last recorded.
+
+    Raises:
+        RunError: the run's record is missing or damaged, or that of a schedule change is damaged.
+    """
+    record = read_record(store, keys)
+    if record is None:
+        raise unknown_run(store, keys.run)
+    schedule = part(_config_of(record), "schedule")
+    if names := _changes(store, keys):
+        change = store.read_json(f"{keys.prefix}/changes/{names[-1]}")
+        if not isinstance(change, dict) or not isinstance(change.get("schedule"), dict):
+            raise RunError(f"{keys.prefix}/changes/{names[-1]} is damaged: restore it from a backup")
+        schedule |= {field: value for field, value in change["schedule"].items() if field in schedule}
+    return schedule
+
+
+def _changes(store: Store, keys: RunKeys) -> list[str]:
+    """Return the file names of a run's recorded schedule changes, in order."""
+    return [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
+
+
+def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedule: dict[str, Any]) -> None:
+    """Record the schedule options of this start (number of rounds, save and evaluation intervals, paths) under the next
+    free number in `changes/`, unless they equal the latest recorded ones.
+
+    If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
+    """
+    before = part(absolute(_with_schedule(record, latest_schedule(store, keys))), "schedule")
+    if schedule == before:
+        return
+    change = {"at": time.time(), "id": uuid.uuid4().hex, "schedule": schedule}
+    number = max((int(name.removesuffix(".json")) for name in _changes(store, keys)), default=-1) + 1
+    while not store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps(change, indent=1).encode()):
+        number += 1
+
+
+def _with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrainConfig:
+    """Return the config of a record with the values of `schedule` (`section.name` -> value) instead of its own."""
+    values = {section: dict(fields) for section, fields in record["config"].items()}
+    for field, value in schedule.items():
+        section, name = field.split(".")
+        values[section][name] = value
+    return _config_of({"config": values})
+
+
+def recorded(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
+    """Return the flow name and the config of a run, with its latest schedule, from the store of `where`.
+
+    Raises:
+        RunError: the run does not exist, or its record is missing or damaged.
+    """
+    store, keys = open_store(where, probe=False), run_keys(run)
+    if is_removed(store, keys):
+        raise RunError(f"run {run!r} was removed, but not completely: finish the removal with `penstock gc --delete`")
+    record = read_record(store, keys)
+    if record is None:
+        if committed_prefixes(store, keys):
+            raise RunError(
+                f"run {run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
+                "or start the run again with exactly its original options"
+            )
+        raise unknown_run(store, run)
+    config = _with_schedule(record, latest_schedule(store, keys))
+    stores = {
+        "store": where.store,
+        "store_options": where.store_options,
+        "store_single_writer": where.store_single_writer,
+    }
+    return record["flow"], config.model_copy(update={"run": config.run.model_copy(update=stores)})
+
+
+def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:
+    """Return the config that a round was trained with: the run's own or, for a shared round, that of an ancestor."""
+    config, parent = record["config"], record.get("parent")
+    while parent is not None and rollout_id < parent["at"]:
+        config, parent = parent["config"], parent.get("parent")
+    return validated(config)
+
+
+def unmaterialized_fork(store: Store, record: dict[str, Any]) -> tuple[int, PostTrainConfig] | None:
+    """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
+    rounds up to that version with. Return None if no checkpoint is needed.
+
+    A fork with other training options than its parent needs one: the shared rounds can only be replayed with the
+    parent's options, and the rounds after the checkpoint use the fork's own.
+    """
+    parent = record.get("parent")
+    if parent is None or parent["at"] == 0:
+        return None
+    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint(parent["at"])):
+        return None
+    before, after = config_of_round(record, parent["at"] - 1), validated(record["config"])
+    return None if training_options(before) == training_options(after) else (parent["at"], before)
+
+
+@cache
+def code_version() -> str:
+    """Return the version of Penstock: the release, with the git commit if this is a checkout."""
+    try:
+        release = version("penstock-rl")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH, not installed
+        release = "uninstalled"
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return release
+    git = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return f"{release}+{git.stdout.strip()}" if git.returncode == 0 else release

@@ -1,0 +1,56 @@
+"""Runs without a fixed end: every start trains N more rounds (`--num-rollout-per-start`), for example each night.
+
+A start has one target, the number of rounds at which it ends. The target is recorded with the schedule (run.json for
+the first start, `changes/` for later ones) before training, so a start that resumes a killed one keeps its target and
+retries do not add rounds.
+"""
+
+from __future__ import annotations
+
+from penstock.flows.config import PostTrainConfig
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
+
+
+def resolved(store: Store, config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with this start's target as `num_rollout`. Without --num-rollout-per-start it is unchanged."""
+    if config.run.num_rollout_per_start is None:
+        return config
+    run = config.run.model_copy(update={"num_rollout": target(store, RunKeys(config.run.run), config)})
+    return config.model_copy(update={"run": run})
+
+
+def target(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
+    """Return the number of rounds at which this start ends.
+
+    If the previous start did not finish, this is its target; otherwise it is the number of trained rounds plus
+    --num-rollout-per-start.
+    """
+    per_start = config.run.num_rollout_per_start
+    assert per_start is not None, "only runs with --num-rollout-per-start have targets"
+    trained = len(store.committed_indices(f"{keys.prefix}/steps"))
+    before = _previous_target(store, keys, per_start)
+    if before is not None:
+        # The export is the last stage of a start.
+        exported = before == 0 or store.committed(keys.export(before)) is not None
+        if trained < before or not exported:
+            return before
+    return trained + per_start
+
+
+def _previous_target(store: Store, keys: RunKeys, per_start: int) -> int | None:
+    """Return the target of the latest start with --num-rollout-per-start, None if there was no such start."""
+    from penstock.flows.runtime.runs import latest_schedule, read_record
+
+    record = None if is_removed(store, keys) else read_record(store, keys)
+    if record is None:
+        return None
+    parent = record.get("parent")
+    # A fork that was never started: its record has the parent's schedule.
+    if parent and not store.list(f"{keys.prefix}/changes"):
+        return int(parent["at"]) + per_start
+    schedule = latest_schedule(store, keys)
+    return schedule[TARGET] if schedule.get(PER_START) else None

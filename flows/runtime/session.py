@@ -1,0 +1,247 @@
+"""The state of one flow run: store, MLflow tracker, terminal output, and processes (processes.py)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from prefect import get_run_logger
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
+
+from penstock.engines import scratch
+from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.options.paths import absolute
+from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, zero_gradient_warning
+from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
+from penstock.flows.runtime.preflight import preflight, warnings
+from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.runs import code_version, open_run, open_store, run_keys
+from penstock.flows.runtime.schedule import resolved
+from penstock.flows.runtime.signals import stop_on_sigterm
+from penstock.storage.commits import run_commits
+from penstock.storage.errors import RunError
+from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.preemption import Preempted, StopRequest
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.tracking import tracking_directory, tracking_uri
+from penstock.storage.tracking.delivery import RunTracking
+
+if TYPE_CHECKING:
+    from penstock.stages.rewards.grading import Grader
+    from penstock.stages.rollout.prompts.source import PromptSource
+    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+
+
+class Session:
+    """The execution of a flow for a run. Leaving this context manager stops every process that it started."""
+
+    def __init__(self, flow: str, config: PostTrainConfig) -> None:
+        preflight(flow, config)
+        self.store = open_store(config.run)
+        self.config = config = absolute(resolved(self.store, config))
+        self._entered = ExitStack()
+        self.keys = self._open_run(flow)
+        self.stop = StopRequest()
+        self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
+        self._stack = ExitStack()
+        self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
+        uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
+        self.display = Display(
+            self.keys.run, flow, config, self.store.uri, uri, prefect_page=with_password_hint(flow_run.ui_url or "")
+        )
+        self.tracker = RunTracking(
+            self.keys.run,
+            tracking_directory(self.store, self.keys.run),
+            uri,
+            config.model_dump(mode="json"),
+            store_uri=self.store.uri,
+        )
+        self.tracker.catch_up(self.store, self.keys)
+        self.processes = Processes(config, self.store, self.keys, self.provenance, self.display.note, self._published)
+        for warning in warnings(flow, config):
+            self.display.note(warning)
+
+    def _open_run(self, flow: str) -> RunKeys:
+        """Hold the run's driver lease until the session ends, and create or check the run's record (`open_run`)."""
+        lease = Lease(self.store, driver_key(run_keys(self.config.run.run)))
+        try:
+            keys = open_run(self.store, flow, self.config, lease=lease)
+        except BaseException:
+            lease.release()
+            raise
+        self._entered.callback(lease.release)
+        return keys
+
+    def __enter__(self) -> Session:
+        self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))
+        self._entered.enter_context(
+            self.display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage")
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None and not issubclass(kind, Preempted):
+            scratch.keep()  # keep the temporary directory: it has the logs of Ray and the engines
+        signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
+        for end in (self._finish_checkpoint, self._stack.close, self.processes.end):
+            end()
+        self.display.close()
+        waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
+        if waiting:
+            self.display.note(
+                f"{waiting} records are not delivered to MLflow yet ({self.tracker.problem}); "
+                "the next start delivers them"
+            )
+        patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
+        wait_for_api(self.display.note, patience=patience)
+        self._entered.close()
+        if kind is not None and issubclass(kind, Preempted):
+            raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
+
+    # ---- progress of the run -----------------------------------------------------------------------------------------
+
+    def rounds(self) -> Iterator[int]:
+        """Yield the rounds to run, from the last trained one on: its checkpoint or evaluation may be missing."""
+        done = self.num_trained()
+        total = self.config.run.num_rollout
+        if done:
+            rest = "resuming" if done < total else "nothing is left to train"
+            self.display.note(f"{done} of {total} rounds are committed; {rest}")
+        yield from range(max(0, done - 1), total)
+
+    def num_trained(self) -> int:
+        """Return the number of rounds whose training is committed."""
+        return len(self.store.committed_indices(f"{self.keys.prefix}/steps"))
+
+    def needs_rollout(self, version: int) -> bool:
+        """Return whether the rollout of policy `version` is still to be generated."""
+        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout(version)) is None
+
+    def record(self, prefix: str, commit: Commit) -> Commit:
+        """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
+        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.commit(commit)):
+            get_run_logger().info(line.strip())  # for the Prefect page
+            if commit.kind == "step":
+                self._warn_if_not_learning(commit.index)
+        return commit
+
+    def _warn_if_not_learning(self, rollout_id: int) -> None:
+        """Print a warning if the last rounds had zero gradients."""
+        train = self.config.train
+        custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
+        group_relative = (
+            train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not custom_advantages
+        )
+        if warning := zero_gradient_warning(self.store, self.keys, rollout_id, group_relative=group_relative):
+            self.display.warn(warning)
+            get_run_logger().warning(warning)
+
+    def set_base(self, base: CheckpointRef) -> CheckpointRef:
+        """Set the initial weights of the run. Raises RunError if the run started from other weights."""
+        self.pin("base", self.config.convert.hf_checkpoint, base)
+        self.processes.base = base
+        return base
+
+    def pin(self, name: str, path: str, model: CheckpointRef) -> None:
+        """Record which converted model the run uses as `name` (base, reference or teacher).
+
+        Raises:
+            RunError: the run uses another model, because the files at `path` have changed.
+        """
+        key = self.keys.origin(name)
+        self.store.create(key, model.model_dump_json().encode())
+        pinned = CheckpointRef.model_validate(self.store.read_json(key))
+        if pinned.key != model.key:
+            raise RunError(
+                f"the {name} of run {self.keys.run!r} is {pinned.key}, but {path} now contains {model.key}: "
+                "restore the directory, or start a new run with another --run"
+            )
+
+    def committed(self, prefix: str) -> Commit:
+        """Return the commit at `prefix`, which must exist."""
+        commit = self.store.committed(prefix)
+        assert commit is not None, f"{prefix} is not committed"
+        return commit
+
+    def finish(self) -> dict[str, str]:
+        """Show and return the results of the whole run, including rounds before a resume: title -> text."""
+        commits = run_commits(self.store, self.keys)
+        self.display.finish(commits)
+        return self.display.results(commits)
+
+    @property
+    def local_directories(self) -> list[str]:
+        """Return the local directories that a stage writes to, except the temporary directory."""
+        return [self.store.root] if self.store.is_local else []
+
+    def report_failure(self, stage: str, error: BaseException) -> None:
+        """Print that a stage failed. The next attempt restores the trainer and the engines if necessary."""
+        if isinstance(error, Preempted):
+            self.display.note(f"{stage} cancelled on request; it will rerun on resume")
+        else:
+            first_line = str(error).partition("\n")[0][:300]
+            self.display.note(
+                f"{stage} failed ({type(error).__name__}: {first_line}); "
+                "its inputs will be restored from the store before retrying"
+            )
+
+    def _published(self, version: int, seconds: float) -> None:
+        self.display.published(seconds)
+        if version > 0:  # one point per step, also if a version is published again after a fault or a resume
+            self.tracker.log(f"publish-{version}", {"perf/update_weights_time": seconds}, step=version - 1)
+
+    # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
+
+    def track_checkpoint(self, saving: PrefectFuture[Any]) -> None:
+        """Wait for the previous checkpoint, then store the task that saves the next one."""
+        self.wait_for_checkpoint()
+        self._saving = saving
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.
+
+        A stage that changes the trainer must call this first.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being saved, but not beyond the grace period or --train-timeout."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait(timeout=max(0.0, min(self.stop.seconds_left, self.config.train.train_timeout)))
+
+    # ---- inputs of rollouts ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def prompts(self) -> PromptSource:
+        """Return the prompts of --prompt-data."""
+        from penstock.stages.rollout.prompts.source import PromptSource
+
+        return PromptSource.open(self.config.rollout)
+
+    @cached_property
+    def tokenizer(self) -> PromptTokenizer:
+        """Return the model's tokenizer."""
+        from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+
+        rollout = self.config.rollout
+        return PromptTokenizer(
+            self.config.convert.hf_checkpoint,
+            apply_chat_template=rollout.apply_chat_template,
+            template_options=rollout.apply_chat_template_kwargs,
+        )
+
+    @cached_property
+    def grader(self) -> Grader:
+        """Return the grader, which runs the reward function; its processes are kept between rounds."""
+        from penstock.stages.rollout.group import make_grader
+
+        return self._stack.enter_context(make_grader(self.config.rollout))

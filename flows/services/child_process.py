@@ -1,0 +1,182 @@
+"""A service in a child process: start it, wait until it is ready, restart it, end it with this process.
+
+flows/services/stack.py and flows/runtime/prefect_api.py define the services (a Prefect server, a worker, MLflow).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from penstock.engines.ports import free_port, is_free, is_reserved_here, reserve
+from penstock.storage.errors import OptionError
+
+HOST = "127.0.0.1"
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 15.0
+MAX_RESTARTS = 20  # of one service within RESTART_WINDOW seconds
+RESTART_WINDOW = 600.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Service:
+    """A service in a child process. It is ready when the URL `ready` answers or, without a URL, as soon as it runs.
+
+    The kernel ends the child when the *thread* that started it ends: start it from a thread that lives as long as the
+    process.
+    """
+
+    name: str
+    command: list[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    ready: str | None = None
+    on_parent_death: signal.Signals = signal.SIGTERM
+    process: subprocess.Popen[bytes] | None = None
+    _restarts: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RESTARTS))
+
+    def start(self) -> None:
+        """Start the process. Its output goes to the log file; a restart appends to the file."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab" if self._restarts else "wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C does not reach the child: `stop` ends it
+                preexec_fn=functools.partial(end_with_parent, self.on_parent_death),
+            )
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Wait until the service answers.
+
+        Raises:
+            RuntimeError: the service ended or did not answer in time; the message has the end of its log.
+        """
+        deadline = time.monotonic() + timeout
+        while self.ready and not answers(self.ready):
+            self.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.name} did not answer at {self.ready} within {timeout:.0f} s:\n{self.log_tail()}"
+                )
+            time.sleep(0.2)
+        self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the process has ended."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(
+                f"{self.name} ended with status {self.process.returncode}; the end of {self.log}:\n{self.log_tail()}"
+            )
+
+    def keep(self) -> bool:
+        """Restart the process if it has ended, with the same port and files. Return whether it had ended.
+
+        Raises:
+            RuntimeError: the process ended more than MAX_RESTARTS times within RESTART_WINDOW seconds.
+        """
+        assert self.process is not None
+        if self.process.poll() is None:
+            return False
+        now = time.monotonic()
+        if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW:
+            self.check()
+        recent = sum(now - restart < RESTART_WINDOW for restart in self._restarts)
+        time.sleep(min(0.5 * 2**recent, 15.0) if recent else 0.0)  # no delay before the first restart
+        self._restarts.append(now)
+        self.start()
+        return True
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+    def stop(self) -> None:
+        """End the process and its children with SIGTERM, and with SIGKILL those still alive after STOP_TIMEOUT
+        seconds."""
+        if self.process is None:
+            return
+        try:
+            parent = psutil.Process(self.process.pid)
+            family = [*parent.children(recursive=True), parent]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            _send_signal(process, signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT)
+        for process in alive:
+            _send_signal(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def answers(address: str, timeout: float = 2.0) -> bool:
+    """Return whether an HTTP server answers at `address` with a status below 500 (4xx counts as an answer)."""
+    loopback = urllib.parse.urlsplit(address).hostname in (HOST, "localhost", "::1")
+    proxies = urllib.request.ProxyHandler({} if loopback else None)  # proxies cannot reach our loopback
+    try:
+        with urllib.request.build_opener(proxies).open(address, timeout=timeout):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code < 500
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def choose_port(name: str, given: int | None, usual: int) -> int:
+    """Return a port, reserved while this process lives: the given one, else the usual one if it is free, else any free
+    port.
+
+    Args:
+        name: service in the flag --NAME-port, for the error message.
+        given: the requested port; 0 requests any free port, None the usual one.
+        usual: the service's default port.
+
+    Raises:
+        OptionError: the given port is taken.
+    """
+    if given:
+        if not (reserve([given]) or (is_reserved_here(given) and is_free(given))):
+            raise OptionError(
+                f"port {given} on {HOST} is taken: give another --{name}-port, or leave it out to use a free port"
+            )
+        return given
+    if given is None and reserve([usual]):
+        return usual
+    return free_port()
+
+
+def log_directory(port: int) -> Path:
+    """Return the log directory of our Prefect server at `port` and of the services started with it."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "penstock" / "services" / str(port)
+
+
+def _send_signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # the process has ended already
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send signal `number` to this process when its parent dies. Runs in the child, before exec."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,0 +1,148 @@
+"""`make up`: the Prefect server, a worker and the MLflow UI on this machine's loopback, until Ctrl-C.
+
+Runs do not depend on these services: runs write to the store and to the databases of Prefect and MLflow, and the
+services show those databases. All three are child processes that end with this process, even if it is killed. A service
+that dies is restarted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.flows.runtime.prefect_api import (
+    PREFECT_PORT,
+    PROFILE,
+    login_environment,
+    login_of,
+    prefect_server,
+    profile_path,
+    run_environment,
+)
+from penstock.flows.services.child_process import HOST, Service, choose_port, log_directory
+from penstock.flows.services.prefect_server import LOOPBACK, own_origins
+from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
+from penstock.storage.errors import StoreError
+from penstock.storage.store import Store
+from penstock.storage.tracking import tracking_uri
+
+MLFLOW_PORT = 5000
+STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m penstock.flows.services.stack up`. Return the exit code: 0 after Ctrl-C, 1 if a service failed,
+    2 if an argument is invalid."""
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.flows.services.stack", description="Prefect server, worker and MLflow UI on loopback."
+    )
+    parser.add_argument("action", choices=["up"])
+    parser.add_argument(
+        "--store", help=f"store whose MLflow database is shown (default: newest of {', '.join(STORES)})"
+    )
+    parser.add_argument("--prefect-port", type=int, help=f"default {PREFECT_PORT}, or any free port")
+    parser.add_argument("--mlflow-port", type=int, help=f"default {MLFLOW_PORT}, or any free port")
+    options = parser.parse_args(argv)
+    try:
+        prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
+        mlflow_port = choose_port("mlflow", options.mlflow_port, MLFLOW_PORT)
+        database = tracking_uri(Store(options.store or newest_store(), probe=False))
+    except (ValueError, StoreError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    return up(prefect_port=prefect_port, mlflow_port=mlflow_port, database=database)
+
+
+def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
+    """Start the services, print their links, and restart services that die, until Ctrl-C.
+
+    Returns:
+        the exit code: 0 after Ctrl-C, 1 if a service did not start or died too often.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logs = log_directory(prefect_port)
+    prefect, worker = prefect_server(prefect_port), prefect_worker(prefect_port, logs)
+    mlflow = [] if database.startswith("http") else [mlflow_server(mlflow_port, database, logs)]
+    services = [*mlflow, prefect, worker]
+    try:
+        print(f"starting {', '.join(service.name for service in services)} ...", flush=True)
+        for service in (*mlflow, prefect):
+            service.start()
+        for service in (*mlflow, prefect):
+            service.wait_ready()
+        worker.start()  # last: it connects to the Prefect server at once
+        show_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        while True:
+            time.sleep(1.0)
+            for service in services:
+                if service.keep():
+                    print(f"{service.name} died; restarted it (log: {service.log})", flush=True)
+    except KeyboardInterrupt:
+        print("\nstopping ...", flush=True)
+        return 0
+    except RuntimeError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for service in reversed(services):
+            service.stop()
+
+
+def show_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
+    """Create the automation on the Prefect server, then print the addresses of the services and how to connect."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
+    server, profile = f"http://{HOST}:{prefect_port}", profile_path(prefect_port)
+    with temporary_settings({PREFECT_API_AUTH_STRING: login_of(prefect_port)}):
+        ensure_zombie_automation(f"{server}/api")
+    print(f"  Prefect  {server}")
+    print(f"  MLflow   {mlflow_page}")
+    print(f"  worker   pool {POOL!r}; logs in {logs}")
+    print(f"The Prefect page asks for a password: PREFECT_API_AUTH_STRING in {profile}")
+    print("To use this server for runs and for the `prefect` command (Ctrl-C here stops all services):")
+    print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile))} PREFECT_PROFILE={PROFILE}", flush=True)
+
+
+def mlflow_server(port: int, database: str, logs: Path) -> Service:
+    """Return the service of the MLflow UI for an SQLite database.
+
+    MLflow itself rejects requests with a foreign Host, and changes requested by web pages of other origins.
+    """
+    artifacts = Path(database.removeprefix("sqlite:///")).parent / "artifacts"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    hosts = [f"{host}:{port}" for host in LOOPBACK]
+    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(own_origins(port))]
+    command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
+
+
+def mlflow_link(database: str, port: int) -> str:
+    """Return the URL of MLflow's list of experiments; MLflow's start page shows language-model traces instead."""
+    server = database.rstrip("/") if database.startswith("http") else f"http://{HOST}:{port}"
+    return f"{server}/#/experiments?workflowType=machine_learning"
+
+
+def prefect_worker(port: int, logs: Path) -> Service:
+    """Return the service of a Prefect worker, which runs flows as processes and marks runs of dead ones as crashed."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+    command += ["--install-policy", "never"]
+    environment = {**login_environment(port), **run_environment()}  # flow runs inherit it
+    # After SIGTERM a worker whose server is gone waits for it forever (more than 30 s observed): kill it.
+    return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
+
+
+def newest_store() -> str:
+    """Return the store among STORES whose MLflow database was changed last."""
+    databases = {store: Path(store) / "mlflow" / "mlflow.db" for store in STORES}
+    existing = [store for store in STORES if databases[store].exists()]
+    return max(existing, key=lambda store: databases[store].stat().st_mtime, default=STORES[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Plan an export: its Hugging Face tensors, their files and dtypes, and the changes to config.json.
+
+Each file is a work item. `to_hf` decides where files are written and which process writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families.external import source_hash
+from penstock.engines.families.ops import Layout
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.stages.convert.config import ExportDtype, Mtp
+from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
+from penstock.stages.convert.hf.fp8 import QUANTIZATION, is_quantized, quantize, scale_shape
+from penstock.stages.convert.hf.headers import SCALE
+from penstock.stages.convert.hf.weights import (
+    HFWeights,
+    NamedTensor,
+    Shard,
+    TensorInfo,
+    plan_shards,
+    write_index,
+    write_shard,
+)
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.work import Progress
+
+SHARD_BYTES = 5_000_000_000
+# keeps its dtype in exports: rounding to bf16 would change which experts are selected
+KEEPS_DTYPE = "mlp.router.expert_bias"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a checkpoint belongs to, and the options of its export."""
+
+    directory: Path  # with config.json and tokenizer, which are copied into the export
+    dtype: ExportDtype | None = None  # of exported weights; None: as in the checkpoint
+    vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
+    mtp: Mtp = "skip"  # whether to export the MTP layers of `directory`; carried tensors are always exported
+    family_path: str | None = field(default=None, repr=False)  # --model-family-path
+
+    def shape(self) -> ModelShape:
+        """Return the shape of the model, with the vocabulary size of the export."""
+        shape = read_shape(self.directory, self.family_path)
+        return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
+
+    def state(self) -> str:
+        """Return a string that changes whenever config, tokenizer or carried tensors in `directory` change, or the
+        source code of the family."""
+        family_path = self.shape().family_path
+        return assets_hash(self.directory) + (f" {source_hash(family_path)}" if family_path else "")
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """A work item: one weight file of the export."""
+
+    shard: Shard
+    sources: tuple[str, ...]  # per group of the shard: Megatron name, or Hugging Face name of a carried tensor
+
+    @property
+    def name(self) -> str:
+        return self.shard.file
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shard.num_bytes
+
+
+class ExportPlan:
+    """The plan of one export. Used as a context manager: it keeps the origin's files open.
+
+    Args:
+        source: directory of the torch_dist checkpoint.
+        origin: model of the checkpoint, and options of the export.
+        shard_bytes: maximum size of a safetensors file in bytes.
+        checkpoint: checkpoint layout of the model; None: computed here.
+
+    Raises:
+        ModelError: `source` is not a checkpoint, or does not match config.json.
+    """
+
+    def __init__(
+        self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, checkpoint: CheckpointLayout | None = None
+    ) -> None:
+        self.origin, shape = origin, origin.shape()
+        self.layout: Layout = layout_for(shape)
+        self.checkpoint = checkpoint or checkpoint_layout(shape)
+        self.weights = TorchDistWeights(source, self.checkpoint)
+        self.carried = _carried_weights(origin, self.layout)
+        names = [*self.layout.megatron_names(), *(self.carried.info if self.carried else ())]
+        self.shards = plan_shards([self._export_infos(name) for name in names], shard_bytes)
+        remaining = iter(names)
+        self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
+        self.num_bytes = sum(shard.num_bytes for shard in self.shards)
+
+    def __enter__(self) -> ExportPlan:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.carried:
+            self.carried.__exit__(*exception)
+
+    def write(self, file: ExportFile, directory: Path, progress: Progress) -> dict[str, str]:
+        """Write one weight file and return its xxh3-128 by file name."""
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for source in file.sources:
+                for hf_name, tensor in self._export_tensors(source):
+                    yield hf_name, tensor
+                    progress.add(tensor.nbytes)
+
+        return {file.name: write_shard(directory / file.name, file.shard, tensors())}
+
+    def write_rest(self, directory: Path) -> None:
+        """Write config.json, the tokenizer's files and the index of the weight files."""
+        copy_assets(self.origin.directory, directory)
+        write_index(directory, self.shards)
+        path = directory / "config.json"  # must describe the exported weights: loaders rely on it
+        config = json.loads(path.read_text())
+        new = dict(config)
+        for entry, value in self._config_changes().items():
+            key = "torch_dtype" if entry == "dtype" and "torch_dtype" in config else entry  # key of older transformers
+            if value is None:
+                new.pop(key, None)
+            elif value or new.get(key):  # a zero only replaces a nonzero value; it is not added
+                new[key] = value
+        if new != config:
+            path.write_text(json.dumps(new, indent=2) + "\n")
+
+    def _export_infos(self, source: str) -> list[NamedTensor]:
+        """Return the names, dtypes and shapes of the exported tensors of a Megatron parameter or a carried tensor."""
+        if self.carried and source in self.carried.info:
+            return self._export_info(source, source, self.carried.info[source])
+        meta = torch.empty(self.checkpoint.shape(source), dtype=self.weights.dtype(source), device="meta")
+        parts = self.layout.to_hf(source, meta)
+        infos = [(name, TensorInfo(part.dtype, tuple(part.shape))) for name, part in parts]
+        return [named for name, info in infos for named in self._export_info(source, name, info)]
+
+    def _export_info(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
+        """Return name, dtype and shape of an exported tensor and, if it is quantized to fp8, of its scales."""
+        if self.origin.dtype is None or source.endswith(KEEPS_DTYPE):
+            return [(name, info)]
+        if self.origin.dtype != "fp8":
+            return [(name, replace(info, dtype=getattr(torch, self.origin.dtype)))]
+        if not is_quantized(name, info.shape):
+            return [(name, replace(info, dtype=torch.bfloat16))]
+        scales = TensorInfo(torch.float32, scale_shape(info.shape))
+        return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
+
+    def _export_tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the exported tensors, with names, of a Megatron parameter or a carried tensor."""
+        if self.carried and source in self.carried.info:
+            yield from self._convert_tensor(source, source, self.carried.fetch(source))
+            return
+        with self.weights.borrow(source) as parameter:
+            for name, tensor in self.layout.to_hf(source, parameter):
+                yield from self._convert_tensor(source, name, tensor)
+
+    def _convert_tensor(self, source: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield a tensor in the dtype of the export and, if it is quantized to fp8, its scales."""
+        planned = self._export_info(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
+        if len(planned) == 1:
+            yield name, tensor.to(planned[0][1].dtype)
+        else:
+            yield from zip([planned_name for planned_name, _ in planned], quantize(tensor), strict=True)
+
+    def _config_changes(self) -> dict[str, Any]:
+        """Return the config.json entries that must change to describe the exported weights; None removes an entry."""
+        infos = dict(named for shard in self.shards for named in shard.tensors)
+        changes: dict[str, Any] = {"quantization_config": None}
+        if self.origin.dtype == "fp8":
+            matrices = [name for name, info in infos.items() if name.endswith(".weight") and len(info.shape) == 2]
+            plain = sorted(name.removesuffix(".weight") for name in matrices if name + SCALE not in infos)
+            changes["quantization_config"] = {**QUANTIZATION, "modules_to_not_convert": plain}
+        if self.origin.vocab_size:
+            changes["vocab_size"] = self.origin.vocab_size
+        if self.carried is None:
+            changes["num_nextn_predict_layers"] = 0
+        sizes: Counter[torch.dtype] = Counter()
+        for name, info in infos.items():
+            sizes[info.dtype] += 0 if name.endswith(SCALE) else info.num_bytes
+        sizes.pop(torch.float8_e4m3fn, None)  # unquantized weights have the compute dtype
+        changes["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+        return changes
+
+
+def _carried_weights(origin: Origin, layout: Layout) -> HFWeights | None:
+    """Return the tensors that are copied from the origin, because Megatron's model does not have them; None if there
+    are none."""
+    if (origin.directory / CARRIED).is_file():
+        return HFWeights(origin.directory, [origin.directory / CARRIED])
+    if origin.mtp == "skip":
+        return None
+    weights = HFWeights(origin.directory)
+    weights.info = {name: info for name, info in weights.info.items() if layout.is_untrained(name)}
+    return weights if weights.info else None

@@ -1,0 +1,290 @@
+"""Headers of safetensors files: read them without reading weights, and check that the tensors of a Hugging Face
+directory match its config.json. Does not import torch, because preflight checks use it too.
+
+A file consists of the header's length (8 bytes), the header (JSON: name -> dtype, shape, data_offsets), and the
+tensors' bytes, which must fill the rest of the file without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from penstock.engines.families import layout_for
+from penstock.engines.families.ops import Layout
+from penstock.engines.families.shape import ModelShape
+from penstock.storage.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+SCALE = "_scale_inv"  # suffix of the tensor with the scales of an fp8 weight
+READABLE = ("F64", "F32", "BF16", "F16")  # dtype codes of unquantized weights
+MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """The location of a tensor's bytes in a file."""
+
+    path: Path
+    start: int
+    dtype: str  # dtype code of safetensors, such as BF16
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Location and shape of a tensor, from the header of its file."""
+
+    location: TensorLocation
+    shape: tuple[int, ...]
+
+
+def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors in weight files of a directory, by name.
+
+    Raises:
+        ModelError: a file is damaged, two files have the same tensor, or a tensor is not in the file that the index
+            names.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        header, start = read_header(path)
+        for name, entry in header.items():
+            if name in tensors:
+                raise ModelError(
+                    f"{tensors[name].location.path} and {path} both have {name}: remove one of these files, or "
+                    "download both again"
+                )
+            tensors[name] = StoredTensor(
+                TensorLocation(path, start + entry["data_offsets"][0], entry["dtype"]), tuple(entry["shape"])
+            )
+    index = directory / INDEX
+    listed = read_index(index) if index.is_file() and files == weight_files(directory) else {}
+    if lost := sorted(
+        name for name, file in listed.items() if name not in tensors or tensors[name].location.path.name != file
+    ):
+        raise ModelError(
+            f"{index} says that {listed[lost[0]]} has {lost[0]}, but that file does not have it ({len(lost)} such "
+            "tensors): download both files again"
+        )
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that the directory's index names; without an index, `model.safetensors`.
+
+    Raises:
+        ModelError: the directory has no safetensors files, or a file that the index names is missing.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        names = sorted(set(read_index(index).values()))
+    elif (directory / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        raise ModelError(
+            f"{directory} has neither model.safetensors nor {INDEX}: save the model with `save_pretrained`"
+        )
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{index} names {missing[0]}, which does not exist ({len(missing)} of {len(names)} files are missing): "
+            "download the missing files again"
+        )
+    return [directory / name for name in names]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the map from tensor names to file names of a safetensors index.
+
+    Raises:
+        ModelError: the file is not a safetensors index.
+    """
+    index = _parse_json(path.read_bytes())
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(name, str) and Path(name).name == name for name in files.values())
+    ):
+        raise ModelError(
+            f"{path} is not an index of safetensors files (JSON with weight_map: tensor -> file name): download it "
+            "again"
+        )
+    return files
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file (tensor name -> `{"dtype", "shape", "data_offsets"}`) and the byte offset
+    of the first tensor.
+
+    Raises:
+        ModelError: the file is not a safetensors file, its length does not match its header, or the header is
+            inconsistent.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
+        header = _parse_json(file.read(length)) if 8 + length <= size and length <= MAX_HEADER_BYTES else None
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} is not a safetensors file or is truncated ({size} bytes): download it again")
+    header.pop("__metadata__", None)
+    if problem := _header_problem(header, size - 8 - length):
+        raise ModelError(f"{path}: {problem}: download it again")
+    return header, 8 + length
+
+
+def block_size(directory: Path) -> tuple[int, int] | None:
+    """Return the (rows, columns) of a quantization block from config.json; None if the weights are not quantized.
+
+    Raises:
+        ModelError: config.json has an unsupported quantization.
+    """
+    config = directory / "config.json"
+    values = _parse_json(config.read_bytes()) if config.is_file() else None
+    quantization = values.get("quantization_config") if isinstance(values, dict) else None
+    if not quantization:
+        return None
+    method, block = (
+        quantization.get(key) if isinstance(quantization, dict) else None
+        for key in ("quant_method", "weight_block_size")
+    )
+    if (
+        method != "fp8"
+        or not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise ModelError(
+            f"{config} has quantization_config with quant_method {method!r} and weight_block_size {block}; Penstock "
+            "reads unquantized and block-quantized fp8 weights: use the bf16 or the fp8 checkpoint of this model"
+        )
+    return block[0], block[1]
+
+
+def check_weights(directory: str | Path, shape: ModelShape) -> None:
+    """Check that complete files in a Hugging Face directory contain every tensor of a model, with the expected shape.
+
+    Args:
+        directory: Hugging Face directory.
+        shape: model shape, read from the directory's config.json.
+
+    Raises:
+        ModelError: a file is missing, truncated or inconsistent; a tensor is missing, unknown or has the wrong shape;
+            or the quantization is not supported.
+    """
+    directory = Path(directory)
+    tensors = stored_tensors(directory, weight_files(directory))
+    block, layout = block_size(directory), layout_for(shape)
+    scales = {name for name in tensors if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors}
+    check_tensors(directory, {name: tensor.shape for name, tensor in tensors.items() if name not in scales}, layout)
+    for name in layout.hf_names():
+        location = tensors[name].location
+        if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
+            raise unreadable(location, name)
+
+
+def unreadable(location: TensorLocation, name: str) -> ModelError:
+    """Return the error for a tensor whose dtype or quantization is not supported."""
+    return ModelError(
+        f"{location.path}: {name} is stored as {location.dtype}, but Penstock reads {', '.join(READABLE)}, and F8_E4M3 "
+        f"with scales ({name + SCALE}) and weight_block_size in config.json: use an unquantized checkpoint"
+    )
+
+
+def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Check the names and shapes of a checkpoint's tensors.
+
+    Args:
+        directory: directory of the checkpoint, for error messages.
+        shapes: shape of every tensor except fp8 scales, by Hugging Face name.
+        layout: tensor table of the model.
+
+    Raises:
+        ModelError: naming the first tensor that is missing, unknown or has the wrong shape.
+    """
+    needed = layout.hf_names()
+    if missing := sorted(needed - shapes.keys()):
+        raise ModelError(
+            f"{directory} lacks {missing[0]} ({len(missing)} tensors missing), which config.json requires: "
+            "download the checkpoint again, or correct config.json"
+        )
+    unknown = sorted(name for name in shapes.keys() - needed - layout.copies.keys() if not layout.is_untrained(name))
+    if unknown:
+        raise ModelError(
+            f"{directory} has {unknown[0]} ({len(unknown)} unknown tensors), which {layout.shape.family} models do not "
+            "have: use an unmodified checkpoint of this family"
+        )
+    for name in sorted(needed) + sorted(layout.copies.keys() & shapes.keys()):
+        expected = layout.hf_shapes[layout.copies.get(name, name)]
+        if shapes[name] != expected:
+            raise ModelError(
+                f"{directory}: {name} has shape {list(shapes[name])}, config.json needs {list(expected)}: correct "
+                "config.json"
+            )
+
+
+def _header_problem(header: dict[str, Any], num_bytes: int) -> str | None:
+    """Return an inconsistency in a header, or between a header and the `num_bytes` of tensors that follow it; None if
+    there is none."""
+    for name, entry in header.items():
+        if problem := _entry_problem(name, entry):
+            return problem
+    end = 0
+    for name, (start, stop) in sorted(
+        ((n, e["data_offsets"]) for n, e in header.items()), key=lambda tensor: tensor[1]
+    ):
+        if start != end:
+            return f"{name} begins at byte {start}, but the previous tensor ends at byte {end}"
+        end = stop
+    if end != num_bytes:
+        return f"the header describes {end} bytes of tensors, but the file has {num_bytes}"
+    return None
+
+
+def _entry_problem(name: str, entry: dict[str, Any] | None) -> str | None:
+    """Return what is invalid in the header entry of a tensor, or None."""
+    if not isinstance(entry, dict):
+        return f"the header entry of {name} is not an object"
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"{name} has shape {shape} and data_offsets {offsets}, but needs a list of sizes and [begin, end]"
+    if not isinstance(dtype, str) or dtype not in BITS:
+        return f"{name} has the unknown dtype {dtype!r}"
+    needed = math.prod(shape) * BITS[dtype]
+    if needed != 8 * (offsets[1] - offsets[0]):
+        return (
+            f"{name} of shape {shape} in {dtype} needs {needed / 8:.0f} bytes, but its data_offsets span "
+            f"{offsets[1] - offsets[0]} bytes"
+        )
+    return None
+
+
+def _is_size_list(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+
+
+def _parse_json(data: bytes) -> Any:
+    """Return the value of a JSON text; None if the text is invalid or an object has duplicate keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError("duplicate name")
+        return dict(pairs)
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,207 @@
+"""Distribute the work items of a conversion over threads and processes. Each item is finished once, even if processes
+are killed.
+
+A record in the store marks a finished item; it is written after the item's files are durable. A restarted conversion,
+with any number of processes, runs only the items without a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from penstock.stages.convert.targets import Target, full_disk_as_store_error
+from penstock.storage import disk
+from penstock.storage.maintenance import leases
+from penstock.storage.refs import FileRecord
+from penstock.storage.store import hash_file
+
+OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
+WorkRecord = dict[str, Any]
+NUM_THREADS = 4  # per process; one thread can read while another waits for the disk
+REPORT_INTERVAL = 0.2  # seconds between two reports of progress
+
+
+class WorkItem(Protocol):
+    """A unit of work that does not depend on other work items."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+W = TypeVar("W", bound=WorkItem)
+
+
+class Progress:
+    """Sums up the bytes that several threads have processed, and reports the sum."""
+
+    def __init__(self, total: int, report: OnBytes | None) -> None:
+        self.total, self.report = total, report
+        self.done, self._lock = 0, threading.Lock()
+
+    def add(self, count: int) -> None:
+        if self.report is not None:
+            with self._lock:
+                self.done += count
+                self.report(self.done, self.total)
+
+
+class ProgressFile:
+    """Reports the progress of a process to another process on the same machine through a small file.
+
+    Args:
+        path: path of the file, which the first report creates.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._written_at = Path(path), 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._written_at >= REPORT_INTERVAL or done == total:
+            self._written_at = now
+            self.path.with_suffix(".new").write_text(f"{done} {total}")
+            self.path.with_suffix(".new").rename(self.path)
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the last reported (bytes done, total bytes), or None if nothing was reported."""
+        if not self.path.is_file():
+            return None
+        done, total = self.path.read_text().split()
+        return int(done), int(total)
+
+
+class WorkItems(Generic[W]):
+    """The work items of one conversion, and the records of the finished items."""
+
+    def __init__(self, target: Target, items: Sequence[W]) -> None:
+        self.target, self.items = target, items
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+    def run(self, do: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
+        """Run the unfinished items of this process, in order: of all items, every `num_ranks`-th, starting with `rank`.
+
+        Args:
+            do: runs one item and returns its record.
+            progress: counts the bytes of items that were already finished; `do` counts the others.
+            rank: rank of this process.
+            num_ranks: number of processes.
+
+        Raises:
+            StoreError: the disk is full.
+        """
+        items = self.items[rank::num_ranks]
+        unfinished = {item.name for item in self.unfinished(items)}
+
+        def run_item(item: W) -> None:
+            if item.name not in unfinished:
+                progress.add(item.num_bytes)
+                return
+            record = json.dumps(do(item)).encode()
+            if not self.target.store.create(self._key(item), record):
+                self.target.store.delete([self._key(item)])  # replace the record of an item whose files are missing
+                self.target.store.create(self._key(item), record)
+
+        with full_disk_as_store_error(self.target.store), leases.writer(self.target.store, self.target.attempt):
+            disk.in_parallel(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
+
+    def unfinished(self, items: Sequence[W] | None = None) -> list[W]:
+        """Return those of `items` (default: all) that have no record, or whose files are missing."""
+        chosen = self.items if items is None else items
+        return [item for item, record in zip(chosen, self._records(chosen), strict=True) if record is None]
+
+    def num_bytes_left(self) -> int:
+        """Return the total size of the unfinished items in bytes."""
+        return sum(item.num_bytes for item in self.unfinished())
+
+    def records(self) -> list[tuple[W, WorkRecord]]:
+        """Return all items with their records. Every item must be finished."""
+        records = self._records(self.items)
+        finished = [(item, record) for item, record in zip(self.items, records, strict=True) if record is not None]
+        assert len(finished) == len(self.items), (
+            f"unfinished work items: only {[item.name for item, _ in finished]} have records"
+        )
+        return finished
+
+    def _records(self, items: Sequence[W]) -> list[WorkRecord | None]:
+        """Return the record of every item; None if it has no record, or if files that the record lists are missing."""
+        store = self.target.store
+
+        def read(item: W) -> WorkRecord | None:
+            record = store.read_json(self._key(item))
+            files = [] if record is None else record.get("files", [])
+            return record if all(store.size(file["path"]) == file["bytes"] for file in files) else None
+
+        return disk.in_parallel(read, items, 16)
+
+    def delete_records(self) -> None:
+        """Delete the records, and temporary files of killed processes. Called after the result was published."""
+        store = self.target.store
+        if store.is_local:
+            shutil.rmtree(store.path(self.target.parts), ignore_errors=True)
+        else:
+            store.delete([self._key(item) for item in self.items])
+
+    def _key(self, item: W) -> str:
+        return f"{self.target.parts}/{item.name}.json"
+
+
+def files_of(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
+    """Return the file records of finished items."""
+    return [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
+
+
+def write_files(
+    target: Target, write: Callable[[Path], object], hashes: Callable[[], dict[str, str]] = dict
+) -> list[FileRecord]:
+    """Write files of a result. Several processes may write the same files at the same time.
+
+    Args:
+        target: target of the conversion.
+        write: called with a directory, into which it writes the files.
+        hashes: called after `write`; returns the hashes that `write` has computed, by relative file name. Files without
+            a hash are hashed here.
+
+    Returns:
+        the records of the files.
+    """
+    store = target.store
+    if not store.is_local:
+        with store.writing(target.attempt) as writing:
+            write(writing.path)
+        return writing.files
+    top, scratch = Path(store.path(target.attempt)), Path(store.path(f"{target.parts}/writing-{uuid.uuid4().hex[:12]}"))
+    disk.make_directory(top)
+    disk.make_directory(scratch)
+    try:
+        write(scratch)
+        names = [path.relative_to(scratch) for path in disk.files_in(scratch)]
+        for name in names:
+            disk.fsync(scratch / name)
+            disk.make_directory((top / name).parent)
+            (scratch / name).replace(top / name)  # atomic; concurrent processes write identical bytes
+    finally:
+        shutil.rmtree(scratch)
+    for directory in {(top / name).parent for name in names}:
+        disk.fsync(directory)
+    known = hashes()
+    return [
+        FileRecord(
+            path=f"{target.attempt}/{name.as_posix()}",
+            bytes=(top / name).stat().st_size,
+            xxh3=known.get(name.as_posix()) or hash_file(top / name),
+        )
+        for name in names
+    ]

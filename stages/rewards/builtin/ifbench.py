@@ -1,0 +1,64 @@
+"""Reward `ifbench`: 1 if the response follows every instruction of its row, else 0 (arXiv 2311.07911, 2507.02833).
+
+The row's metadata has `instruction_id_list`, and `kwargs`: one dictionary per instruction, or one for all of them. The
+checks in stages/rewards/instructions need no model, no download and no network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.stages.rewards.instructions import ifbench_formats, ifbench_words, ifeval  # noqa: F401 - register CHECKS
+from penstock.stages.rewards.instructions.registry import CHECKS
+from penstock.storage.errors import RewardError
+from penstock.storage.samples.sample import Sample
+
+_NEEDS_MODEL = {"words:start_verb": "a part-of-speech tagger"}
+
+
+def ifbench(sample: Sample) -> float:
+    """Return 1 if the answer (the text after </think>) follows all instructions, else 0.
+
+    Raises:
+        RewardError: the row has no instruction, an unknown one, or one without a required argument.
+    """
+    text = answer_text(sample.response)
+    instructions = read_instructions(sample.metadata)
+    return float(bool(text.strip()) and all([CHECKS[name](text, **arguments) for name, arguments in instructions]))
+
+
+def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the arguments of every instruction of a row. Raises RewardError."""
+    names = [str(name).strip() for name in metadata.get("instruction_id_list") or []]
+    if not names:
+        raise RewardError("the metadata has no `instruction_id_list`: ifbench needs it, together with `kwargs`")
+    kwargs = metadata.get("kwargs") or {}
+    per_instruction = kwargs if isinstance(kwargs, list) else [kwargs] * len(names)
+    per_instruction = [*per_instruction, *[{}] * (len(names) - len(per_instruction))]
+    return [(name, _read_arguments(name, arguments or {})) for name, arguments in zip(names, per_instruction)]
+
+
+def _read_arguments(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the check takes, without the columns of other instructions."""
+    if name in _NEEDS_MODEL:
+        raise RewardError(
+            f"instruction {name!r} needs {_NEEDS_MODEL[name]}, which Penstock does not include: remove such rows"
+        )
+    if name not in CHECKS:
+        matches = difflib.get_close_matches(name, CHECKS, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else "docs/rewards.md lists the known ones; remove such rows"
+        raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
+    parameters = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
+    for parameter in parameters:
+        if kwargs.get(parameter) is None:
+            raise RewardError(
+                f"instruction {name!r} needs the argument {parameter!r} in its `kwargs`, which is missing"
+            )
+    arguments = {parameter: kwargs[parameter] for parameter in parameters}
+    return {  # integers in a column with nulls are read as floats: convert 3.0 to 3
+        parameter: int(value) if isinstance(value, float) and value.is_integer() else value
+        for parameter, value in arguments.items()
+    }

@@ -1,0 +1,82 @@
+"""Check a user-defined reward in a subprocess, because importing it may hang, crash or exit.
+
+`python -m penstock.stages.rewards.check_custom_reward FD OPTIONS` writes the result as JSON to the file descriptor FD.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.storage.errors import PluginError
+
+
+@lru_cache
+def check_custom_reward(
+    path: str,
+    *,
+    group_rm: bool = False,
+    rm_model_path: str | None = None,
+    within: str | None = None,
+    timeout: float = 300.0,
+) -> bool:
+    """Import a user-defined reward in a subprocess, check its signature, and return whether it is a class. Results are
+    cached; `load_custom_reward` explains the arguments.
+
+    Raises:
+        PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
+            wrong signature.
+    """
+    read, write = os.pipe()
+    options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "within": within}
+    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.stages.rewards.check_custom_reward", str(write), json.dumps(options)],
+                pass_fds=[write],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            os.close(write)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise PluginError(
+                f"{path} takes more than {timeout:g} s to import: make it faster, or raise --reward-start-timeout"
+            ) from None
+        text = pipe.read()
+    if not text:
+        raise PluginError(
+            f"importing {path} terminated the process with exit code {code}: remove os._exit, or fix the crash"
+        )
+    result = json.loads(text)
+    if "error" in result:
+        raise PluginError(result["error"])
+    return bool(result["is_class"])
+
+
+def main() -> None:
+    """Check the reward named in the arguments; write `{"is_class": bool}` or `{"error": message}` to the descriptor."""
+    from penstock.stages.rewards.custom_reward import load_custom_reward
+
+    options = json.loads(sys.argv[2])
+    try:
+        result: dict[str, bool | str] = {"is_class": load_custom_reward(options.pop("path"), **options).is_class}
+    except PluginError as error:
+        result = {"error": str(error)}
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
+        json.dump(result, pipe)
+    sys.stdout.flush()
+    os._exit(0)  # threads that the module started must not keep the process alive
+
+
+if __name__ == "__main__":
+    main()

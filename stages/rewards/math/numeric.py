@@ -1,0 +1,246 @@
+"""Comparison of two expressions by value: exact for rational values, else to 50 digits.
+
+Expressions with variables are compared at fixed rational points (Schwartz-Zippel). A point where only one of the two
+values is real is skipped, as for \\ln x^2 and 2\\ln x at negative x. The work is bounded: a number of more than
+MAX_BITS bits raises ExpressionError before it is computed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import mpmath
+import xxhash
+
+from penstock.stages.rewards.math.latex import FUNCTIONS, ExpressionError, Node
+
+MAX_BITS = 20_000  # of a rational number, and of the logarithm of a power
+_MAX_FACTORIAL = 1000
+_PRECISION = 400  # bits
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = mpmath.mpf(10) ** -50, mpmath.mpf(10) ** -90
+_NUM_POINTS = 10
+_MIN_POINTS = 3  # minimum number of points at which both expressions have a value
+Value = Any  # Fraction, mpf or mpc
+
+
+def same_value(left: Node, right: Node) -> bool:
+    """Return whether two expressions are equal at all test points where both have a value."""
+    names = variables(left) | variables(right)
+    num_points = 0
+    for a, b in _values(left, right, names):
+        if names and _is_real(a) != _is_real(b):
+            continue
+        if not _is_close(a, b):
+            return False
+        num_points += 1
+    return num_points >= (_MIN_POINTS if names else 1)
+
+
+def ratio_sign(left: Node, right: Node) -> int:
+    """Return the sign of the constant c with left = c * right, or 0 if no such constant exists."""
+    ratio, num_points = None, 0
+    for a, b in _values(left, right, variables(left) | variables(right)):
+        if _is_zero(a) and _is_zero(b):
+            continue
+        if _is_zero(a) or _is_zero(b) or not (_is_real(a) and _is_real(b)):
+            return 0
+        current = a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else _to_float(a) / _to_float(b)
+        if ratio is not None and not _is_close(ratio, current):
+            return 0
+        ratio, num_points = current, num_points + 1
+    if ratio is None or num_points < _MIN_POINTS:
+        return 0
+    return 1 if mpmath.re(_to_float(ratio)) > 0 else -1
+
+
+def variables(node: Node) -> set[str]:
+    """Return the names of the variables in an expression, without constants such as e and i."""
+    if node[0] == "symbol":
+        return set() if node[1] in _CONSTANTS else {node[1]}
+    return set().union(*(variables(part) for part in node[1:] if isinstance(part, tuple)))
+
+
+def _values(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
+    """Yield the values of both expressions at up to _NUM_POINTS points, skipping those without a value."""
+    for number in range(_NUM_POINTS if names else 1):
+        point = {name: _coordinate(name, number) for name in names}
+        with mpmath.workprec(_PRECISION):
+            try:
+                yield evaluate(left, point), evaluate(right, point)
+            except (ZeroDivisionError, ExpressionError):
+                continue
+
+
+def _coordinate(name: str, number: int) -> Fraction:
+    """Return the value of a variable at a point.
+
+    The size is below 1 at points 0 to 2, and up to 9 or 1000 at the others; points 6 and 7 are negative, points 8 and 9
+    have either sign.
+    """
+    draw = xxhash.xxh3_64_intdigest(f"{name} {number}".encode())
+    size = Fraction(draw % 7919 + 1, 7927)
+    if number >= 3:
+        size = 1 + size * (999 if number in (5, 7, 9) else 8)
+    is_negative = number >= 6 and (number < 8 or draw >> 63)
+    return -size if is_negative else size
+
+
+def evaluate(node: Node, point: dict[str, Fraction]) -> Value:
+    """Return the value of an expression at a point.
+
+    Raises:
+        ExpressionError: the value is too large to compute.
+        ZeroDivisionError: the expression has no value at this point.
+    """
+    operation, *operands = node
+    if operation == "number":
+        return operands[0]
+    if operation == "symbol":
+        name = operands[0]
+        return point[name] if name in point else _CONSTANTS[name]()
+    values = [evaluate(operand, point) for operand in operands]
+    if operation == "-" and len(values) == 1:
+        return -values[0]
+    try:
+        value = _OPERATIONS[operation](*values)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ZeroDivisionError(str(error)) from None
+    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ExpressionError("too large")
+    if not isinstance(value, Fraction) and mpmath.isnan(value):
+        raise ZeroDivisionError
+    return value
+
+
+def _to_float(value: Value) -> Value:
+    return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def _to_common_type(a: Value, b: Value) -> tuple[Value, Value]:
+    """Return both as Fractions, or both as floats of mpmath."""
+    is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+    return (a, b) if is_exact else (_to_float(a), _to_float(b))
+
+
+def _is_real(value: Value) -> bool:
+    return not isinstance(value, mpmath.mpc) or abs(value.imag) <= max(
+        _RELATIVE_TOLERANCE * abs(value.real), _ABSOLUTE_TOLERANCE
+    )
+
+
+def _is_zero(value: Value) -> bool:
+    return value == 0 if isinstance(value, Fraction) else bool(abs(value) <= _ABSOLUTE_TOLERANCE)
+
+
+def _is_close(a: Value, b: Value) -> bool:
+    a, b = _to_common_type(a, b)
+    if isinstance(a, Fraction) or mpmath.isinf(a) or mpmath.isinf(b):
+        return bool(a == b)
+    return bool(abs(a - b) <= max(_RELATIVE_TOLERANCE * max(abs(a), abs(b)), _ABSOLUTE_TOLERANCE))
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+def _arithmetic(function: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
+    return function(*_to_common_type(a, b))
+
+
+def _divide(a: Value, b: Value) -> Value:
+    a, b = _to_common_type(a, b)
+    if _is_zero(b):
+        raise ZeroDivisionError
+    return a / b
+
+
+def power(base: Value, exponent: Value) -> Value:
+    if _is_zero(base):
+        if not _is_real(exponent) or mpmath.re(_to_float(exponent)) < 0:
+            raise ZeroDivisionError
+        return Fraction(int(_is_zero(exponent)))
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length()) if abs(base) != 1 else 0
+        if bits * abs(exponent.numerator) > MAX_BITS:
+            raise ExpressionError("too large")
+        return base ** (exponent.numerator if bits else exponent.numerator % 2)
+    base, exponent = _to_float(base), _to_float(exponent)
+    if abs(exponent) * (abs(mpmath.log(abs(base), 2)) + 1) > MAX_BITS:
+        raise ExpressionError("too large")
+    return base**exponent
+
+
+def root(value: Value, degree: Value) -> Value:
+    """Return the root; for a negative number and an odd degree, the real one."""
+    if _is_zero(degree):
+        raise ZeroDivisionError
+    is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree.numerator % 2 == 1
+    if is_odd and _is_real(value) and mpmath.re(_to_float(value)) < 0:
+        return -power(-value, 1 / degree)
+    return power(value, _divide(Fraction(1), degree))
+
+
+def factorial(value: Value) -> Value:
+    if abs(value) > _MAX_FACTORIAL:
+        raise ExpressionError("too large")
+    if isinstance(value, Fraction) and value.denominator == 1 and value >= 0:
+        return Fraction(math.factorial(value.numerator))
+    return mpmath.gamma(_to_float(value) + 1)
+
+
+def binomial(n: Value, k: Value) -> Value:
+    if max(abs(n), abs(k)) > _MAX_FACTORIAL:
+        raise ExpressionError("too large")
+    if all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in (n, k)):
+        return Fraction(math.comb(n.numerator, k.numerator))
+    return mpmath.binomial(_to_float(n), _to_float(k))
+
+
+def log(value: Value) -> Value:
+    if _is_zero(value):
+        raise ZeroDivisionError
+    return mpmath.log(_to_float(value))
+
+
+def floor(value: Value) -> Value:
+    if not _is_real(value) or abs(value) > 2**_PRECISION:
+        raise ZeroDivisionError
+    return Fraction(math.floor(value) if isinstance(value, Fraction) else int(mpmath.floor(mpmath.re(value))))
+
+
+def function(name: str, value: Value) -> Value:
+    """Call a function of mpmath by its LaTeX name."""
+    value = _to_float(value)
+    if abs(value) > MAX_BITS:
+        raise ExpressionError("too large")
+    return getattr(mpmath, name.replace("arc", "a"))(value)
+
+
+_CONSTANTS: dict[str, Callable[[], Value]] = {
+    r"\pi": mpmath.mp.pi.__pos__,
+    "e": mpmath.mp.e.__pos__,
+    "i": lambda: mpmath.mpc(0, 1),
+    r"\infty": lambda: mpmath.inf,
+}
+_OPERATIONS: dict[str, Callable[..., Value]] = {
+    "+": partial(_arithmetic, operator.add),
+    "-": partial(_arithmetic, operator.sub),
+    "*": partial(_arithmetic, operator.mul),
+    "/": _divide,
+    "^": power,
+    "root": root,
+    "!": factorial,
+    "binomial": binomial,
+    "abs": abs,
+    "floor": floor,
+    "ceil": lambda value: -floor(-value),
+    "degrees": lambda value: _to_float(value) * mpmath.pi / 180,
+    "ln": log,
+    "log": log,
+    "exp": lambda value: power(+mpmath.e, value),
+    **{name: partial(function, name) for name in FUNCTIONS if name not in ("ln", "log", "exp")},
+}

@@ -1,0 +1,168 @@
+"""Tokenizer for mathematical answers in LaTeX or plain text, with one canonical spelling per symbol.
+
+A token is a number (`12.5`), a letter (`x`), a run of capitals (`ABC`), a command (`\\pi`), a symbol (`+`), or a word.
+Words have the prefix `"`, as do letters inside `\\text{}`: `12\\,\\text{cm}` is `12`, `"cm`. Spaces, math delimiters
+and commands for size or font are removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+WORD = '"'  # prefix of words
+DEGREE = "°"
+_SYMBOLS = {
+    "−": "-", "–": "-", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": r"\cdot ", "÷": "/", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "√": r"\sqrt ", "²": "^2", "³": "^3", "∪": r"\cup ", "∩": r"\cap ",
+    "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}",
+    "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "≈": r"\approx ", "∠": r"\angle ", "…": r"\dots ", "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "π": r"\pi ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
+    "δ": r"\delta ", "ε": r"\epsilon ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
+    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "Δ": r"\Delta ", "Σ": r"\Sigma ", "Ω": r"\Omega ", "\u00a0": " ",
+}  # fmt: skip
+_UNICODE = str.maketrans(_SYMBOLS)
+_ALIASES = {
+    **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"), **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
+    **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq", "<="), r"\le"),
+    **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq", ">="), r"\ge"), **dict.fromkeys((r"\neq", "!="), r"\ne"),
+    r"\lt": "<", r"\gt": ">", **dict.fromkeys((r"\times", r"\ast", "*"), r"\cdot"), r"\div": "/", r"\colon": ":",
+    **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]",
+    **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"), r"\varnothing": r"\emptyset", r"\infin": r"\infty",
+    r"\varphi": r"\phi", r"\varepsilon": r"\epsilon", r"\vartheta": r"\theta", r"\degree": DEGREE, r"\%": "%",
+    r"\bar": r"\overline", **dict.fromkeys((r"\ldots", r"\cdots", "..."), r"\dots"), "**": "^", ";": ",", r"\lor": ",",
+    r"\vee": ",", r"\land": ",", r"\wedge": ",", r"\rightarrow": r"\to", r"\euro": "€", r"\pounds": "£",
+}  # fmt: skip
+_IGNORED = {
+    r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits", r"\quad", r"\qquad", r"\,", r"\;", r"\:", r"\!",
+    r"\ ", "~", "$", r"\(", r"\)", r"\[", r"\]", r"\mathbf", r"\mathit", r"\mathsf", r"\mathcal", r"\boldsymbol",
+    r"\bm", r"\bf", r"\rm", r"\operatorname", r"\boxed", r"\fbox", r"\large", r"\Large", r"\big", r"\Big", r"\bigg",
+    r"\Bigg", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\biggl", r"\biggr", r"\underline", "`",
+}  # fmt: skip
+_TEXT = {r"\text", r"\textbf", r"\textit", r"\textrm", r"\textsf", r"\textnormal", r"\mathrm", r"\mbox", r"\hbox"}
+_NAMES = (
+    "sqrt", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
+    "ln", "exp", "alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega", "phi", "infty",
+)  # fmt: skip
+_PLAIN_NAMES = (
+    {name: rf"\{name}" for name in _NAMES}
+    | dict.fromkeys(("infinity", "inf", "oo"), r"\infty")
+    | {"leq": r"\le", "geq": r"\ge"}
+)
+_SHORT_UNITS = set(
+    [
+        "cm",
+        "mm",
+        "km",
+        "dm",
+        "nm",
+        "kg",
+        "mg",
+        "lb",
+        "oz",
+        "ft",
+        "in",
+        "yd",
+        "mi",
+        "hr",
+        "ms",
+        "mL",
+        "ml",
+        "Hz",
+        "th",
+        "st",
+        "nd",
+        "rd",
+        "sec",
+        "min",
+    ]
+)
+_LARGE = {"million": "6", "billion": "9", "trillion": "12"}
+_TOKEN = re.compile(
+    r"\s+|\\\\(?:\s*\[[^\]]{0,12}\])?|\\(?:begin|end)\s*\{\w+\*?\}(?:\s*\{[clr|\s]*\})?|\\(?:mathbb|Bbb)\s*(?:\{\s*\w\s*\}|\w)|\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w.])"
+    r"|\d+(?:\.\d*)?|\.\d+|[a-zA-Z]+|\.\.\.|\*\*|[<>!]=|.",
+    re.DOTALL,
+)
+_NAMED = re.compile(r"\\(begin|end|mathbb|Bbb)\s*\{?\s*(\w+)")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\s?\\!|\\!,|\\[, ]|~|\ )\d{3})+(?![\d,])")
+_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_NOT_DIGITS = re.compile(r"\D+")
+_CIRCLE = re.compile(r"\^\s*(?:\{\s*)?(?:\\[,;! ]\s*)*\\circ\b\s*\}?|\\circ\b|\\text(?:rm)?\{\s*°\s*\}")
+
+
+def tokenizations(text: str) -> list[list[str]]:
+    """Return the possible tokenizations of `text`: one with 1,234 as a number and, if `text` contains such a comma, one
+    with 1 and 234 as two numbers."""
+    text = _GROUPED.sub(lambda match: _NOT_DIGITS.sub("", match.group()), text)
+    joined = _COMMAS.sub(lambda match: match.group().replace(",", ""), text)
+    return [tokenize(joined)] + ([tokenize(text)] if joined != text else [])
+
+
+def tokenize(text: str) -> list[str]:
+    """Return the canonical tokens of `text`, in linear time."""
+    text = _CIRCLE.sub(DEGREE, text.translate(_UNICODE))
+    tokens: list[str] = []
+    groups: list[bool] = []  # for each open brace, whether it belongs to \text
+    before = ""
+    for token in _TOKEN.findall(text):
+        previous, before = before, before if token.isspace() else token
+        if (
+            token.isspace()
+            or token in _TEXT
+            or token in _IGNORED
+            or (token == "." and previous in (r"\left", r"\right"))
+        ):
+            continue
+        if token == "{":
+            groups.append(previous in _TEXT)
+            tokens += [] if groups[-1] else ["{"]
+        elif token == "}":
+            tokens += [] if groups and groups.pop() else ["}"]
+        elif token.isascii() and token.isalpha():
+            tokens += _split_letters(
+                token, in_text=any(groups) or previous in _TEXT, after_number=bool(tokens) and tokens[-1][0].isdigit()
+            )
+        elif named := _NAMED.match(token):
+            tokens.append(rf"\{named[1].replace('Bbb', 'mathbb')}{named[2]}")
+        else:
+            tokens.append(r"\\" if token.startswith(r"\\") else _ALIASES.get(token, token))
+    return _merge_tokens(tokens)
+
+
+def _split_letters(run: str, in_text: bool, after_number: bool) -> list[str]:
+    """Return the tokens of a run of letters: a word, a command, capitals, or the letters of a product.
+
+    A run of more than two letters is a product only if the letters are in alphabetical order, because "stop" and "pots"
+    would be equal as products.
+    """
+    if run.lower() in ("and", "or"):
+        return [","]
+    if after_number and run in _LARGE:
+        return [r"\cdot", "10", "^", _LARGE[run]]
+    if after_number and run in _SHORT_UNITS:
+        return [WORD + run]
+    if run in _PLAIN_NAMES and not (in_text and len(run) < 3):
+        return [_PLAIN_NAMES[run]]
+    if in_text and run not in ("e", "i"):
+        return [WORD + run]
+    if run.isupper():
+        return [run]
+    if len(run) > 2 and any(left >= right for left, right in itertools.pairwise(run)):
+        return [WORD + run]
+    return list(run)
+
+
+def _merge_tokens(tokens: list[str]) -> list[str]:
+    """Merge `\\not =` into `\\ne`, and the letters after \\angle or \\triangle into one token; remove punctuation at
+    the end."""
+    merged: list[str] = []
+    for token in tokens:
+        if merged and merged[-1] == r"\not":
+            merged[-1] = r"\ne" if token == "=" else rf"\not{token}"
+        elif len(merged) > 1 and merged[-2] in (r"\angle", r"\triangle") and token.isupper() and merged[-1].isupper():
+            merged[-1] += token
+        else:
+            merged.append(token)
+    while merged and merged[-1] in (".", ","):
+        merged.pop()
+    return merged

@@ -1,0 +1,97 @@
+"""Load user-defined data sources (`--data-source-path`) and buffer filters (`--buffer-filter-path`).
+
+A data source is a class with `get_samples(num_samples)`. Methods that the class does not define come from
+RolloutDataSource, or from RolloutDataSourceWithBuffer if the class has a `buffer_filter`. Every round restores the
+state and the buffer of the source and stores them in its commit (prompts/data_source.py).
+"""
+
+from __future__ import annotations
+
+from penstock.stages.plugins import load_function
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.data_source import (
+    BufferFilter,
+    Dataset,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    accepts,
+)
+from penstock.storage.errors import PluginError
+
+__all__ = [  # user-defined sources import the two classes from here
+    "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
+    "load_buffer_filter",
+    "load_data_source",
+    "open_data_source",
+]
+
+
+def load_data_source(path: str) -> type[RolloutDataSource]:
+    """Load the class that --data-source-path names. If it does not derive from RolloutDataSource, return a subclass
+    that does, for the missing methods.
+
+    Raises:
+        PluginError: the class does not load, or it has no `get_samples(num_samples)`.
+    """
+    cls = load_function(path, usual_name="RolloutDataSource")
+    if not isinstance(cls, type):
+        raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
+    base = RolloutDataSourceWithBuffer if hasattr(cls, "buffer_filter") else RolloutDataSource
+    for name, arguments, parameters in (
+        ("get_samples", (0,), "num_samples"),
+        ("add_samples", ([],), "samples"),
+        ("buffer_filter", (None, [], 0), "args, buffer, num_samples"),
+    ):
+        method = getattr(cls, name, None)
+        if method is not None and not accepts(method, None, *arguments):
+            raise PluginError(
+                f"--data-source-path {path}: the method {name} takes other arguments: write def {name}(self, "
+                f"{parameters})"
+            )
+    if not hasattr(cls, "get_samples") and base is RolloutDataSource:
+        raise PluginError(f"--data-source-path {path} has no get_samples: write def get_samples(self, num_samples)")
+    return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
+
+
+def load_buffer_filter(path: str) -> BufferFilter:
+    """Load the function that --buffer-filter-path names.
+
+    Raises:
+        PluginError: the function does not load or has the wrong signature.
+    """
+    function = load_function(path, usual_name="buffer_filter")
+    if not (accepts(function, None, 0, [], 0) or accepts(function, None, [], 0)):
+        raise PluginError(
+            f"--buffer-filter-path {path} takes other arguments: write def "
+            f"{function.__name__}(args, rollout_id, buffer, num_samples)"
+        )
+    return function
+
+
+def open_data_source(
+    config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
+) -> RolloutDataSource:
+    """Create the data source of a run: the user-defined class, or RolloutDataSourceWithBuffer.
+
+    Args:
+        config: names the class; passed to its `__init__` as `args` if `__init__` takes an argument.
+        dataset: the prompts.
+        buffer_filter: user-defined function that is used instead of the method `buffer_filter`.
+
+    Raises:
+        PluginError: the class does not load (see `load_data_source`), or its `__init__` raises.
+    """
+    cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
+    source = cls.__new__(cls)
+    source.dataset, source.args = dataset, config
+    try:
+        source.__init__(*([config] if accepts(cls.__init__, source, config) else []))  # type: ignore[misc]
+    except Exception as error:
+        raise PluginError(
+            f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; fix it"
+        ) from error
+    if isinstance(source, RolloutDataSourceWithBuffer):
+        source.buffer = getattr(source, "buffer", [])  # a user-defined __init__ may not set it
+        source.filter = buffer_filter
+    return source

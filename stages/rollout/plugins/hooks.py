@@ -1,0 +1,112 @@
+"""Call user-defined hooks with the samples of a round, and apply their changes.
+
+    def sample_hook(args, sample)                 gets each sample after generation, before grading
+    def sample_filter(args, groups)               gets the kept groups of a round; sets `remove_sample` on samples that
+                                                  are not trained on
+    def process_all(args, groups, data_source)    gets all groups of a round, with dropped ones; changes are ignored
+
+Hooks may be `async`. They get copies of the samples (user_sample.py), whose fields also have slime's names; changes are
+checked and then applied. A removed sample keeps its reward, which still counts in its group's mean. A hook blocks the
+calling thread for up to `--reward-timeout`: from an event loop, call it with `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.stages.plugins import Plugin
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.prompts.data_source import Group
+from penstock.storage.errors import PluginError
+from penstock.storage.samples.sample import Sample, Status
+
+# Fields that a hook cannot change: the identity of the sample, and the policy that generated it.
+_FIXED = ("sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "routed_experts")
+_CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXED]
+
+
+class Hooks:
+    """The hooks that a config names. A method whose hook is not named does nothing.
+
+    Raises:
+        PluginError: a hook does not load or has the wrong signature.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._args = SimpleNamespace(**config.model_dump())
+
+        def plugin(path: str | None, parameters: tuple[str, ...], usual_name: str) -> Plugin | None:
+            return Plugin(path, parameters, usual_name=usual_name, timeout=config.reward_timeout) if path else None
+
+        self._sample_hook = plugin(config.rollout_sample_hook_path, ("args", "sample"), "sample_hook")
+        self._sample_filter = plugin(config.rollout_sample_filter_path, ("args", "groups"), "sample_filter")
+        self._all_samples = plugin(
+            config.rollout_all_samples_process_path, ("args", "groups", "data_source"), "process_all"
+        )
+
+    def sample_hook(self, sample: Sample) -> None:
+        """Call the sample hook. If the hook raises, exceeds the timeout or leaves an invalid sample, the status of the
+        sample becomes failed, with the reason in `metadata["error"]`."""
+        if self._sample_hook is None:
+            return
+        view = UserSample.of(sample)
+        try:
+            _check_returned(self._sample_hook(self._args, view), view, self._sample_hook)
+            _apply_changes([(sample, view)], self._sample_hook)
+        except ValueError as error:
+            sample.status, sample.metadata["error"] = Status.FAILED, str(error)
+
+    def sample_filter(self, groups: list[Group]) -> None:
+        """Call the sample filter with the kept groups of a round.
+
+        Raises:
+            PluginError: the filter raises, exceeds the timeout, or leaves an invalid sample.
+        """
+        if self._sample_filter is None:
+            return
+        views = _copies(groups)
+        arguments = [list(group) for group in views]
+        _check_returned(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
+        if arguments != views:
+            raise PluginError(
+                f"{self._sample_filter.name} changes the list of samples: set `remove_sample` on samples instead"
+            )
+        pairs = [pair for group, seen in zip(groups, views) for pair in zip(group, seen)]
+        _apply_changes(pairs, self._sample_filter)
+
+    def all_samples(self, groups: list[Group], source: Any) -> None:
+        """Call the hook `process_all` with all groups at the end of a round.
+
+        Raises:
+            PluginError: the hook raises or exceeds the timeout.
+        """
+        if self._all_samples is not None:
+            self._all_samples(self._args, _copies(groups), source)
+
+
+def _copies(groups: list[Group]) -> list[list[UserSample]]:
+    return [[UserSample.of(sample) for sample in group] for group in groups]
+
+
+def _check_returned(value: Any, argument: Any, plugin: Plugin) -> None:
+    """Raise PluginError if a hook returned a value other than its argument, because the value would be ignored."""
+    if value is not None and value is not argument:
+        raise PluginError(f"{plugin.name} returned {type(value).__name__}: change its argument, and return nothing")
+
+
+def _apply_changes(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
+    """Copy the changes of a hook into the samples; all of them, or none if one is invalid."""
+    try:
+        changed = [(sample, checked_sample(view)) for sample, view in pairs]
+        for _, new in changed:
+            if new.reward is not None and not (isinstance(new.reward, int | float) and math.isfinite(new.reward)):
+                raise PluginError(f"the sample's reward is {new.reward!r:.100}: set a finite number, or None")
+    except ValueError as error:
+        raise PluginError(f"{plugin.name} leaves a sample that cannot be used: {error}") from error
+    for sample, new in changed:
+        for name in _CHANGEABLE:
+            setattr(sample, name, getattr(new, name))

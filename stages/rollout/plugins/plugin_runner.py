@@ -1,0 +1,193 @@
+"""Run user-defined functions that may take long, so that they can neither stall nor end this process.
+
+Async functions share one event loop in a thread of its own. The loop is kept for the whole process, because objects
+that functions keep between calls (a connection, a semaphore) are bound to it. A call of a synchronous function has its
+own thread. All threads are daemons, so a hanging function does not prevent this process from exiting. If an async
+function blocks the loop, its call fails and the other calls restart in a new loop. A function that holds the
+interpreter's lock (GIL) inside C code still stalls the whole process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from penstock.storage.errors import PluginError
+
+PATIENCE = 10.0  # seconds after which an event loop that does not respond is considered blocked
+GRACE = 5.0  # seconds that running calls have to return after `stop`
+
+
+class Cancelled(Exception):
+    """Raised by `PluginRunner.run` if its call was cancelled because the round is over."""
+
+
+class _BlockedError(PluginError):
+    """The error of a call that blocked the shared event loop."""
+
+
+class _LoopReplaced(Exception):
+    """The error of a call whose event loop was blocked by another call; `PluginRunner.run` repeats the call."""
+
+
+class PluginRunner:
+    """Runs the calls of one function.
+
+    Args:
+        name: name of the function, for messages.
+        is_async: run the function in the shared event loop instead of a thread.
+    """
+
+    def __init__(self, name: str, *, is_async: bool) -> None:
+        self.name = name
+        self.is_async = is_async
+        self._calls: set[_Call] = set()
+        self._stopping = False
+
+    async def run(self, function: Callable[[], Any], limit: float) -> Any:
+        """Call `function` and return its result; an awaitable result is awaited. The call is repeated if another call
+        has blocked the event loop.
+
+        Raises:
+            PluginError: the function raises, blocks the event loop, or takes more than `limit` seconds.
+            Cancelled: `stop` was called.
+        """
+        while not self._stopping:
+            loop = _PluginLoop.current()
+            call = _Call(function, loop)
+            self._calls.add(call)
+            waiting = asyncio.wrap_future(call.result)
+            call.start(in_thread=not self.is_async)
+            try:
+                await asyncio.wait({waiting}, timeout=limit)
+                if not call.result.done() and self.is_async and not await loop.responds(min(limit, PATIENCE)):
+                    loop.abandon(
+                        call, f"{self.name} blocks its event loop: `await` slow operations, or leave out `async`"
+                    )
+                if not call.result.done():
+                    raise PluginError(
+                        f"{self.name} takes more than {limit:g} s: make the function faster, or raise "
+                        "--generate-timeout"
+                    )
+                error = call.result.exception()
+            finally:
+                self._calls.discard(call)
+                call.abandon()
+                waiting.cancel()
+            if error is None:
+                return call.result.result()
+            if isinstance(error, _BlockedError | Cancelled):
+                raise error
+            if not isinstance(error, _LoopReplaced):  # including SystemExit, which must not end the run
+                raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
+        raise Cancelled
+
+    async def stop(self) -> None:
+        """Start no further calls; cancel the calls that have not returned after `GRACE` seconds."""
+        self._stopping = True
+        if self._calls:
+            await asyncio.wait({asyncio.wrap_future(call.result) for call in self._calls}, timeout=GRACE)
+        for call in self._calls:
+            call.settle(error=Cancelled())
+
+
+class _Call:
+    """One call of a user-defined function, and its result."""
+
+    def __init__(self, function: Callable[[], Any], home: _PluginLoop) -> None:
+        self.function = function
+        self.home = home
+        self.result: Future[Any] = Future()
+        self.task: asyncio.Task[None] | None = None  # task of an async function in the shared event loop
+        self._abandoned = False
+
+    def start(self, *, in_thread: bool) -> None:
+        if in_thread:
+            threading.Thread(target=self._in_thread, name="penstock-plugin", daemon=True).start()
+        else:
+            self.home.calls.add(self)
+            self.home.loop.call_soon_threadsafe(self._begin, self.function)
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Set the result or the error of the call, unless one is set already."""
+        with suppress(InvalidStateError):
+            if error is None:
+                self.result.set_result(value)
+            else:
+                self.result.set_exception(error)
+
+    def abandon(self) -> None:
+        """Cancel the call, because its result is no longer needed."""
+        self._abandoned = True
+        self.home.calls.discard(self)
+        self.home.loop.call_soon_threadsafe(self._cancel)
+
+    def _in_thread(self) -> None:
+        try:
+            value = self.function()
+        except BaseException as error:
+            self.settle(error=error)
+            return
+        if inspect.isawaitable(value):  # a synchronous function may return an awaitable (a decorated async function)
+            self.home.loop.call_soon_threadsafe(self._begin, lambda: value)
+        else:
+            self.settle(value)
+
+    def _begin(self, function: Callable[[], Any]) -> None:
+        if not self._abandoned:
+            self.task = self.home.loop.create_task(self._in_loop(function))
+
+    async def _in_loop(self, function: Callable[[], Any]) -> None:
+        try:
+            value = function()
+            self.settle(await value if inspect.isawaitable(value) else value)
+        except BaseException as error:
+            self.settle(error=RuntimeError("it was cancelled") if isinstance(error, asyncio.CancelledError) else error)
+
+    def _cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+class _PluginLoop:
+    """An event loop in a daemon thread, shared by the calls of all async functions."""
+
+    _shared: _PluginLoop | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.calls: set[_Call] = set()
+        threading.Thread(target=self.loop.run_forever, name="penstock-plugins", daemon=True).start()
+
+    @classmethod
+    def current(cls) -> _PluginLoop:
+        """Return the loop for new calls; start one if there is none."""
+        with cls._lock:
+            if cls._shared is None:
+                cls._shared = cls()
+            return cls._shared
+
+    async def responds(self, limit: float) -> bool:
+        """Return whether the loop runs a callback within `limit` seconds."""
+        response: Future[None] = Future()
+        self.loop.call_soon_threadsafe(response.set_result, None)
+        await asyncio.wait({asyncio.wrap_future(response)}, timeout=limit)
+        return response.done()
+
+    def abandon(self, overdue: _Call, reason: str) -> None:
+        """Stop using this loop. The call that blocks it (if that is unknown, the call `overdue`) fails with `reason`;
+        all other calls restart in a new loop."""
+        with self._lock:
+            if _PluginLoop._shared is self:
+                _PluginLoop._shared = None
+        running = asyncio.current_task(self.loop)
+        calls = list(self.calls)
+        blocking = next((call for call in calls if running is not None and call.task is running), overdue)
+        for call in calls:
+            call.settle(error=_BlockedError(reason) if call is blocking else _LoopReplaced())

@@ -1,0 +1,359 @@
+"""Provide the groups of samples that a round generates (data sources), and take unused groups back.
+
+`get_samples(num_samples)` returns groups; a group is the list of pending samples of one prompt. `add_samples(samples)`
+takes back groups that the round has requested but not used. The default source first returns groups that were handed
+back, then groups for the next prompts of the data set. User-defined sources (plugins/custom_source.py) may derive from
+the classes here.
+
+The position of a source is its `state_dict` (JSON); its buffer is `buffered_samples`. Both are written to the commit of
+a round and restored before every attempt at the next round, so a repeated round gets the same samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.prompts.source import Admits, Prompt, PromptSource
+from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import PluginError
+from penstock.storage.refs import Kind
+from penstock.storage.samples.sample import Sample, Status
+
+Group = list[Sample]  # the samples of one prompt
+# (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> part of the buffer
+BufferFilter = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RolloutRound:
+    """Identifies a round and the policy version that generates it."""
+
+    run: str
+    rollout_id: int  # number of the round; in an evaluation, the policy version
+    policy_version: int  # policy version that the engines serve; responses of another version are an error
+    kind: Kind = "rollout"  # or "eval"
+    id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
+
+    @property
+    def weight_version(self) -> str:
+        """Return the version string that engines report while they serve this policy."""
+        return f"{self.run}/{self.policy_version}"
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def new_groups(
+    prompts: Sequence[Prompt], tokenizer: PromptTokenizer, round: RolloutRound, num_samples: int
+) -> list[Group]:
+    """Render and tokenize prompts; return a group of `num_samples` pending samples for each prompt.
+
+    A group id is the number of prompts that the run issued before, so a repeated round has the same ids.
+    """
+    texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
+    groups = []
+    for prompt, text, token_ids in zip(prompts, texts, tokenizer.encode(texts)):
+        group_id = f"{round.id_prefix}{prompt.issue:09d}"
+        samples = [
+            Sample(
+                sample_id=f"{group_id}-{index:02d}",
+                group_id=group_id,
+                trajectory_id=f"{group_id}-{index:02d}",
+                rollout_id=round.rollout_id,
+                prompt=text,
+                label=prompt.label,
+                token_ids=list(token_ids),
+                loss_mask=[0] * len(token_ids),
+                rollout_logprobs=[0.0] * len(token_ids),
+                policy_versions=(round.policy_version, round.policy_version),
+                metadata={**prompt.metadata, "source": prompt.position},
+            )
+            for index in range(num_samples)
+        ]
+        groups.append(samples)
+    return groups
+
+
+def copy_sample(sample: Sample) -> Sample:
+    """Return a copy that shares no mutable field with the sample."""
+    return replace(
+        sample,
+        token_ids=list(sample.token_ids),
+        loss_mask=list(sample.loss_mask),
+        rollout_logprobs=list(sample.rollout_logprobs),
+        rewards=dict(sample.rewards),
+        metadata=copy.deepcopy(sample.metadata),
+    )
+
+
+def group_samples(samples: Iterable[Any]) -> list[Group]:
+    """Return samples as groups, by group id, in order of first occurrence. The elements of `samples` are single samples
+    or lists of samples."""
+    groups: dict[str, Group] = {}
+    for entry in samples:
+        for sample in [entry] if isinstance(entry, Sample) else entry:
+            groups.setdefault(sample.group_id, []).append(sample)
+    return list(groups.values())
+
+
+# ---- data sources ----------------------------------------------------------------------------------------------------
+
+
+class Dataset:
+    """The prompts of --prompt-data and the current position in them. A data source has it as `self.dataset`.
+
+    Args:
+        config: number of samples per prompt.
+        prompts: the rows and their order.
+        tokenizer: renders and tokenizes the prompts.
+        round: the round for which samples are created.
+        admits: decides which prompts are used (the others are skipped); None: all.
+    """
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        prompts: PromptSource,
+        tokenizer: PromptTokenizer,
+        round: RolloutRound,
+        admits: Admits | None = None,
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.round = round
+        self.admits = admits
+        self.state = prompts.restore(None)
+
+    def __len__(self) -> int:
+        """Return the number of prompts in an epoch."""
+        return len(self.prompts)
+
+    def sample(self, num_samples: int) -> list[Group]:
+        """Return one group for each of the next `num_samples` prompts, and advance the position."""
+        prompts, self.state = self.prompts.take(self.state, num_samples, self.admits)
+        return new_groups(prompts, self.tokenizer, self.round, self.config.n_samples_per_prompt)
+
+    def issue(self, content: str | Messages, label: str = "", metadata: dict[str, Any] | None = None) -> Group:
+        """Return a group for a prompt that is not from --prompt-data."""
+        prompt = Prompt(self.state.issued, self.state.epoch, -1, -1, content, label, metadata or {})
+        self.state = self.state.model_copy(update={"issued": self.state.issued + 1})
+        return new_groups([prompt], self.tokenizer, self.round, self.config.n_samples_per_prompt)[0]
+
+
+class RolloutDataSource:
+    """Returns groups for the prompts in the order of the data set; drops groups that are handed back.
+
+    `self.dataset` and `self.args` are set before `__init__` is called.
+    """
+
+    dataset: Dataset
+    args: Any  # the RolloutConfig
+
+    def __init__(self, args: Any = None) -> None:
+        pass
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return `num_samples` groups, one per prompt."""
+        return self.dataset.sample(num_samples)
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take back groups that the round requested but did not use (aborted groups, for instance). This class drops
+        them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the source as JSON. A subclass that adds entries must read them in
+        `load_state_dict`."""
+        return self.dataset.state.model_dump(mode="json")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the position of the source; {} is the start of the data.
+
+        Raises:
+            DataError: rows that the run has seen have changed.
+        """
+        own = {key: value for key, value in state.items() if key in SourceState.model_fields}
+        self.dataset.state = self.dataset.prompts.restore(own or None)
+
+    def buffered_samples(self) -> list[Sample]:
+        """Return the samples of all groups that were handed back and not used since."""
+        return []
+
+    def restore_buffer(self, samples: Sequence[Sample]) -> None:
+        """Restore the buffer from the samples that `buffered_samples` returned."""
+        assert not samples, "a source without a buffer has buffered nothing"
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """Keeps groups that are handed back in a buffer. Returns buffered groups first, as selected by `buffer_filter`,
+    then groups for the next prompts of the data set."""
+
+    buffer: list[Any]  # groups, or single samples if a subclass adds such
+    filter: BufferFilter | None = None  # function of --buffer-filter-path; used instead of the method `buffer_filter`
+
+    def __init__(self, args: Any = None) -> None:
+        super().__init__(args)
+        self.buffer = []
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return `num_samples` groups: buffered groups first, then groups for the next prompts."""
+        groups = self._from_buffer(num_samples)
+        return groups + (self.dataset.sample(num_samples - len(groups)) if len(groups) < num_samples else [])
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Add unused groups to the buffer, for later rounds."""
+        self.buffer.extend(group_samples(samples))
+
+    def buffer_filter(self, args: Any, buffer: list[Any], num_samples: int) -> list[Any]:
+        """Return at most `num_samples` groups of the buffer, to be used next; the caller removes them from the buffer.
+        Default: first in, first out."""
+        return buffer[:num_samples]
+
+    def buffered_samples(self) -> list[Sample]:
+        return [sample for group in group_samples(self.buffer) for sample in group]
+
+    def restore_buffer(self, samples: Sequence[Sample]) -> None:
+        self.buffer = group_samples(samples)
+
+    def _from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer:
+            return []
+        known = {id(entry) for entry in self.buffer}
+        select = self.filter or self.buffer_filter
+        arguments: tuple[Any, ...] = (self.args, self.dataset.round.rollout_id, self.buffer, num_samples)
+        if not accepts(select, *arguments):
+            arguments = (self.args, self.buffer, num_samples)
+        name = f"the buffer filter {getattr(select, '__qualname__', str(select))}"
+        try:
+            selected = select(*arguments)
+        except Exception as error:
+            raise PluginError(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(selected, list) or not all(id(entry) in known for entry in selected):
+            raise PluginError(f"{name} returned {_type_name(selected)}: return a list of elements of the buffer")
+        groups = group_samples(selected)
+        if len(groups) > num_samples:
+            raise PluginError(f"{name} returned {len(groups)} groups: return at most num_samples ({num_samples})")
+        used = {id(entry) for entry in selected}
+        self.buffer[:] = [entry for entry in self.buffer if id(entry) not in used]
+        return groups
+
+
+def next_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
+    """Return the groups from `source.get_samples`, after checking that each has all its samples and that the data set
+    issued it.
+
+    Raises:
+        PluginError: `get_samples` raised, or its return value is invalid; the message names the class.
+    """
+    name = f"{type(source).__qualname__}.get_samples"
+    try:
+        samples = source.get_samples(num_groups)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{name} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(samples, list) or not all(
+        isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
+    ):
+        raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
+    groups = group_samples(samples)
+    if len(groups) != num_groups:
+        raise PluginError(f"{name} returned {len(groups)} groups: return num_samples ({num_groups})")
+    num_samples = source.args.n_samples_per_prompt
+    for group in groups:
+        group_id, ids = group[0].group_id, {sample.sample_id for sample in group}
+        if len({sample.trajectory_id for sample in group}) != num_samples or len(ids) != len(group):
+            raise PluginError(
+                f"{name} returned group {group_id!r} with {len(group)} samples and {len(ids)} distinct ids: "
+                f"return {num_samples} samples (--n-samples-per-prompt), each with its own id"
+            )
+        number = group_id.removeprefix(source.dataset.round.id_prefix)
+        if not number.isdigit() or int(number) >= source.dataset.state.issued:
+            raise PluginError(
+                f"{name} returned group {group_id!r}, which the data set has not issued: create samples with "
+                "self.dataset.sample(n), or self.dataset.issue(content, label, metadata) for a prompt without a file"
+            )
+        for sample in group:
+            sample.check()
+    return groups
+
+
+def accepts(function: Any, *arguments: Any) -> bool:
+    """Return whether the signature of a function accepts these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # built in, without a signature
+        return True
+    return True
+
+
+def _type_name(value: Any) -> str:
+    return f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+
+
+# ---- one attempt at a round ------------------------------------------------------------------------------------------
+
+
+class PromptIntake:
+    """Takes groups from the data source for one attempt at a round, and records which groups were requested.
+
+    Every attempt creates a new data source, so a failed attempt changes nothing and the next attempt gets the same
+    groups. The commit of the round accounts for every group that was requested or buffered: trained on, dropped with a
+    reason, or still buffered.
+
+    Args:
+        source: the data source.
+        state: state of the source, from the commit of the previous round; None is the start of the data.
+        buffer: samples of the buffered groups, from the commit of the previous round.
+    """
+
+    def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
+        self.source = source
+        source.load_state_dict(state or {})
+        source.restore_buffer([copy_sample(sample) for sample in buffer])
+        self._skipped_before = source.dataset.state.skipped
+        self._groups = {group[0].group_id: group for group in group_samples(buffer)}
+
+    def next_groups(self, count: int) -> list[Group]:
+        """Return the next `count` groups, assigned to this round.
+
+        For a sample that was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is the
+        number of the round in which it started.
+        """
+        round, groups = self.source.dataset.round, next_groups(self.source, count)
+        for group in groups:
+            self._groups[group[0].group_id] = group
+            for sample in group:
+                if any(sample.loss_mask):
+                    sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
+                else:
+                    sample.policy_versions = (round.policy_version, round.policy_version)
+                sample.rollout_id = round.rollout_id
+                if sample.status is Status.ABORTED:
+                    sample.status = Status.PENDING
+        return groups
+
+    def forgotten(self, *known: Iterable[Group]) -> list[Group]:
+        """Return the requested or previously buffered groups that are neither in `known` nor in the buffer, because
+        `add_samples` of the data source discarded them."""
+        accounted = {group[0].group_id for groups in (*known, self.buffered) for group in groups}
+        return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
+
+    @property
+    def buffered(self) -> list[Group]:
+        """The groups in the buffer of the data source, for later rounds."""
+        return group_samples(self.source.buffered_samples())
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of prompts skipped in this round because they were too long."""
+        return self.source.dataset.state.skipped - self._skipped_before

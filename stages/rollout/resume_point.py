@@ -1,0 +1,46 @@
+"""Read where a round starts: the data-source state and the buffered groups in the commit of the previous round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.stages.rollout.prompts.state import SourceState
+from penstock.storage.errors import RunError
+from penstock.storage.refs import BUFFER, RunKeys
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The data-source state and buffered groups that a round starts from. The defaults are those of the first round."""
+
+    state: dict[str, Any] | None = None  # state of the data source; None is the start of the data
+    buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
+
+
+def resume_point_of(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoint:
+    """Return the resume point of round `rollout_id`.
+
+    A fork with new data (`restart_data`) starts its first own round at the beginning of the data, without buffered
+    groups; only the count of issued prompts continues, because group ids are derived from it.
+
+    Raises:
+        RunError: the previous round is not committed.
+    """
+    if rollout_id == 0:
+        return ResumePoint()
+    previous = store.committed(keys.rollout(rollout_id - 1))
+    if previous is None:
+        raise RunError(
+            f"round {rollout_id} needs the data position of round {rollout_id - 1}, which is not committed: "
+            f"run round {rollout_id - 1} first"
+        )
+    state = previous.state["data_source"]
+    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    if parent.get("restart_data") and parent["at"] == rollout_id:
+        return ResumePoint(SourceState(issued=state["issued"], segments=()).model_dump(mode="json"))
+    return ResumePoint(state, read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else ())

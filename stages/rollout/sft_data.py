@@ -1,0 +1,122 @@
+"""Commit the "rollout" of SFT: conversations of a data set become samples; nothing is generated.
+
+Data source, shards and commit have the same form as those of rollout.py, so training, replay and resume work in the
+same way. The assistant turns are trained; loss_masks.py locates them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from penstock.stages.rollout.deadline import timed
+from penstock.stages.rollout.metrics import length_metrics
+from penstock.stages.rollout.prompts.source import Prompt
+from penstock.stages.rollout.rollout import RolloutContext, commit_samples, inputs_of
+from penstock.stages.rollout.text.loss_masks import Piece, dropped_thoughts, split_pieces
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import DataError
+from penstock.storage.refs import Commit
+from penstock.storage.samples.sample import Sample, Status
+
+logger = logging.getLogger(__name__)
+
+
+def sft_data_stage(
+    context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
+) -> Commit:
+    """Commit the next `rollout_batch_size` conversations as one round, unless it is committed already.
+
+    Args:
+        context: the data set, tokenizer and store; no engines are needed.
+        prefix: store prefix of the commit and its files.
+        run: name of the run.
+        rollout_id: number of the round.
+        state: state of the data source, from the commit of the previous round; None is the start of the data.
+
+    Raises:
+        DataError: the data changed, or a row has no assistant message to train on.
+        TemplateError: the template fails for a row, or the row's assistant turns cannot be located in its text.
+    """
+    if commit := context.store.committed(prefix):
+        return commit
+    seconds: dict[str, float] = {}
+    with timed(seconds, "prepare"):
+        prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
+        samples = sft_samples(prompts, context.tokenizer, rollout_id)
+    return commit_samples(
+        context.store,
+        prefix,
+        samples,
+        seconds,
+        lambda: {
+            "rollout/num_samples": float(len(samples)),
+            "perf/rollout_time": sum(seconds.values()),
+            **length_metrics(samples),
+        },
+        kind="rollout",
+        index=rollout_id,
+        policy_version=-1,
+        state={"data_source": after.model_dump(mode="json")},
+        **{"run": run, "inputs": inputs_of(context.config), **context.provenance},
+    )
+
+
+def sft_samples(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int) -> list[Sample]:
+    """Return conversations as samples. The loss mask is 1 on the assistant turns, including the token that ends a turn.
+
+    Raises:
+        DataError, TemplateError: a row cannot be used; the message names the first such row.
+    """
+    conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
+    # Encode piece by piece: a prompt then has the same token ids as in generation.
+    encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
+    samples = []
+    for prompt, pieces in zip(prompts, conversations):
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for _, is_trained in pieces:
+            ids = next(encoded)
+            token_ids += ids
+            loss_mask += [int(is_trained)] * len(ids)
+        group_id = f"{prompt.issue:09d}"
+        num_opening = 1 if pieces and not pieces[0][1] else 0
+        samples.append(
+            Sample(
+                sample_id=f"{group_id}-00",
+                group_id=group_id,
+                trajectory_id=f"{group_id}-00",
+                rollout_id=rollout_id,
+                prompt="".join(text for text, _ in pieces[:num_opening]),
+                response="".join(text for text, _ in pieces[num_opening:]),
+                label=prompt.label,
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                rollout_logprobs=[0.0] * len(token_ids),
+                status=Status.COMPLETED,
+                metadata={**prompt.metadata, "source": prompt.position},
+            )
+        )
+    return samples
+
+
+def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piece]:
+    where = f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
+    messages = prompt.content
+    if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            f"{where} has no assistant message, and SFT trains only on assistant messages: name the column of messages "
+            "with --input-key, or remove the row"
+        )
+    try:
+        pieces = split_pieces(messages, tokenizer, prompt.tools)
+    except DataError as error:  # includes TemplateError
+        raise type(error)(f"{where}: {error}") from error
+    if dropped_thoughts(messages, pieces):
+        logger.warning(
+            "%s: the chat template drops the reasoning of the last assistant message; the reasoning is not trained",
+            where,
+        )
+    return pieces

@@ -1,0 +1,215 @@
+"""Render a conversation in parts: the text before the first reply of the model, and the text between two replies.
+
+The text between replies is located by rendering a random placeholder in place of the reply, followed by the new
+messages: everything after the placeholder is new. So the model's replies are never rendered or tokenized again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from penstock.stages.rollout.text.templates import RenderLimitError
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import DataError, TemplateError
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]  # OpenAI's: {"role", "content", "tool_calls", ...}
+# The forms of tool calls that templates expect: (whether arguments are JSON text instead of a dictionary, content of a
+# message that has only tool calls).
+CALL_FORMS = ((False, None), (True, None), (False, ""), (True, ""))
+PLACEHOLDER = f"placeholder-{secrets.token_hex(16)}"
+
+
+@functools.cache
+def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
+    """Return the ChatFormat of a tokenizer; cached, so that the warning about dropped reasoning is logged once."""
+    return ChatFormat(tokenizer)
+
+
+class ChatFormat:
+    """Applies the chat template of a tokenizer to conversations that grow turn by turn.
+
+    Raises:
+        TemplateError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._prompts, self._tokenizer = tokenizer, tokenizer.inner
+        if not self._tokenizer.chat_template:
+            raise TemplateError(
+                "the tokenizer has no chat template, which a conversation needs: add chat_template.jinja to the "
+                "checkpoint"
+            )
+        self._special = frozenset(i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+        self._warn_of_dropped_thoughts()
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
+    ) -> str:
+        """Return the text of the messages before the first reply, including the generation prompt.
+
+        Args:
+            messages: messages in OpenAI's form.
+            tools: tool definitions for the template.
+            options: additional variables of the template, e.g. enable_thinking.
+
+        Raises:
+            TemplateError: the template rejects the messages.
+        """
+        return self._render(messages, tools, options or {}, open_reply=True)
+
+    def following(
+        self,
+        opening: Sequence[Message],
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """Return the text that closes a reply (the end of its turn), and the whole text from the end of the reply to
+        the start of the next one, which begins with that closing text.
+
+        Args:
+            opening: the messages before the first reply; later messages before `reply` are not rendered.
+            reply: last reply of the model; only its first tool call, if any, is rendered.
+            messages: the new messages after the reply.
+            tools: tool definitions for the template.
+            options: additional variables of the template.
+
+        Raises:
+            TemplateError: the template rejects the messages, or omits assistant messages.
+        """
+        render = functools.partial(self._render, tools=tools, options=options or {})
+        plain = {"role": "assistant", "content": PLACEHOLDER}
+        closing = _after_placeholder(render([*opening, plain], open_reply=False))
+        if reply.get("tool_calls"):  # some templates accept tool results only after a call
+            call = {"name": reply["tool_calls"][0]["function"]["name"], "arguments": json.dumps({"value": PLACEHOLDER})}
+            calling = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{**reply["tool_calls"][0], "function": call}],
+            }
+            with suppress(TemplateError):  # other templates cannot render tool calls
+                before = _after_placeholder(render([*opening, calling], open_reply=False))
+                after = _after_placeholder(render([*opening, calling, *messages], open_reply=True))
+                if after.startswith(before):
+                    return closing, closing + after.removeprefix(before)
+        return closing, _after_placeholder(render([*opening, plain, *messages], open_reply=True))
+
+    def following_ids(self, closing: str, text: str, last: int | None) -> list[int]:
+        """Return the token ids of `text`, without its end-of-turn token if the reply already ends with one.
+
+        Args:
+            closing: first text from `following`.
+            text: second text from `following`.
+            last: last token id of the reply; None if the reply was truncated.
+        """
+        ids, ends = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, closing))
+        ended = last is not None and last in self._special
+        closed_again = bool(ids) and (ids[0] == last or (ids[0] in ends[:1] and ids[0] in self._special))
+        return ids[1:] if ended and closed_again else ids
+
+    def written(self, token_ids: list[int], *, ended: bool) -> str:
+        """Return the text of a reply; if the model has `ended` it, without the special token at its end."""
+        if ended and token_ids and token_ids[-1] in self._special:
+            token_ids = token_ids[:-1]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
+        """Return the text of the messages in the first of CALL_FORMS that the template accepts.
+
+        Raises:
+            TemplateError: the template accepts none of the forms.
+        """
+        first: TemplateError | None = None
+        for form in CALL_FORMS:
+            variant = [as_form({**message, "content": text_of(message)}, form) for message in messages]
+            [text] = self._prompts.try_render([(variant, tools or None, open_reply)], options)
+            if not isinstance(text, TemplateError):
+                return text
+            first = first or text
+            if isinstance(text, RenderLimitError):
+                break
+        assert first is not None, "there is at least one form"
+        raise type(first)(
+            f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
+            f"({str(first)[:120]}): send messages that it accepts, or use another template"
+        ) from first
+
+    def _warn_of_dropped_thoughts(self) -> None:
+        question = {"role": "user", "content": "1+1"}
+        thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
+        try:
+            text = self._render([question, thinking, question], None, {}, open_reply=True)
+        except TemplateError:
+            return  # the first real conversation will raise an error
+        if PLACEHOLDER not in text:
+            logger.warning(
+                "the chat template drops the reasoning of earlier replies; recorded conversations keep it, because a "
+                "sample must hold exactly the tokens that the model has seen and generated"
+            )
+
+
+def _after_placeholder(text: str) -> str:
+    _, placeholder, after = text.rpartition(PLACEHOLDER)
+    if not placeholder:
+        raise TemplateError(
+            f"the chat template does not write the assistant's messages (it renders {after[-80:]!r}): use another "
+            "template"
+        )
+    return after
+
+
+def as_form(message: Message, form: tuple[bool, str | None]) -> Message:
+    """Return a message with its tool calls in `form`, one of CALL_FORMS."""
+    as_text, no_content = form
+    out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
+    if not out["content"] and message.get("tool_calls"):
+        out["content"] = no_content
+    if message.get("tool_calls"):
+        out["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": _convert_arguments(call["function"].get("arguments"), as_text),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+    return out
+
+
+def _convert_arguments(arguments: Any, as_text: bool) -> Any:
+    if as_text:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments
+
+
+def text_of(message: Message) -> str:
+    """Return the content of a message as text; a list of text parts is joined.
+
+    Raises:
+        DataError: the content has a part that is not text.
+    """
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    raise DataError(
+        f"the content of a message is {json.dumps(content, default=str)[:80]}, but only text is supported: send text, "
+        "or a list of text parts"
+    )

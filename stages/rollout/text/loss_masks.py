@@ -1,0 +1,288 @@
+"""Locate the assistant turns in the rendered text of a conversation: the trained spans of SFT.
+
+If the template encloses the assistant turns in `{% generation %}` blocks, the spans are these blocks. For any other
+template, each assistant message is located by rendering the conversation again with a random mark around the texts of
+this message. The text before the first mark and after the last mark must be the start and the end of the unmarked text,
+and the text between them may differ only in the marks and white space; otherwise the row is rejected. So the loss mask
+is exact even if a template renders earlier turns differently once a conversation continues (Qwen3 drops reasoning).
+
+    start   the end of the prompt of this assistant message, as rendered for generation
+    end     after the token that ends the turn (a special token, or one of generation_config.json); text after that
+            token is not trained. In templates without such a token (GLM) the token of the next role ends the turn
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from penstock.stages.rollout.text.chat_format import CALL_FORMS, as_form
+from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import STEP_LOSS_MASK, PromptTokenizer, Tools
+from penstock.storage.errors import DataError, TemplateError
+
+Message = dict[str, Any]
+Span = tuple[int, int]  # start and end, in characters of the rendered text
+Piece = tuple[str, bool]  # text, whether it is trained
+MARK = f"q{secrets.token_hex(12)}q"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK_TAGS = re.compile(r"(</?think>)")
+_TOOL_RESPONSE_END = re.compile(
+    r"(\s*</tool_response>\s*)?\Z"
+)  # Qwen3 recognizes tool results in user messages by these tags
+
+
+def split_pieces(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
+    """Return the rendered text of a conversation, split into trained and untrained pieces.
+
+    Args:
+        messages: messages of the conversation; an assistant message with `step_loss_mask` 0 is not trained.
+        tokenizer: tokenizer with the chat template.
+        tools: tool definitions for the template.
+
+    Raises:
+        TemplateError: the template fails, or the trained spans cannot be located exactly.
+        DataError: a `step_loss_mask` is neither 0 nor 1.
+    """
+    trained = [
+        index for index, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)
+    ]
+    template = tokenizer.template(tools=bool(tools))
+    conversation = _Conversation(messages, tokenizer, tools)
+    spans = conversation.declared(trained) if _GENERATION.search(template) else [conversation.span(i) for i in trained]
+    pieces, position = [], 0
+    for start, end in spans:
+        if not position <= start <= end:
+            raise _cannot_locate("the spans of two assistant messages overlap")
+        pieces += [(conversation.text[position:start], False), (conversation.text[start:end], True)]
+        position = end
+    return [piece for piece in (*pieces, (conversation.text[position:], False)) if piece[0]]
+
+
+def dropped_thoughts(messages: Messages, pieces: Sequence[Piece]) -> bool:
+    """Return whether the reasoning of the last trained assistant message is missing in the rendered text (`pieces`)."""
+    answers = [message for message in messages if message["role"] == "assistant" and _is_trained(message)]
+    if not answers:
+        return False
+    content = answers[-1]["content"]
+    thoughts = answers[-1].get("reasoning_content") or ""
+    if not thoughts and isinstance(content, str) and "</think>" in content:
+        thoughts = content.split("</think>")[0].split("<think>")[-1]
+    return bool(thoughts.strip()) and thoughts.strip() not in "".join(text for text, _ in pieces)
+
+
+@dataclass
+class _Conversation:
+    """A conversation, its rendered text, and the trained spans in that text."""
+
+    messages: Messages
+    tokenizer: PromptTokenizer
+    tools: Tools
+
+    @cached_property
+    def text(self) -> str:
+        """Text of the whole conversation, with tool calls in the first form that the template accepts."""
+        first: TemplateError | None = None
+        forms = [self.messages]
+        if any(message.get("tool_calls") for message in self.messages):  # templates differ in the types they accept
+            forms += [[as_form(message, form) for message in self.messages] for form in CALL_FORMS]
+        for form in forms:
+            text = self._render(form)
+            if not isinstance(text, TemplateError):
+                self.messages = form
+                return text
+            first = first or text
+        assert first is not None, "there is at least one form"
+        raise type(first)(
+            f"the chat template fails ({str(first)[:150]}): repair the row, or use another template"
+        ) from first
+
+    def declared(self, trained: Sequence[int]) -> list[Span]:
+        """Return the spans of the `{% generation %}` blocks of the messages with the indices `trained`."""
+        text = self.text
+        marked = self._must_render(self.messages, mark=MARK).split(MARK)
+        if "".join(marked) != text:
+            raise _cannot_locate("marks around its {% generation %} blocks change the text of the conversation")
+        ends = [0]
+        for part in marked:
+            ends.append(ends[-1] + len(part))
+        spans = list(zip(ends[1:-1:2], ends[2:-1:2]))
+        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if len(spans) == len(answers):
+            return [span for index, span in zip(answers, spans) if index in trained]
+        if len(trained) == len(answers):
+            return spans
+        raise _cannot_locate(f"it writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages")
+
+    def span(self, index: int) -> Span:
+        """Return the trained span of the assistant message `messages[index]`."""
+        return self._start(index), self._end(index)
+
+    def _start(self, index: int) -> int:
+        prompt = self._render(self.messages[:index], prompt=True)
+        if isinstance(prompt, str) and self.text.startswith(prompt):
+            return len(prompt)
+        if index == 0:
+            raise _cannot_locate(
+                "the conversation starts with an assistant message, which has no prompt; set its step_loss_mask to 0"
+            )
+        # As a prompt, the earlier turns are rendered differently: compare only the text after the previous message.
+        before = self.messages[: index - 1]
+        asked = _mark_end(self.messages[index - 1])
+        tail = self._must_render([*before, asked], prompt=True).rpartition(MARK)[2]
+        _, position = self._locate_marks(index - 1, asked)
+        if self.text.startswith(tail, position):
+            return position + len(tail)
+        content, _ = self._locate_marks(
+            index, _mark(self.messages[index], also_empty=True)
+        )  # an assistant message may have only tool calls
+        gap = self.text[position:content]
+        shared = _common_prefix(gap, tail)
+        if shared == gap or any(token in shared for token in self._added_tokens):
+            return content  # the prompt ends with text that this rendering drops: mostly a reasoning tag
+        raise _cannot_locate(
+            f"the text before message {index + 1} differs from the prompt that it renders for generation"
+        )
+
+    def _end(self, index: int) -> int:
+        marked, _, position = self._mark_and_locate(index)
+        closing = rest = self.text[position:]
+        if index + 1 < len(self.messages):
+            closing = self._must_render([*self.messages[:index], marked]).rpartition(MARK)[2]
+        shared = _common_prefix(closing, rest)
+        end = max(
+            (shared.rfind(token) + len(token) for token in self.tokenizer.end_tokens if token in shared), default=0
+        )
+        if end:
+            return position + end
+        if shared != closing:
+            raise _cannot_locate(
+                f"the end of message {index + 1} is rendered differently when the conversation continues after it"
+            )
+        # The template has no token that ends a turn: the model ends the turn with the token of the next role.
+        following = rest[len(closing) :]
+        return (
+            position
+            + len(closing)
+            + max((len(t) for t in self.tokenizer.end_tokens if following.startswith(t)), default=0)
+        )
+
+    def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
+        """Return an assistant message with marks, and the positions of the start and end of its texts."""
+        marked = _mark(self.messages[index])
+        try:
+            return marked, *self._locate_marks(index, marked)
+        except _NotWrittenError:
+            marked = _mark(self.messages[index], also_empty=True)
+            return marked, *self._locate_marks(index, marked)
+
+    def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
+        """Return where the first and the last mark of `marked` are, as positions in the unmarked text."""
+        text = self._must_render([*self.messages[:index], marked, *self.messages[index + 1 :]])
+        before, mark, rest = text.partition(MARK)
+        if not mark:
+            raise _NotWrittenError(
+                f"the chat template does not write message {index + 1} of the conversation: use another template"
+            )
+        after = rest.rpartition(MARK)[2]
+        start, end = len(before), len(self.text) - len(after)
+        same = "".join(text.replace(MARK, "").split()) == "".join(self.text.split())
+        if not (same and start <= end and self.text.startswith(before) and self.text.endswith(after)):
+            raise _cannot_locate(f"marks around the texts of message {index + 1} change how it is rendered")
+        return start, end
+
+    @cached_property
+    def _added_tokens(self) -> list[str]:
+        return [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
+
+    def _render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str | TemplateError:
+        return self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)[0]
+
+    def _must_render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str:
+        text = self._render(messages, prompt=prompt, mark=mark)
+        if isinstance(text, TemplateError):
+            raise _cannot_locate(f"rendering a part of the conversation fails: {str(text)[:100]}")
+        return text
+
+
+def _common_prefix(one: str, other: str) -> str:
+    differing = (index for index, (a, b) in enumerate(zip(one, other)) if a != b)
+    return one[: next(differing, min(len(one), len(other)))]
+
+
+class _NotWrittenError(TemplateError):
+    """Raised if the template omits a message."""
+
+
+def _cannot_locate(reason: str) -> TemplateError:
+    return TemplateError(
+        f"the assistant messages cannot be located in the text of the chat template ({reason}): use a template with "
+        "{% generation %} blocks"
+    )
+
+
+def _is_trained(message: Message) -> bool:
+    value = message.get(STEP_LOSS_MASK)
+    if value not in (None, 0, 1):
+        raise DataError(
+            f"{STEP_LOSS_MASK} of an assistant message is {value!r}: set 1 to train on the message, or 0 to exclude it"
+        )
+    return value is None or bool(value)
+
+
+def _mark(message: Message, *, also_empty: bool = False) -> Message:
+    """Return an assistant message with marks around all its texts. Empty texts stay empty, because templates test for
+    that; with `also_empty`, two marks are appended to the content in any case."""
+    out = dict(message)
+    for key in ("reasoning_content", "content"):
+        if isinstance(message.get(key), str):
+            out[key] = "".join(_surround(part) for part in _THINK_TAGS.split(message[key]))
+        elif isinstance(message.get(key), list):
+            out[key] = [_mark_part(part, _surround) for part in message[key]]
+    if also_empty and isinstance(message.get("content") or "", str):
+        out["content"] = (out["content"] or "") + MARK + MARK
+    if message.get("tool_calls"):
+        out["tool_calls"] = [_mark_call(call) for call in message["tool_calls"]]
+    return out
+
+
+def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    marked = {**function, "name": _surround(function.get("name")), "arguments": _mark_values(function.get("arguments"))}
+    marked = {key: value for key, value in marked.items() if key in function}
+    return {**call, "function": marked} if "function" in call else marked
+
+
+def _mark_values(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mark_values(entry) for key, entry in value.items()}
+    return [_mark_values(entry) for entry in value] if isinstance(value, list) else _surround(value)
+
+
+def _surround(text: Any) -> Any:
+    """Return a text with a mark before and after it. Think tags, white space and other types are unchanged."""
+    return f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not _THINK_TAGS.fullmatch(text) else text
+
+
+def _mark_end(message: Message) -> Message:
+    """Return a message with a mark at the end of its text."""
+    content = message["content"]
+    if message["role"] == "assistant":
+        return _mark(message)
+    if isinstance(content, list) and content:
+        return {**message, "content": [*content[:-1], _mark_part(content[-1], lambda text: text + MARK)]}
+    if not isinstance(content, str):
+        raise _cannot_locate(f"the content of a {message['role']} message is a {type(content).__name__}")
+    end = _TOOL_RESPONSE_END.search(content)
+    assert end is not None, "the pattern matches at the end of any text"
+    return {**message, "content": content[: end.start()] + MARK + content[end.start() :]}
+
+
+def _mark_part(part: Any, change: Any) -> Any:
+    return (
+        {**part, "text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+    )

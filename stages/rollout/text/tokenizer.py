@@ -1,0 +1,255 @@
+"""Convert text to token ids and back with the tokenizer of the Hugging Face checkpoint.
+
+All prompts are tokenized here. Responses are never tokenized: the engine returns their token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
+from penstock.storage.errors import ModelError, TemplateError
+
+Tools = list[dict[str, Any]] | None
+
+# Without any of these AutoTokenizer silently builds an empty tokenizer from config.json (transformers 5.12).
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+STEP_LOSS_MASK = "step_loss_mask"  # field of an assistant message in SFT rows: 0 excludes it from training
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the same class; transformers 5 renamed it
+
+
+class PromptTokenizer:
+    """The tokenizer and chat template of a checkpoint.
+
+    Args:
+        directory: Hugging Face model directory.
+        apply_chat_template: render prompts with the chat template.
+        template_options: additional variables of the template (`--apply-chat-template-kwargs`).
+
+    Raises:
+        ModelError: the tokenizer is missing or does not load.
+        TemplateError: `apply_chat_template` is set, but the tokenizer has no chat template.
+    """
+
+    template_options: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(
+        self, directory: str | Path, *, apply_chat_template: bool, template_options: dict[str, Any] | None = None
+    ) -> None:
+        if not any((Path(directory) / name).is_file() for name in VOCABULARIES):
+            raise ModelError(
+                f"{directory} has no tokenizer: put tokenizer.json and tokenizer_config.json beside the weights"
+            )
+        try:
+            self.inner: Any = _tokenizer_class(Path(directory)).from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # transformers raises many types for broken files
+            reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
+            raise ModelError(f"the tokenizer in {directory} does not load ({reason}): restore its files") from error
+        if apply_chat_template and not self.inner.chat_template:
+            raise TemplateError(
+                f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or leave out "
+                "--apply-chat-template"
+            )
+        self.apply_chat_template = apply_chat_template
+        self.template_options = template_options or {}
+        try:
+            ids = json.loads((Path(directory) / "generation_config.json").read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            ids = None
+        self.generation_end_ids = tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+
+    @property
+    def end_token_id(self) -> int | None:
+        """Id of the token that ends a turn."""
+        return self.inner.eos_token_id
+
+    @cached_property
+    def end_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that can end a turn: special tokens, and those of generation_config.json."""
+        added = self.inner.added_tokens_decoder
+        texts = {token.content for token in added.values() if token.special} | {self.inner.eos_token}
+        texts |= {added[number].content for number in getattr(self, "generation_end_ids", ()) if number in added}
+        return frozenset(text for text in texts if text)
+
+    def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
+        """Return the text of prompts that the model sees. With the chat template, a plain text is rendered as one user
+        message; without, it is unchanged.
+
+        Args:
+            prompts: plain texts, or lists of messages (these need the chat template).
+            tools: tool definitions of every prompt; None: no prompt has tools.
+
+        Raises:
+            TemplateError: the template rejects a conversation, or exceeds its limits.
+        """
+        if not self.apply_chat_template:
+            assert all(isinstance(prompt, str) for prompt in prompts), (
+                "check_prompt_data rejects messages without a template"
+            )
+            return [str(prompt) for prompt in prompts]
+        chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self.render_chats(chats, add_generation_prompt=True, tools=tools)
+
+    def render_chats(
+        self,
+        chats: Sequence[Messages],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Tools] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Return the text of conversations.
+
+        Args:
+            chats: the messages of every conversation.
+            add_generation_prompt: append the start of the assistant's turn.
+            tools: tool definitions of every conversation; None: no conversation has tools.
+            options: variables of the template that override `template_options`.
+
+        Raises:
+            TemplateError: the template rejects a conversation, or exceeds its limits.
+        """
+        texts = []
+        all_tools = tools or [None] * len(chats)
+        results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
+        for chat, result in zip(chats, results):
+            if isinstance(result, TemplateError):
+                raise type(result)(
+                    f"the chat template fails for the conversation {json.dumps(chat, default=str)[:100]} "
+                    f"({str(result)[:120]}): repair the row, or use another template"
+                ) from result
+            texts.append(result)
+        return texts
+
+    def try_render(
+        self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
+    ) -> list[str | TemplateError]:
+        """Return the text of every conversation, or the error of its rendering.
+
+        Args:
+            chats: (messages, tools, whether to add a generation prompt) of every conversation.
+            options: variables of the template that override `template_options`.
+            mark: text that is written before and after every `{% generation %}` block.
+        """
+        results: list[str | TemplateError] = [""] * len(chats)
+        variables = {**self.inner.special_tokens_map, **self.template_options, **(options or {})}
+        for with_tools in (False, True):
+            indices = [index for index, chat in enumerate(chats) if bool(chat[1]) == with_tools]
+            if not indices:
+                continue
+            group = [
+                ([_clean_message(message) for message in chats[i][0]], chats[i][1] or None, chats[i][2])
+                for i in indices
+            ]
+            for index, result in zip(indices, RENDERER.render(self.template(tools=with_tools), group, variables, mark)):
+                results[index] = result
+        return results
+
+    def template(self, *, tools: bool = False) -> str:
+        """Return the source of the chat template. If the checkpoint has several, `tools` selects the one for tool use.
+
+        Raises:
+            TemplateError: the tokenizer has no chat template.
+        """
+        templates = self.inner.chat_template
+        if isinstance(templates, dict):
+            templates = (templates.get("tool_use") if tools else None) or templates.get("default")
+        if not templates:
+            raise TemplateError("the tokenizer has no chat template: add chat_template.jinja to the checkpoint")
+        return str(templates)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts. Special tokens are not added, because the chat template writes them."""
+        return self.inner(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+    def decode(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Return the texts of lists of token ids."""
+        return self.inner.batch_decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without null fields, which Parquet adds to every row, and without `step_loss_mask`."""
+    out = {
+        key: value
+        for key, value in message.items()
+        if (value is not None or key == "content") and key != STEP_LOSS_MASK
+    }
+    if calls := out.get("tool_calls"):
+        out["tool_calls"] = [
+            {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
+            for call in calls
+        ]
+    return out
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """Return the class that loads the tokenizer: the generic class if tokenizer_config.json names it, else
+    AutoTokenizer, which imports every model (2 s and 290 MB)."""
+    config = directory / "tokenizer_config.json"
+    named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+    if named in GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def check_tokenizer(
+    directory: str | Path,
+    *,
+    apply_chat_template: bool,
+    tools: bool = False,
+    template_options: dict[str, Any] | None = None,
+) -> PromptTokenizer:
+    """Load a tokenizer and render one question with its chat template, as a test.
+
+    Args:
+        directory: Hugging Face model directory.
+        apply_chat_template: prompts are rendered with the chat template.
+        tools: prompts have tool definitions.
+        template_options: additional variables of the template.
+
+    Raises:
+        ModelError: the tokenizer does not load.
+        TemplateError: the template is missing, fails, exceeds its limits, or does not write tool definitions.
+    """
+    tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
+    if not apply_chat_template:
+        return tokenizer
+    if tools and "tools" not in tokenizer.template(tools=True):
+        raise TemplateError(
+            f"the chat template in {directory} does not write tool definitions: use a template that does, or leave out "
+            "--tool-key"
+        )
+    [result] = tokenizer.try_render([([{"role": "user", "content": "1+1="}], None, True)])
+    if isinstance(result, TemplateError):
+        raise type(result)(
+            f"the chat template in {directory} fails ({str(result)[:150]}): repair it, or use another one"
+        ) from result
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
+    """Check that the model has an embedding for every token of the tokenizer.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        vocab_size: number of rows of the embedding (`vocab_size` in config.json).
+        directory: model directory, for the message.
+
+    Raises:
+        ModelError: the tokenizer has a token id of `vocab_size` or more.
+    """
+    token, largest = max(tokenizer.inner.get_vocab().items(), key=lambda entry: entry[1], default=("", -1))
+    if largest >= vocab_size:
+        raise ModelError(
+            f"the tokenizer in {directory} has token id {largest} ({token[:40]!r}), but vocab_size in config.json is "
+            f"{vocab_size}: use the tokenizer files and config.json of the same model"
+        )

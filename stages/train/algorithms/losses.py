@@ -1,0 +1,341 @@
+"""Losses of the policy (ratio, clip, corrections, entropy, KL), the critic and SFT, and the call of user-defined
+losses.
+
+A loss function takes the n trained tokens of a micro-batch, and returns a loss per token [n] and metrics ([n] each).
+The last section computes the weights of the tokens: the loss of an optimizer step, which `step.py` computes, is the sum
+of weight x token loss.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from penstock.stages.plugins import load_function
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
+from penstock.stages.train.algorithms.registry import POLICY_LOSSES
+from penstock.storage.errors import PluginError
+
+KLType = Literal["k1", "k2", "k3", "low_var_kl"]
+KL_TYPES = get_args(KLType)
+LOW_VAR_BOUND = 10.0
+# exp(40) is 2e17: the product of two such ratios and an advantage still fits into float32
+MAX_LOG_RATIO = 40.0
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # loss [n]; metric -> values [n]
+
+
+def policy_loss(
+    logprobs: Tensor,  # [n] of the current policy, with gradient
+    entropy: Tensor,  # [n] of the current policy, with gradient if it has a coefficient
+    fields: TokenFields,
+    samples: SegmentReducer,
+    config: AlgorithmConfig,
+) -> LossAndMetrics:
+    """Return importance weight x policy-gradient loss - entropy bonus + KL to the reference.
+
+    A correction that rejects tokens (--tis-veto) masks them in all three terms. The loss is not renormalized, so
+    rejecting tokens shrinks the gradient.
+    """
+    use_engine = config.use_rollout_logprobs
+    trainer_logprobs = logprobs.detach() if use_engine or fields.old_logprobs is None else fields.old_logprobs
+    old_logprobs = fields.rollout_logprobs if use_engine else trainer_logprobs
+
+    token_loss = load_function(POLICY_LOSSES[config.policy_loss_name])
+    pg_loss, log_ratio, clipped = token_loss(logprobs, old_logprobs, fields.advantages, samples, config)
+
+    weights, mask, metrics = importance_weights(logprobs, old_logprobs, trainer_logprobs, fields, samples, config)
+    pg_loss = pg_loss * weights * mask
+    loss = pg_loss
+
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy * mask
+
+    if config.use_kl_loss:
+        assert fields.ref_logprobs is not None, "--use-kl-loss needs the reference's log-probs"
+        ratio = bounded_exp(logprobs - old_logprobs) if config.use_unbiased_kl else None
+        kl = kl_estimate(logprobs, fields.ref_logprobs, config.kl_loss_type, ratio)
+        if config.kl_loss_coef:
+            loss = loss + config.kl_loss_coef * kl * mask
+        metrics |= {"train/kl_loss": kl, "rollout/ref_log_probs": fields.ref_logprobs}
+
+    return loss, metrics | {
+        "train/pg_loss": pg_loss,
+        "train/pg_clipfrac": clipped,
+        "train/ppo_kl": -log_ratio,
+        "train/ois": bounded_exp(log_ratio),
+        "train/entropy_loss": entropy,
+        "train/train_rollout_logprob_abs_diff": (trainer_logprobs - fields.rollout_logprobs).abs(),
+        "rollout/log_probs": trainer_logprobs,
+        "rollout/rollout_log_probs": fields.rollout_logprobs,
+    }
+
+
+# ---- policy-gradient losses (--policy-loss): a row each in registry.POLICY_LOSSES ------------------------------------
+
+
+class TokenLoss(NamedTuple):
+    """A policy-gradient loss per token, before weights and masks."""
+
+    loss: Tensor  # [n] with gradient
+    log_ratio: Tensor  # [n] log pi - log pi_old of the token; for gspo, its mean over the sample
+    clipped: Tensor  # [n] 1.0 where the clip took effect
+
+
+def ppo_clip_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Clip the ratio of each token (PPO, arXiv 1707.06347)."""
+    return _clipped_surrogate(logprobs - old_logprobs, advantages, config)
+
+
+def gspo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Clip the geometric mean of the ratios of the sample, with gradient through the mean (GSPO, arXiv 2507.18071)."""
+    return _clipped_surrogate(samples.mean(logprobs - old_logprobs), advantages, config)
+
+
+def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLoss:
+    """Return max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A).
+
+    The bounds may differ (DAPO's clip-higher, arXiv 2503.14476). With dual clip c = eps_clip_c, the loss of a negative
+    advantage is at most -c A, however large the ratio (arXiv 1912.09729).
+    """
+    ratio = bounded_exp(log_ratio)
+    unclipped_loss = -ratio * advantages
+    clipped_loss = -_clip_ratio(ratio, config) * advantages
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    if config.eps_clip_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -config.eps_clip_c * advantages), loss)
+    return TokenLoss(loss, log_ratio, (clipped_loss > unclipped_loss).to(loss.dtype))
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Weight log pi by the clipped, detached ratio: clipped tokens keep a gradient (CISPO, arXiv 2506.13585)."""
+    log_ratio = logprobs - old_logprobs
+    ratio = bounded_exp(log_ratio.detach())
+    weight = _clip_ratio(ratio, config)
+    return TokenLoss(-weight * advantages * logprobs, log_ratio, (weight != ratio).to(weight.dtype))
+
+
+def _clip_ratio(ratio: Tensor, config: AlgorithmConfig) -> Tensor:
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    return ratio.clamp(1.0 - config.eps_clip, 1.0 + high)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) with the log-ratio clamped to +-40, which never overflows; clamped entries have no
+    gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# ---- importance weights and masks ------------------------------------------------------------------------------------
+
+
+def importance_weights(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    trainer_logprobs: Tensor,
+    fields: TokenFields,
+    samples: SegmentReducer,
+    config: AlgorithmConfig,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return weights [n] of the policy-gradient loss, a mask [n] of the whole loss, and metrics.
+
+    The weights are the product of the off-policy sequence mask, the correction for the mismatch between engine and
+    trainer, and the scale of a user-defined reducer.
+    """
+    weights = mask = torch.ones_like(old_logprobs)
+    metrics = {}
+    if config.use_opsm:
+        kept = off_policy_mask(logprobs, old_logprobs, fields.advantages, samples, config.opsm_delta)
+        weights, metrics["train/opsm_clipfrac"] = weights * kept, 1.0 - kept
+    if config.use_tis or config.get_mismatch_metrics:
+        correct = mismatch_correction if config.custom_tis_function_path is None else custom_correction
+        correction, accepted, tis_metrics = correct(trainer_logprobs, fields.rollout_logprobs, samples, config)
+        metrics |= {f"train/{name}": values for name, values in tis_metrics.items()}
+        if config.use_tis:  # --get-mismatch-metrics alone measures and changes nothing
+            weights = weights * correction
+            mask = mask if accepted is None else accepted
+    if fields.pg_scale is not None:
+        weights = weights * fields.pg_scale
+    return weights, mask, metrics
+
+
+@torch.no_grad()
+def off_policy_mask(
+    logprobs: Tensor,  # [n] of the current policy
+    old_logprobs: Tensor,  # [n] before the update
+    advantages: Tensor,  # [n]
+    samples: SegmentReducer,
+    delta: float,
+) -> Tensor:  # [n] 1.0 where the token is kept, else 0.0
+    """Return 0 for tokens with A < 0 in samples whose mean of log pi_old - log pi is above `delta`, else 1: off-policy
+    sequence masking (DeepSeek-V3.2, arXiv 2512.02556)."""
+    mean_log_ratio = samples.mean(old_logprobs - logprobs)
+    return 1.0 - ((advantages < 0) & (mean_log_ratio > delta)).to(logprobs.dtype)
+
+
+@torch.no_grad()
+def mismatch_correction(
+    trainer_logprobs: Tensor,  # [n] before the update
+    rollout_logprobs: Tensor,  # [n] the engine's, at sampling
+    samples: SegmentReducer,
+    config: AlgorithmConfig,
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Return weights [n] that correct for the mismatch between engine and trainer, a mask [n] or None, and metrics.
+
+    --tis-mode truncate is truncated importance sampling (fengyao.notion.site/off-policy-rl). --tis-mode mask is IcePop
+    (arXiv 2510.18855) with --tis-level token, and masked importance sampling with the other levels.
+    """
+    log_ratio = trainer_logprobs - rollout_logprobs
+    if config.tis_level == "token":
+        level_log_ratio = log_ratio
+    elif config.tis_level == "sequence":  # the product of the sample's ratios
+        level_log_ratio = samples.at_tokens(samples.total(log_ratio)).to(log_ratio.dtype)
+    else:  # the geometric mean of the sample's ratios
+        level_log_ratio = samples.mean(log_ratio)
+    ratio = bounded_exp(level_log_ratio)
+
+    if config.tis_mode == "truncate":
+        weights = ratio.clamp(config.tis_clip_low, config.tis_clip)
+    else:
+        weights = torch.where((ratio >= config.tis_clip_low) & (ratio <= config.tis_clip), ratio, 0.0)
+    metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+    if config.tis_veto is None:
+        return weights, None, metrics
+
+    # reject whole samples in which the ratio of any token is below the threshold
+    num_vetoed = samples.total((log_ratio < math.log(config.tis_veto)).to(log_ratio.dtype))
+    mask = samples.at_tokens(num_vetoed == 0).to(log_ratio.dtype)
+    return weights, mask, metrics | {"tis_veto_frac": 1.0 - mask}
+
+
+@torch.no_grad()
+def custom_correction(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Call the user-defined correction, which has the interface of `mismatch_correction`."""
+    path = config.custom_tis_function_path
+    assert path is not None
+    function = load_function(path, usual_name="correction")
+    weights, mask, metrics = function(trainer_logprobs, rollout_logprobs, samples, config)
+    _check_per_token(path, {"weights": weights, "a mask": mask, **metrics}, len(trainer_logprobs))
+    return weights, mask, metrics
+
+
+def _check_per_token(path: str, results: dict[str, Tensor | None], num_tokens: int) -> None:
+    for name, values in results.items():
+        if values is not None and values.shape != (num_tokens,):
+            raise PluginError(
+                f"{path} returned {name} of shape {list(values.shape)}: return one number for each of the "
+                f"{num_tokens} trained tokens"
+            )
+
+
+# ---- KL to the reference ---------------------------------------------------------------------------------------------
+
+
+def kl_estimate(
+    logprobs: Tensor,  # [n] of the policy
+    ref_logprobs: Tensor,  # [n] of the reference
+    kind: KLType,
+    ratio: Tensor | None = None,  # [n] pi / pi_old, with gradient
+) -> Tensor:  # [n]
+    """Estimate KL(policy || reference) from sampled tokens (joschu.net/blog/kl-approx.html).
+
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, low_var_kl = k3 clamped to +-10. `ratio`,
+    with which the estimate is multiplied before it is clamped, corrects for tokens that the policy before the update
+    sampled, and makes the gradient of k3 an unbiased estimate of the KL's gradient (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    difference = logprobs - ref_logprobs
+    if kind == "k1":
+        estimate = difference
+    elif kind == "k2":
+        estimate = difference.square() / 2
+    else:
+        estimate = bounded_exp(-difference) - 1 + difference
+    if ratio is not None:
+        estimate = ratio * estimate
+    return estimate.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else estimate
+
+
+# ---- other losses ----------------------------------------------------------------------------------------------------
+
+
+def sft_loss(
+    logprobs: Tensor, entropy: Tensor, fields: TokenFields, samples: SegmentReducer, config: AlgorithmConfig
+) -> LossAndMetrics:
+    """Return the negative log-prob of each token of the demonstrations."""
+    return -logprobs, {"train/entropy_loss": entropy}
+
+
+def custom_loss(
+    logprobs: Tensor, entropy: Tensor, fields: TokenFields, samples: SegmentReducer, config: AlgorithmConfig
+) -> LossAndMetrics:
+    """Call the user-defined loss, which has the interface of `policy_loss`."""
+    path = config.custom_loss_function_path
+    assert path is not None, "--loss-type custom_loss needs --custom-loss-function-path"
+    loss, metrics = load_function(path, usual_name="loss")(logprobs, entropy, fields, samples, config)
+    _check_per_token(path, {"a loss": loss, **metrics}, len(logprobs))
+    return loss, {name if "/" in name else f"train/{name}": values for name, values in metrics.items()}
+
+
+LOSSES = {"policy_loss": policy_loss, "sft_loss": sft_loss, "custom_loss": custom_loss}  # --loss-type
+
+
+def value_loss(values: Tensor, fields: TokenFields, config: AlgorithmConfig) -> LossAndMetrics:
+    """Return PPO's clipped value loss max((V - R)^2, (V_old + clip(V - V_old, +-value_clip) - R)^2), without a factor
+    1/2."""
+    assert fields.values is not None and fields.returns is not None, "the critic needs its old values and the returns"
+    change = values - fields.values
+    clipped_values = fields.values + change.clamp(-config.value_clip, config.value_clip)
+    loss = torch.maximum((values - fields.returns).square(), (clipped_values - fields.returns).square())
+    clipped = (change.detach().abs() > config.value_clip).to(loss.dtype)
+    return loss, {"train/value_loss": loss, "train/value_clipfrac": clipped}
+
+
+# ---- aggregation -----------------------------------------------------------------------------------------------------
+# The weights of a step's tokens contain all denominators, and are computed once for the whole optimizer step. The loss
+# of the step is the plain sum of weight x loss over all tokens on all ranks, so it does not depend on micro-batches,
+# packing or the parallel layout. Samples and trajectories without trained tokens are not counted in any denominator.
+
+
+def per_sample_weights(
+    trajectory_index: Tensor,  # [N] trajectory of each trained token of the step, 0 .. num_trajectories-1
+    num_trajectories: int,
+) -> Tensor:  # [N] float64, sums to 1
+    """Return the weights for the mean over trajectories of the mean over the trained tokens of a trajectory. All
+    samples of one agent execution belong to one trajectory."""
+    num_tokens = torch.bincount(trajectory_index, minlength=num_trajectories)
+    num_trained = (num_tokens > 0).sum().clamp(min=1)
+    return 1.0 / (num_tokens[trajectory_index].double() * num_trained)
+
+
+def per_token_weights(trajectory_index: Tensor, num_trajectories: int) -> Tensor:  # [N] float64, sums to 1
+    """Return the weights for the mean over all trained tokens of the step (--calculate-per-token-loss)."""
+    num_tokens = len(trajectory_index)
+    return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64)
+
+
+def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:
+    """Call the user-defined reducer, which returns the weights [N] of the tokens of one optimizer step in the
+    policy-gradient loss.
+
+    Raises:
+        PluginError: the reducer does not return one finite number per token.
+    """
+    weights: Tensor = load_function(path, usual_name="weights")(trajectory_index, sample_index, num_trajectories)
+    if weights.shape != trajectory_index.shape or not weights.isfinite().all():
+        raise PluginError(
+            f"{path} returned weights of shape {list(weights.shape)}: return a finite number for each of the "
+            f"{len(trajectory_index)} trained tokens"
+        )
+    return weights.double()

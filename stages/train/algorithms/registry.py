@@ -1,0 +1,42 @@
+"""Registries of advantage estimators and policy losses. The configuration imports them, so torch is not imported here.
+
+To add an estimator or a policy loss, write a function in a file of this folder and add a row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_HERE = "penstock.stages.train.algorithms"
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator: a function (experience, kl_penalty [N], config) -> Estimate, and its properties."""
+
+    function: str  # pkg.module:name, imported when advantages are computed
+    group_relative: bool = False  # compares a sample's reward with the rewards of the prompt's other samples
+    per_token: bool = False  # the tokens of a sample have different advantages, so --kl-coef applies
+    whitened: bool = False  # requires --normalize-advantages
+    critic: bool = False  # needs a value model
+    policy_loss: str = "ppo_clip"  # default of --policy-loss with this estimator
+
+
+ESTIMATORS = {
+    "grpo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True),
+    "gspo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="gspo"),
+    "cispo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="cispo"),
+    "rloo": Estimator(f"{_HERE}.group_relative:rloo", group_relative=True),
+    "ppo": Estimator(f"{_HERE}.returns:gae", per_token=True, critic=True),
+    "reinforce_plus_plus": Estimator(f"{_HERE}.returns:reinforce_plus_plus", per_token=True, whitened=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        f"{_HERE}.group_relative:reinforce_plus_plus_baseline", group_relative=True, per_token=True, whitened=True
+    ),
+}
+
+# name -> function (log-probs [n], old log-probs [n], advantages [n], samples, config) -> TokenLoss
+POLICY_LOSSES = {
+    "ppo_clip": f"{_HERE}.losses:ppo_clip_loss",
+    "gspo": f"{_HERE}.losses:gspo_loss",
+    "cispo": f"{_HERE}.losses:cispo_loss",
+}

@@ -1,0 +1,316 @@
+"""Restore a policy version in the trainer: load the newest checkpoint, then replay training of the rollouts after it.
+
+The commits in the store define the policy versions. A step commit contains the rollout and the hashes of the resulting
+weights, but not the weights: training on the committed rollout again reproduces them, without generation. The result of
+such a replay must match its commit: bit for bit if the numerics fingerprints (hardware, libraries, placement) are
+equal, otherwise by the metrics within `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from penstock.stages.train.group import TrainerGroup
+from penstock.stages.train.spec import AuxiliaryModel, TrainResult
+from penstock.storage.errors import RunError
+from penstock.storage.failpoints import failpoint
+from penstock.storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
+from penstock.storage.store import Store
+
+TOLERANCE = {  # metric -> (absolute, relative) tolerance of a replay on other hardware or with another layout
+    "train/loss": (0.02, 0.05),
+    "train/grad_norm": (0.02, 0.10),
+    "train/critic-loss": (0.02, 0.05),
+    "train/critic-grad_norm": (0.02, 0.10),
+}
+
+
+class ReplayError(RuntimeError):
+    """A replayed round or a loaded checkpoint does not match the hashes or metrics in its commit."""
+
+
+class Replayed(Frozen):
+    """Result of training a committed round again and comparing weights and metrics with its commit."""
+
+    rollout_id: int
+    verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
+    why: str  # first difference, or ""
+    digest: dict[str, str]  # parameter shard -> hash of its bits, after the replay
+
+
+class PolicyRestorer:
+    """Restores, trains and saves the policy versions of one run.
+
+    Methods that call the trainer several times hold `group.lock`, because another thread saves checkpoints during the
+    next rollout.
+
+    Args:
+        store: the run's store.
+        keys: the run's keys in the store.
+        group: the trainer's ranks; started if they are not running, restarted if they hold different states.
+        base: checkpoint with the weights of version 0.
+        stamp: further fields of every commit (config_hash, code_version).
+        on_progress: called with a message before each load and each replayed round.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: RunKeys,
+        group: TrainerGroup,
+        base: CheckpointRef,
+        *,
+        stamp: Mapping[str, Any] | None = None,
+        on_progress: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.store, self.keys, self.group, self.base = store, keys, group, base
+        self.stamp = stamp or {}
+        self.on_progress = on_progress
+
+    def restore(self, version: int) -> None:
+        """Bring every rank to policy `version`, which is the policy after `version` committed rounds: load the newest
+        checkpoint up to it, then replay the rounds after the checkpoint. Return at once if all ranks hold it already.
+
+        Raises:
+            ReplayError: a replayed round differs from its commit.
+            RunError: a round before `version` is not committed.
+        """
+        with self.group.lock:
+            state = self.group.state()
+            current = state.version if state is not None and state.run == self.keys.run and state.clean else None
+            if current == version:
+                return
+            if current is None or current > version:
+                current = newest_checkpoint(self.store, self.keys, version)
+                self.load(current)
+            for rollout_id in range(current, version):
+                number = f"{rollout_id - current + 1} of {version - current}"
+                self.on_progress(f"replaying training of rollout {rollout_id} ({number})")
+                committed = self._read_commit(self.keys.step(rollout_id))
+                trained = self.group.train(self._read_commit(self.keys.rollout(rollout_id)), rollout_id)
+                _check_agreement(committed, trained, self.keys.step(rollout_id))
+
+    def load(self, version: int) -> None:
+        """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights.
+
+        Raises:
+            ReplayError: the loaded weights or optimizer state do not match the hashes in the checkpoint's commit.
+        """
+        self.on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
+        checkpoint = self._read_commit(self.keys.checkpoint(version)) if version else None
+        base = self._read_model(self.base.key) if checkpoint is None else None
+        with self.group.lock:
+            self.group.ensure_started()
+            self.group.load(version, base, checkpoint, self._auxiliary_models(checkpoint))
+            if checkpoint is None or not _same_numerics(checkpoint, self.group.fingerprint()):
+                return
+            loaded = {"digest": self.group.digest(), "optimizer_digest": self.group.optimizer_digest()}
+        for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
+            after = loaded[name]
+            before = checkpoint.state.get(name, after)  # older releases did not save `optimizer_digest`
+            before, after = _without_new_models(before, after), _without_new_models(after, before)
+            if after != before:
+                raise ReplayError(
+                    f"checkpoint {self.keys.checkpoint(version)} has a hash mismatch of the {what} after loading: "
+                    f"{_summarize_difference(before, after)}. Check the storage and the installed libraries"
+                )
+
+    def train_round(self, rollout_id: int) -> Commit:
+        """Train on the committed rollout `rollout_id` and commit the result; return the existing commit if the round is
+        committed already.
+
+        Raises:
+            ReplayError: another attempt has committed this round with other weights.
+            RunError: the rollout is not committed, or does not fill whole optimizer steps.
+        """
+        prefix = self.keys.step(rollout_id)
+        if existing := self.store.committed(prefix):
+            return existing
+        start = time.perf_counter()
+        with self.group.lock:
+            self.restore(rollout_id)
+            rollout = self._read_commit(self.keys.rollout(rollout_id))
+            restored = time.perf_counter()
+            trained = self.group.train(rollout, rollout_id)
+        train_time = time.perf_counter() - restored
+        commit = Commit(
+            kind="step",
+            run=self.keys.run,
+            index=rollout_id,
+            policy_version=rollout_id + 1,
+            inputs={"rollout": commit_key(self.keys.rollout(rollout_id))},
+            seconds={
+                "restore": restored - start,
+                **trained.seconds,
+                "dispatch": train_time - sum(trained.seconds.values()),
+            },
+            summary={**trained.metrics, "perf/train_time": train_time},
+            state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
+            **self.stamp,
+        )
+        winner = self.store.commit(prefix, commit)
+        if winner is not commit:
+            _check_agreement(winner, trained, prefix)
+        return winner
+
+    def save_checkpoint(self, version: int) -> CheckpointRef:
+        """Save policy `version` with optimizer, learning-rate scheduler and RNG states, and commit it. Idempotent and
+        thread-safe.
+
+        Every rank writes its files durably; the commit, with the list of all files, is written after the last rank has
+        finished.
+        """
+        prefix = self.keys.checkpoint(version)
+        commit = self.store.committed(prefix)
+        if commit is None:
+            attempt = self.store.new_attempt(prefix)
+            with self.group.lock:
+                self.restore(version)
+                start = time.perf_counter()
+                saved = self.group.save(attempt)
+                seconds, fingerprint = time.perf_counter() - start, self.group.fingerprint()
+            commit = Commit(
+                kind="checkpoint",
+                run=self.keys.run,
+                index=version,
+                policy_version=version,
+                attempt=attempt,
+                files=saved.files,
+                inputs={"step": commit_key(self.keys.step(version - 1))} if version else {"model": self.base.key},
+                seconds={"save": seconds},
+                summary={"perf/save_model_time": seconds},
+                state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
+                **self.stamp,
+            )
+            failpoint("checkpoint-before-commit")
+            commit = self.store.commit(prefix, commit)
+        assert commit.attempt is not None
+        return CheckpointRef(
+            key=commit_key(prefix),
+            uri=f"{self.store.uri}/{commit.attempt}",
+            format="torch_dist",
+            policy_version=version,
+        )
+
+    def replay_round(self, rollout_id: int) -> Replayed:
+        """Train a committed round again, starting from the policy that the ranks hold, and compare weights and metrics
+        with the round's commit. Writes nothing to the store."""
+        committed = self._read_commit(self.keys.step(rollout_id))
+        trained = self.group.train(self._read_commit(self.keys.rollout(rollout_id)), rollout_id)
+        why = _weight_difference(committed, trained) or _metric_difference(committed.summary, trained.metrics)
+        verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"] = "equal bit for bit"
+        if why:
+            too_far = why if _same_numerics(committed, trained.fingerprint) else _beyond_tolerance(committed, trained)
+            verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
+        return Replayed(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
+
+    def _auxiliary_models(self, checkpoint: Commit | None) -> dict[AuxiliaryModel, Commit]:
+        """Return the commits of the reference and the teacher that the algorithm needs, without the reference if
+        `checkpoint` contains a refreshed one."""
+        refreshed = checkpoint is not None and any(
+            f"{checkpoint.attempt}/reference/" in file.path for file in checkpoint.files
+        )
+        config = self.group.spec.config
+        needed: dict[AuxiliaryModel, bool] = {
+            "reference": config.uses_reference and not refreshed,
+            "teacher": config.use_opd,
+        }
+        models: dict[AuxiliaryModel, Commit] = {}
+        for name in (name for name, is_needed in needed.items() if is_needed):
+            pinned = self.store.read_json(self.keys.origin(name))
+            models[name] = self._read_model(CheckpointRef.model_validate(pinned).key if pinned else self.base.key)
+        return models
+
+    def _read_commit(self, prefix: str) -> Commit:
+        commit = self.store.committed(prefix)
+        if commit is None:
+            raise RunError(
+                f"commit {commit_key(prefix)} is missing in the store, but is needed to restore the policy: if it was "
+                "deleted, restore it from a backup"
+            )
+        return commit
+
+    def _read_model(self, key: str) -> Commit:
+        data = self.store.read(key)
+        if data is None:
+            raise RunError(
+                f"model {key} is not in the store {self.store.uri!r}: convert the model again (`penstock convert`)"
+            )
+        return Commit.model_validate_json(data)
+
+
+def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
+    """Return the newest policy version <= `version` that has a committed checkpoint, or 0 (the starting weights)."""
+    return max((v for v in store.committed_indices(f"{keys.prefix}/checkpoints") if v <= version), default=0)
+
+
+def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
+    """Return the reference to a step commit."""
+    return StepRef(
+        key=commit_key(keys.step(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
+    )
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> None:
+    """Check that a training result matches its commit: equal weights if the numerics fingerprints are equal, otherwise
+    metrics within `TOLERANCE`. Raises ReplayError."""
+    if _same_numerics(committed, trained.fingerprint):
+        if why := _weight_difference(committed, trained):
+            raise ReplayError(
+                f"training {prefix} again gave other weights than committed, with the same hardware, libraries and "
+                f"placement: {why}. Check for faulty hardware or nondeterministic kernels; the commits are unchanged"
+            )
+    elif why := _beyond_tolerance(committed, trained):
+        raise ReplayError(
+            f"training {prefix} again gave {why}. Resume with the hardware and placement of the original training: "
+            f"{committed.state['fingerprint']}"
+        )
+
+
+def _same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
+    return committed.state["fingerprint"] == fingerprint and bool(fingerprint["bit_exact"])
+
+
+def _weight_difference(committed: Commit, trained: TrainResult) -> str:
+    before = committed.state["digest"]
+    return _summarize_difference(before, trained.digest) if before != trained.digest else ""
+
+
+def _metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Return the first metric that differs in any bit, or ""; times and speeds are not compared."""
+    names = sorted(name for name in before.keys() | after.keys() if not name.startswith("perf/"))
+    for name in names:
+        old, new = before.get(name), after.get(name)
+        if old != new and not (old is not None and new is not None and math.isnan(old) and math.isnan(new)):
+            return f"{name} = {new!r} instead of the committed {old!r}"
+    return ""
+
+
+def _beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
+    """Return the first metric that differs by more than `TOLERANCE`, or ""."""
+    for name in (name for name in TOLERANCE if name in committed.summary):
+        (absolute, relative), before, after = TOLERANCE[name], committed.summary[name], trained.metrics[name]
+        if not math.isclose(before, after, rel_tol=relative, abs_tol=absolute):
+            return (
+                f"{name} = {after:.6g} instead of the committed {before:.6g}, which exceeds the tolerance for other "
+                f"hardware or layouts (the larger of {absolute} and {relative:.0%})"
+            )
+    return ""
+
+
+def _summarize_difference(before: dict[str, str], after: dict[str, str]) -> str:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return f"{len(names)} of {len(before)} tensors differ, first {names[0]}"
+
+
+def _without_new_models(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+    """Return `digest` without the entries of a critic or reference that `other` lacks: a fork may add or drop these
+    models."""
+    parts = tuple(part for part in ("critic.", "reference.") if not any(name.startswith(part) for name in other))
+    return {name: bits for name, bits in digest.items() if not name.startswith(parts)}

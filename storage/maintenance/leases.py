@@ -1,0 +1,298 @@
+"""Leases of writers and drivers, and the protocol that keeps `penstock gc` from deleting files that are being
+committed.
+
+A lease is a small object that its holder renews. It ends when the holder releases it, when the holder's process is
+known to be dead (on the same machine), or when it was not renewed for TTL seconds by the store's clock. The lease of a
+writer is `attempt-<id>.lease`, next to its attempt; that of a driver is `runs/<run>/drivers/<id>.lease`.
+
+A lease does not protect a writer that was suspended for longer than TTL. Therefore writer and `gc` both try to create
+`attempt-<id>.claim`, and only one of them succeeds: the writer with the content SEALED right before it commits, `gc`
+with the content CONDEMNED right before it deletes. If the claim is CONDEMNED, the writer fails and the stage is rerun;
+if it is SEALED, `gc` keeps the attempt.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.storage import disk
+from penstock.storage.errors import StoreError
+from penstock.storage.refs import Commit, RunKeys
+
+TTL = 600.0  # seconds after the last renewal at which a lease expires
+RENEW = 60.0  # seconds between renewals
+SEAL_LIMIT = 3600.0  # seconds after which the writer of a sealed attempt without a commit is considered dead
+_LAST_RENEWAL = 5.0  # seconds for which `Lease.stop` waits for a renewal in progress
+SEALED, CONDEMNED = b"sealed", b""  # CONDEMNED is empty, so that `gc` can create it on a full disk
+_NUM_SIZES = 16  # concurrent requests for file sizes
+_CLOCK = getattr(
+    time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
+)  # also counts the time for which the machine was suspended
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseStore(Protocol):
+    """The store operations that leases use. `Store` implements them; store.py imports this module, not vice versa."""
+
+    is_local: bool
+    root: str
+
+    def create(self, key: str, data: bytes) -> bool: ...
+    def replace(self, key: str, data: bytes) -> None: ...
+    def read(self, key: str) -> bytes | None: ...
+    def size(self, key: str) -> int | None: ...
+    def modified(self, key: str) -> float | None: ...
+    def list(self, prefix: str) -> builtins.list[str]: ...
+    def delete(self, keys: Iterable[str]) -> None: ...
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+
+class Lease:
+    """A lease that a thread of this process renews until `stop` or `release`.
+
+    Raises:
+        StoreError, OSError: the lease cannot be written.
+    """
+
+    def __init__(self, store: LeaseStore, key: str) -> None:
+        self.store, self.key = store, key
+        self._ended = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop renewing the lease; it expires TTL seconds after its last renewal."""
+        self._ended.set()
+        self._thread.join(_LAST_RENEWAL)
+
+    def release(self) -> None:
+        """Stop renewing the lease and delete it."""
+        self.stop()
+        _delete_quietly(self.store, [self.key])
+
+    def _write(self) -> None:
+        try:
+            process = {**_machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+            self.store.replace(self.key, json.dumps(process).encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.store.replace(self.key, b"")  # possible on a full disk; the holder is then unknown to others
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW):
+            try:
+                self._write()
+            except (StoreError, OSError) as error:
+                logger.warning("lease %s was not renewed (%s); retrying in %d s", self.key, error, RENEW)
+
+
+def driver_key(keys: RunKeys) -> str:
+    """Return a new, unique lease key for a driver of a run."""
+    return f"{keys.prefix}/drivers/{uuid.uuid4().hex[:12]}.lease"
+
+
+def live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
+    """Return descriptions of the running drivers of a run (see `holder`), without the holder of `own_lease`."""
+    directory = f"{keys.prefix}/drivers"
+    leases = [f"{directory}/{name}" for name in store.list(directory) if name.endswith(".lease")]
+    others = [lease for lease in leases if lease != own_lease]
+    if not others:
+        return []
+    now = store_time(store)
+    return [driver for lease in others if (driver := holder(store, lease, now))]
+
+
+def holder(store: LeaseStore, key: str, now: float) -> str | None:
+    """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
+
+    Args:
+        store: of the lease.
+        key: of the lease.
+        now: the current time by the store's clock (`store_time`).
+    """
+    modified, data = store.modified(key), store.read(key)
+    if modified is None or data is None:
+        return None
+    try:
+        process = json.loads(data)
+    except ValueError:  # written incompletely on a full disk; its modification time is still valid
+        process = None
+    process = process if isinstance(process, dict) else {}
+    if now - modified > TTL:
+        return None
+    here = _machine()
+    is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
+    if is_local and _started(int(process["pid"])) != process["started"]:  # the process has ended
+        return None
+    renewed = f"lease renewed {max(0.0, now - modified):.0f} s ago"
+    return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"
+
+
+def store_time(store: LeaseStore) -> float:
+    """Return the current time by the store's clock, in seconds since the epoch. Falls back to the local clock."""
+    try:
+        if store.is_local:
+            os.utime(store.root)  # works on a full disk; on a network file system it sets the server's time
+            return os.stat(store.root).st_mtime
+        key = f".penstock-probe-{uuid.uuid4().hex[:8]}"
+        store.replace(key, b"")
+        now = store.modified(key)
+        store.delete([key])
+        return now or time.time()
+    except (StoreError, OSError) as error:
+        logger.debug("the store's time cannot be determined (%s); using the local clock", error)
+        return time.time()
+
+
+def _machine() -> dict[str, Any]:
+    """Return host name, boot id and PID namespace, which together tell whether a process id is of this machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"host": platform.node(), "boot": boot, "processes": os.stat("/proc/self/ns/pid").st_ino}
+    except OSError:
+        return {"host": platform.node(), "boot": "", "processes": 0}
+
+
+def _started(pid: int) -> str:
+    """Return the start time of a local process, in clock ticks since boot, or "" if the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
+
+
+def lease_key(attempt: str) -> str:
+    """Return the key of the lease that the writer of an attempt holds."""
+    return f"{attempt}.lease"
+
+
+def claim_key(attempt: str) -> str:
+    """Return the key of an attempt's claim, which is created by its writer or by `gc`."""
+    return f"{attempt}.claim"
+
+
+def needs_guard(attempt: str) -> bool:
+    """Return whether an attempt needs a lease and a claim. `gc` never deletes journals of unfinished rounds and
+    directories with user-defined names, so these need neither."""
+    return attempt.rpartition("/")[2].startswith("attempt-") and ".journal/" not in attempt
+
+
+@contextmanager
+def writer(store: LeaseStore, attempt: str) -> Iterator[None]:
+    """Hold the lease of an attempt during the block. After the block the lease is no longer renewed, but it remains, so
+    that it protects the files until the commit. An exception releases it."""
+    if not needs_guard(attempt):
+        yield
+        return
+    lease = Lease(store, lease_key(attempt))
+    try:
+        yield
+    except BaseException:
+        lease.release()
+        raise
+    lease.stop()
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The claim of a writer that is about to commit its attempt."""
+
+    store: LeaseStore
+    attempt: str
+    at: float  # creation time by _CLOCK
+
+    def check(self) -> None:
+        """Raise StoreError if half of SEAL_LIMIT, after which `gc` ignores the seal, has passed."""
+        if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
+            raise StoreError(
+                f"{self.attempt} was not committed in time, since this process was suspended: rerun the stage"
+            )
+
+    def end(self) -> None:
+        """Delete the lease and the claim. Called after the commit."""
+        _delete_quietly(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
+
+
+def seal(store: LeaseStore, commit: Commit) -> Seal:
+    """Create the SEALED claim of the commit's attempt, and check that the files of the commit still exist.
+
+    Raises:
+        StoreError: `gc` has claimed the attempt first, or has deleted a file; the stage must be rerun.
+    """
+    attempt = commit.attempt
+    assert attempt is not None
+    key, at = claim_key(attempt), time.clock_gettime(_CLOCK)
+    while not store.create(key, SEALED):
+        claim = store.read(key)
+        if claim == SEALED:  # another process that writes to the same attempt has sealed it
+            break
+        if claim is not None:
+            raise StoreError(
+                f"`penstock gc` claimed {attempt} for deletion before it was committed: rerun the stage (if "
+                "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
+            )
+    sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
+    for record, size in zip(commit.files, sizes, strict=True):
+        if size != record.bytes:
+            _delete_quietly(store, [key])
+            state = "is missing" if size is None else f"has {size} bytes instead of {record.bytes}"
+            raise StoreError(
+                f"{record.path} {state}, so it cannot be committed (`penstock gc` may have deleted it): rerun the stage"
+            )
+    return Seal(store, attempt, at)
+
+
+def condemn(store: LeaseStore, attempt: str, now: float) -> bool:
+    """Claim an attempt for deletion. Return False if its writer holds a lease or has sealed it in the last SEAL_LIMIT
+    s.
+
+    The attempt may have been committed before the claim. So the caller must then look for the commit, and call `pardon`
+    instead of deleting if it exists.
+
+    Args:
+        store: of the attempt.
+        attempt: key of the attempt.
+        now: the current time by the store's clock.
+    """
+    if holder(store, lease_key(attempt), now):
+        return False
+    key = claim_key(attempt)
+    if store.create(key, CONDEMNED) or store.read(key) != SEALED:
+        return True
+    sealed_at = store.modified(key)
+    return sealed_at is not None and now - sealed_at > SEAL_LIMIT
+
+
+def pardon(store: LeaseStore, attempt: str) -> None:
+    """Delete the claim that `condemn` created."""
+    _delete_quietly(store, [claim_key(attempt)])
+
+
+def _delete_quietly(store: LeaseStore, keys: list[str]) -> None:
+    """Delete lease or claim objects. A failure is logged only, since `gc` deletes the objects later."""
+    try:
+        store.delete(keys)
+    except (StoreError, OSError) as error:
+        logger.warning("%s could not be deleted (%s); `penstock gc` will delete it", keys[0], error)

@@ -1,0 +1,209 @@
+"""Find and delete orphans: attempts of killed writers, expired checkpoints, journals of finished rounds and others.
+
+A file is an orphan if no commit of *any* run lists it (a fork's commits list files of its parent) and no live writer or
+driver uses it (leases.py). Files younger than the caller's limit are skipped, except for those of expired checkpoints
+and removed runs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from penstock.storage.disk import in_parallel
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.failpoints import failpoint
+from penstock.storage.maintenance.leases import claim_key, condemn, holder, lease_key, live_drivers, pardon, store_time
+from penstock.storage.maintenance.removal import remove_run
+from penstock.storage.maintenance.retention import Expired, expired_key, fork_key
+from penstock.storage.refs import Commit, RunKeys, commit_key, parsed
+from penstock.storage.store import Store, StoredFile
+
+NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
+
+R = TypeVar("R", bound=BaseModel)
+
+_COMMIT = commit_key("")
+_WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds without a minimum age
+_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # temporary files of Store.create on a local disk
+_ATTEMPT = re.compile(r"^(?P<unit>(?P<prefix>.+)/attempt-[^/]+?)(\.parts)?/")
+_JOURNAL = re.compile(r"^(?P<unit>(?P<prefix>.+)\.journal)/")
+_GUARD = re.compile(r"^(?P<unit>.+/attempt-[^/]+)\.(lease|claim)$")  # leases and claims of attempts
+_LEASE = re.compile(r"^runs/[^/]+/(drivers/[^/]+|removing)\.lease$")
+_WEIGHTS = re.compile(r"^(?P<unit>runs/[^/]+/published/weights-[^/]+)/")  # weights that engines load from disk
+_RUN = re.compile(r"^runs/(?P<run>[^/]+)/")
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A unit of deletion, one file or the files of one directory, that no commit and no live process needs."""
+
+    kind: str  # from `_Contents.classify`, for instance "unfinished attempt"
+    key: str  # of the directory or file
+    files: tuple[str, ...]
+    bytes: int
+    modified: float  # modification time of the newest file, seconds since the epoch
+
+
+def find_orphans(store: Store, run: str | None = None, *, older_than: float, now: float | None = None) -> list[Orphan]:
+    """Return all orphans (files that no record needs), the largest first.
+
+    Args:
+        store: the store to search.
+        run: return only orphans of this run; if not given, of all runs and converted models.
+        older_than: minimum age in seconds. It does not apply to expired checkpoints and removed runs.
+        now: the current time by the store's clock (`leases.store_time`); by the local clock if not given.
+
+    Raises:
+        StoreError: a record cannot be read, so it is unknown which files it needs.
+    """
+    limit = (time.time() if now is None else now) - older_than
+    contents = _Contents(store)
+    units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
+    for key, file in contents.files.items():
+        if key not in contents.committed_files and (kind_and_unit := contents.classify(key)):
+            units[kind_and_unit].append(file)
+    orphans = [
+        Orphan(
+            kind,
+            unit,
+            tuple(sorted(file.key for file in files)),
+            sum(file.bytes for file in files),
+            max(file.modified for file in files),
+        )
+        for (kind, unit), files in units.items()
+        if run is None or f"{unit}/".startswith(f"runs/{run}/")
+    ]
+    old = [orphan for orphan in orphans if orphan.kind in _WITHOUT_GRACE or orphan.modified <= limit]
+    return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
+
+
+def remove(store: Store, orphan: Orphan, now: float | None = None) -> bool:
+    """Delete an orphan, unless it has come into use since `find_orphans`. Return whether it was deleted.
+
+    Args:
+        store: of the orphan.
+        orphan: from `find_orphans`.
+        now: the current time by the store's clock (`leases.store_time`, which is called if not given).
+
+    Raises:
+        StoreError: the store is not writable.
+    """
+    now = store_time(store) if now is None else now
+    if orphan.kind == "unfinished attempt":
+        return _remove_attempt(store, orphan, now)
+    run = _RUN.match(orphan.key + "/")
+    if orphan.kind == "removed run" and run:
+        try:
+            remove_run(store, RunKeys(run["run"]))
+        except RunError:  # another process is removing it
+            return False
+        return True
+    if orphan.kind == "half-made fork" and run and store.exists(RunKeys(run["run"]).record):
+        return False
+    if orphan.kind == "published weights" and run and live_drivers(store, RunKeys(run["run"])):
+        return False
+    if orphan.kind == "old lease" and holder(store, orphan.key, now):
+        return False
+    if orphan.kind == "expired checkpoint" and (attempt := _ATTEMPT.match(orphan.files[0])):
+        committed = _committed_files(store, attempt["prefix"])
+        if not committed.isdisjoint(orphan.files):
+            return False
+    store.delete(orphan.files)
+    return True
+
+
+def _remove_attempt(store: Store, orphan: Orphan, now: float) -> bool:
+    """Delete an attempt, unless its writer is alive or has committed it (the protocol is described in leases.py)."""
+    failpoint("gc-before-condemn")
+    if not condemn(store, orphan.key, now):
+        return False
+    if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
+        pardon(store, orphan.key)  # the writer has committed it meanwhile
+        return False
+    failpoint("gc-condemned")
+    guards = [lease_key(orphan.key), claim_key(orphan.key)]
+    store.delete([key for key in orphan.files if key not in guards])
+    store.delete(guards)
+    return True
+
+
+def _committed_files(store: Store, prefix: str) -> set[str]:
+    """Return the files that the commit of `prefix` lists; for the prefix `models`, the files of all models.
+
+    The key of a model contains its fingerprint, which is unknown before the commit.
+    """
+    names = [name for name in store.list(prefix) if name.endswith(_COMMIT)] if prefix == "models" else []
+    prefixes = [f"{prefix}/{name.removesuffix(_COMMIT)}" for name in names] or [prefix]
+    commits = in_parallel(store.committed, prefixes, NUM_READS)
+    return {record.path for commit in commits if commit is not None for record in commit.files}
+
+
+class _Contents:
+    """All files of a store, with the sets of committed, expired and unfinished ones that its records define."""
+
+    def __init__(self, store: Store) -> None:
+        self.files = files = {file.key: file for file in store.walk("")}
+        tombstones = _read_records(store, [key for key in files if key.endswith(expired_key(""))], Expired)
+        self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
+        runs = {match["run"] for key in files if (match := _RUN.match(key))}
+        self.half_made = {  # runs: forks whose creation was not finished
+            run for run in runs if fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
+        }
+        commits = _read_records(
+            store, [key for key in files if key.endswith(_COMMIT) and not _JOURNAL.match(key)], Commit
+        )
+        self.committed_files = {  # without those of checkpoints that have expired in the same run
+            record.path
+            for key, commit in commits.items()
+            if commit.attempt not in self.expired or expired_key(key.removesuffix(_COMMIT)) not in files
+            for record in commit.files
+        }
+        self.committed = {match["unit"] for key in self.committed_files if (match := _ATTEMPT.match(key))}
+
+    def classify(self, key: str) -> tuple[str, str] | None:
+        """Return the kind and the key of the orphan to which an uncommitted file belongs, or None if it is not an
+        orphan."""
+        if run := _RUN.match(key):
+            unit = f"runs/{run['run']}"
+            if f"{unit}/removed.json" in self.files:
+                return "removed run", unit
+            if run["run"] in self.half_made:
+                return "half-made fork", unit
+        if journal := _JOURNAL.match(key):  # needed until its round is committed
+            finished = commit_key(journal["prefix"]) in self.files
+            return ("journal of a finished round", journal["unit"]) if finished else None
+        if _TEMPORARY.search(key) or (run and key == fork_key(RunKeys(run["run"]))):
+            return "temporary file", key
+        if guard := _GUARD.match(key):
+            committed = guard["unit"] in self.committed
+            return ("temporary file", key) if committed else ("unfinished attempt", guard["unit"])
+        if _LEASE.match(key):
+            return "old lease", key
+        if attempt := _ATTEMPT.match(key):
+            expired = attempt["unit"] in self.expired
+            return "expired checkpoint" if expired else "unfinished attempt", attempt["unit"]
+        if weights := _WEIGHTS.match(key):
+            return "published weights", weights["unit"]
+        return ("probe file", key) if key.startswith(".penstock-probe-") else None
+
+
+def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]:
+    """Return the records at `keys` by key. Records that were deleted meanwhile are skipped."""
+
+    def read(key: str) -> R | None:
+        data = store.read(key)
+        try:
+            return None if data is None else parsed(model, key, data)
+        except StoreError as error:
+            raise StoreError(
+                f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"
+            ) from error
+
+    records = in_parallel(read, keys, NUM_READS)
+    return {key: record for key, record in zip(keys, records, strict=True) if record is not None}

@@ -1,0 +1,294 @@
+"""Check that a run has used every prompt exactly once per epoch, by comparing its samples with the data source's state.
+
+Every commit of a rollout contains the state of the data source after the round. Only the columns in _COLUMNS are read,
+shard by shard; a hash per sample and a few numbers per prompt are kept in memory. The order of prompts is defined in
+stages/rollout/prompts/source.py; these checks hold for any order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import xxhash
+
+from penstock.storage.errors import StoreError
+from penstock.storage.refs import BUFFER, TRAINED, Commit, commit_key
+from penstock.storage.samples.sample import Status, check_schema
+from penstock.storage.store import Store
+
+_BATCH = 4096  # samples per read
+_COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata", "reward", "status"]
+_NO_FILE = -1  # in place of the file index, for prompts that a custom data source has made
+_MAX_PROBLEMS = 10  # per round; further ones are not reported
+
+Source = tuple[int, int, int]  # origin of a prompt: epoch, file index, row index
+
+
+@dataclass
+class ServedRound:
+    """The prompts and samples of a rollout or an evaluation."""
+
+    problems: list[str]
+    ids: np.ndarray  # [samples] uint64, hashes of the sample ids
+    served: dict[int, Source]  # prompts with samples: issue number -> source
+    buffered: dict[int, Source] = field(default_factory=dict)  # prompts in the buffer for a later round
+    dropped: dict[int, Source] = field(default_factory=dict)  # prompts that dynamic sampling dropped
+
+
+def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
+    """Read the samples of one commit, and make all checks that need no other round."""
+    problems: list[str] = []
+    ids: list[str] = []
+    served: dict[int, Source] = {}
+    buffered: dict[int, Source] = {}
+    siblings: dict[int, set[str]] = defaultdict(set)
+    rewards: list[float | None] = []
+    statuses: Counter[str] = Counter()
+    group_prefix = f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else ""
+    issue_number = re.compile(group_prefix + r"(\d{9,})")
+    try:
+        with store.reading(commit) as directory:
+            for row in _rows(directory, commit, TRAINED):
+                ids.append(row["sample_id"])
+                rewards.append(row["reward"])
+                statuses[row["status"]] += 1
+                match = issue_number.fullmatch(row["group_id"])
+                if match is None:
+                    problems.append(
+                        f"{prefix}: sample {row['sample_id']} has group {row['group_id']!r}, "
+                        "which is not an issue number"
+                    )
+                    continue
+                issue, metadata = int(match[1]), json.loads(row["metadata"])
+                if not _is_of_round(row, metadata, commit):
+                    problems.append(
+                        f"{prefix}: sample {row['sample_id']} has rollout {row['rollout_id']} and policy versions "
+                        f"{row['policy_versions']}; its commit has {commit.index} and {[commit.policy_version] * 2}"
+                    )
+                siblings[issue].add(row["trajectory_id"])
+                if served.setdefault(issue, _source(metadata)) != _source(metadata):
+                    problems.append(f"{prefix}: the samples of group {row['group_id']} have different prompts")
+            for row in _rows(directory, commit, BUFFER):
+                buffered[int(row["group_id"])] = _source(json.loads(row["metadata"]))
+    except (StoreError, ValueError, OSError) as error:
+        problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
+    problems += _check_groups(prefix, ids, siblings)
+    if not problems and len(ids) != commit.num_samples():
+        problems.append(f"{prefix} has {len(ids)} samples, but {commit.num_samples()} were committed")
+    if not problems:
+        problems += _check_summary(prefix, commit, rewards, statuses)
+    hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
+    dropped = {int(group["group_id"]): _source(group) for group in commit.state.get("dropped", [])}
+    return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped)
+
+
+def _rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
+    for record in commit.files:
+        if not record.path.rpartition("/")[2].startswith(f"{name}-"):
+            continue
+        with pq.ParquetFile(directory / Path(record.path).relative_to(commit.attempt or "")) as shard:
+            check_schema(shard.schema_arrow)
+            for batch in shard.iter_batches(_BATCH, columns=_COLUMNS):
+                yield from batch.to_pylist()
+
+
+def _source(metadata: dict[str, Any]) -> Source:
+    source = metadata.get("source") or {}
+    return source.get("epoch", -1), source.get("file", -2), source.get("row", -1)
+
+
+def _is_of_round(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) -> bool:
+    """Return whether the round and policy versions of a sample match its commit. A sample that was started in an
+    earlier round may begin with an older policy version."""
+    first, last = row["policy_versions"]
+    if metadata.get("start_rollout_id") is None:
+        matches = first == last == commit.policy_version
+    else:
+        matches = first <= last <= commit.policy_version
+    return bool(row["rollout_id"] == commit.index and matches)
+
+
+def _check_groups(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
+    problems = []
+    if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
+        problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
+    if len(sizes := {len(members) for members in siblings.values()}) > 1:
+        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
+    return problems
+
+
+def _check_summary(prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]) -> list[str]:
+    """Return a problem for every metric of a commit that differs from the value computed from its samples.
+
+    In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout it is left out.
+    """
+    graded = [reward for reward in rewards if reward is not None]
+    name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)
+    ratios = {
+        "truncated_ratio": statuses[Status.TRUNCATED] / num_samples,
+        "failed_ratio": statuses[Status.FAILED] / num_samples,
+    }
+    if commit.kind == "eval":
+        expected = {f"eval/{name}": sum(graded) / num_samples, f"eval/{name}/num_samples": float(len(rewards))}
+        expected |= {f"eval/{name}-{ratio}": value for ratio, value in ratios.items()}
+    else:
+        expected = {"rollout/raw_reward": sum(graded) / max(len(graded), 1), "rollout/num_samples": float(len(rewards))}
+        expected |= {f"rollout/{ratio}": value for ratio, value in ratios.items()}
+    tolerance = 1e-9 * max([1.0, *map(abs, graded)])
+
+    def differ(a: float, b: float) -> bool:
+        return a != b and not abs(a - b) <= tolerance and not (math.isnan(a) and math.isnan(b))
+
+    return [
+        f"{commit_key(prefix)} has {metric} {value:g}, but its samples give {expected[metric]:g}"
+        for metric, value in commit.summary.items()
+        if metric in expected and differ(value, expected[metric])
+    ]
+
+
+@dataclass
+class EpochCursor:
+    """The position in a sequence of prompts with its own epochs: all files together, or one of several weighted
+    files."""
+
+    epoch: int = 0
+    cursor: int = 0  # prompts of this epoch that were issued or skipped
+    rows: set[tuple[int, int]] = field(default_factory=set)  # (file, row) of the prompts issued in this epoch
+    skipped: int = 0  # prompts of this epoch that were skipped as too long
+
+
+class PromptAudit:
+    """Check the rounds of a run in order: compare the prompts of each round with the data source's state after it."""
+
+    def __init__(self, restarts: set[int]) -> None:
+        self.restarts = restarts  # rounds at which a fork restarted the data from the beginning
+        self.num_epochs = 0  # started epochs, including those before a restart of the data
+        self._past_epochs = 0
+        self._before: dict[str, Any] = {"issued": 0, "segments": []}
+        self._cursors: dict[int, EpochCursor] = {}  # by file index if files are weighted, else one with key 0
+        self._buffered: set[int] = set()  # issue numbers of the buffered prompts after the last round
+        self._num_skipped = 0  # prompts that the current round must have skipped
+
+    def follow(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
+        """Return the problems of the next round. With `one_epoch` (evaluations), the round must use each prompt
+        once."""
+        after = commit.state.get("data_source")
+        if after is None:
+            return [f"{commit_key(prefix)} has no data source state"]
+        if commit.index in self.restarts and not one_epoch:
+            self._before = {"issued": self._before["issued"], "segments": []}
+            self._cursors, self._buffered = {}, set()
+            self._past_epochs = self.num_epochs
+        before, self._before = self._before, after
+        issues = range(before["issued"], after["issued"])
+        expected, self._buffered = {*issues, *self._buffered}, set(round.buffered)
+        arrived = Counter([*round.served, *round.buffered, *round.dropped])
+        if repeated := [issue for issue, count in arrived.items() if count > 1]:
+            return [
+                f"{prefix}: prompt {min(repeated)} was used twice; it must be either trained on, buffered or dropped"
+            ]
+        if wrong := arrived.keys() ^ expected:
+            problem = "missing" if min(wrong) in expected else "unexpected"
+            return [
+                f"{prefix} must contain prompts {issues.start} to {issues.stop - 1}; number {min(wrong)} is {problem}"
+            ]
+        if after["segments"][: len(before["segments"])] != before["segments"]:
+            return [f"{commit_key(prefix)} lacks data segments of earlier rounds"]
+        sources = {**round.served, **round.buffered, **round.dropped}
+        issued = {issue: source for issue, source in sources.items() if issue in issues and source[1] != _NO_FILE}
+        problems = self._advance(prefix, before, after, issued)
+        self.num_epochs = self._past_epochs + max(cursor.epoch for cursor in self._cursors.values()) + 1
+        num_rows = sum(segment["rows"] for segment in after["segments"])
+        if one_epoch and (after["epoch"], len(self._cursors[0].rows)) != (0, num_rows):
+            problems.append(f"{prefix} has scored {len(self._cursors[0].rows)} of the data set's {num_rows} prompts")
+        return problems[:3]
+
+    def _advance(
+        self, prefix: str, before: dict[str, Any], after: dict[str, Any], issued: dict[int, Source]
+    ) -> list[str]:
+        """Advance the cursors by the issued prompts, and return how they differ from the data source state `after`."""
+        weighted = after.get("places") or []
+        if weighted and not before.get("places"):
+            self._cursors = _split_by_file(self._cursors.get(0, EpochCursor()), before["segments"])
+        num_skipped = after.get("skipped", 0) - before.get("skipped", 0)
+        self._num_skipped = 0
+        problems: list[str] = []
+        for file, state in enumerate(weighted or [after]):
+            segments = [segment for segment in after["segments"] if not weighted or segment["file"] == file]
+            served = {issue: source for issue, source in issued.items() if not weighted or source[1] == file}
+            cursor = self._cursors.setdefault(file, EpochCursor())
+            problems += self._walk(prefix, cursor, state, served, segments, may_skip=num_skipped > 0)
+        if num_skipped != self._num_skipped and not problems:
+            problems.append(
+                f"{commit_key(prefix)} records {num_skipped} skipped prompts, but {self._num_skipped} were not issued"
+            )
+        return problems
+
+    def _walk(
+        self,
+        prefix: str,
+        cursor: EpochCursor,
+        state: dict[str, Any],
+        served: dict[int, Source],
+        segments: list[dict[str, Any]],
+        *,
+        may_skip: bool,
+    ) -> list[str]:
+        """Move one cursor to `state`. Skipped prompts are those missing before the next epoch or before the end."""
+        problems = []
+        num_rows = sum(segment["rows"] for segment in segments)
+        for issue in sorted(served):
+            epoch, file, row = served[issue]
+            while cursor.cursor == num_rows or (may_skip and epoch > cursor.epoch):
+                self._skip(cursor, num_rows - cursor.cursor)
+                if len(cursor.rows) + cursor.skipped != num_rows:
+                    problems.append(
+                        f"{prefix}: epoch {cursor.epoch} ended with {len(cursor.rows)} of {num_rows} prompts served"
+                    )
+                cursor.epoch, cursor.cursor, cursor.rows, cursor.skipped = cursor.epoch + 1, 0, set(), 0
+            cursor.cursor += 1
+            where = f"{prefix}: prompt {issue} is row {row} of file {file + 1}"
+            if epoch != cursor.epoch:
+                problems.append(
+                    f"{prefix}: prompt {issue} has epoch {epoch}; the data source was in epoch {cursor.epoch}"
+                )
+            if not any(s["file"] == file and s["start"] <= row < s["start"] + s["rows"] for s in segments):
+                problems.append(f"{where}, which is not in the run's data")
+            if (file, row) in cursor.rows:
+                problems.append(f"{where}, served before in epoch {cursor.epoch}")
+            cursor.rows.add((file, row))
+        if may_skip and state["epoch"] == cursor.epoch and state["cursor"] > cursor.cursor:
+            self._skip(cursor, state["cursor"] - cursor.cursor)
+        if (cursor.epoch, cursor.cursor) != (state["epoch"], state["cursor"]):
+            problems.append(
+                f"{commit_key(prefix)} has epoch {state['epoch']}, prompt {state['cursor']}; "
+                f"its samples give epoch {cursor.epoch}, prompt {cursor.cursor}"
+            )
+        return problems
+
+    def _skip(self, cursor: EpochCursor, count: int) -> None:
+        cursor.cursor, cursor.skipped = cursor.cursor + count, cursor.skipped + count
+        self._num_skipped += count
+
+
+def _split_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
+    """Return a cursor per file, for a run that gets weights on resume: each file continues from its position."""
+    cursors: dict[int, EpochCursor] = {}
+    visited = cursor.cursor
+    for segment in segments:
+        of_file = cursors.setdefault(segment["file"], EpochCursor(cursor.epoch))
+        here = min(visited, segment["rows"])
+        of_file.cursor, visited = of_file.cursor + here, visited - here
+    for file, of_file in cursors.items():
+        of_file.rows = {source for source in cursor.rows if source[0] == file}
+        of_file.skipped = of_file.cursor - len(of_file.rows)
+    return cursors

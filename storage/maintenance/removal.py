@@ -1,0 +1,110 @@
+"""Removal of a run. Refused while a driver runs or a fork needs the run's files; can be repeated after a kill.
+
+A removal creates the lease `removing.lease` and then looks for drivers and forks; a driver or a fork registers itself
+and then looks for `removing.lease`. So at least one of them sees the other. The run counts as removed once
+`removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run with
+the same name deletes the remaining files, `removed.json` last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.maintenance.leases import Lease, holder, live_drivers, store_time
+from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store, StoredFile
+
+
+def removed_key(keys: RunKeys) -> str:
+    """Return the key of the file whose existence marks a run as removed."""
+    return f"{keys.prefix}/removed.json"
+
+
+def is_removed(store: Store, keys: RunKeys) -> bool:
+    """Return whether a run was removed. Some of its files may remain."""
+    return store.exists(removed_key(keys))
+
+
+def being_removed(store: Store, keys: RunKeys) -> str | None:
+    """Return a description of the process that is removing a run, or None."""
+    key = _lease_key(keys)
+    return holder(store, key, store_time(store)) if store.exists(key) else None
+
+
+def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> list[StoredFile]:
+    """Delete all files of a run and return them. Can be repeated after a kill.
+
+    Args:
+        store: the run's store.
+        keys: of the run.
+        own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
+
+    Raises:
+        RunError: a driver is running, another process is removing the run, or a fork needs its files.
+        StoreError: the store is not writable.
+    """
+    if other := being_removed(store, keys):
+        raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
+    lease = Lease(store, _lease_key(keys))
+    try:
+        if not is_removed(store, keys):
+            if drivers := live_drivers(store, keys, own_lease=own_lease):
+                raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
+            if forks := dependents(store, keys):
+                raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
+            store.create(removed_key(keys), b"")  # empty, so that it can be created on a full disk
+        kept = {removed_key(keys), lease.key, own_lease}
+        files = [file for file in store.walk(keys.prefix) if file.key not in kept]
+        store.delete([file.key for file in files])
+        store.prune(keys.prefix)
+        store.delete([removed_key(keys)])
+    finally:
+        lease.release()
+    return files
+
+
+@contextmanager
+def translate_write_errors(store: Store) -> Iterator[None]:
+    """Turn an OSError inside the block into a StoreError.
+
+    Raises:
+        StoreError: the store is read-only or full, or the user is not permitted to write to it.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be written ({reason}): mount it writable, free disk space, or run as its owner"
+        ) from error
+
+
+def dependents(store: Store, keys: RunKeys) -> list[str]:
+    """Return the names of runs whose commits list files of this run, including unfinished forks."""
+    return [run for run in store.list("runs") if run != keys.run and _uses_files_of(store, RunKeys(run), keys)]
+
+
+def _uses_files_of(store: Store, other: RunKeys, keys: RunKeys) -> bool:
+    try:
+        fork = store.read_json(fork_key(other))
+        if isinstance(fork, dict) and (fork.get("parent") or {}).get("run") == keys.run:
+            return True
+        record = store.read_json(other.record)
+        ancestors = []
+        while isinstance(record, dict) and isinstance(record.get("parent"), dict):
+            record = record["parent"]
+            ancestors.append(record.get("run"))
+        if isinstance(record, dict) and keys.run not in ancestors:
+            return False
+    except StoreError:  # a damaged record: decide by the commits
+        pass
+    commits = (store.committed(prefix) for prefix in committed_prefixes(store, other))
+    return any(commit is not None and (commit.attempt or "").startswith(f"{keys.prefix}/") for commit in commits)
+
+
+def _lease_key(keys: RunKeys) -> str:
+    return f"{keys.prefix}/removing.lease"

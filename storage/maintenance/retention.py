@@ -1,0 +1,171 @@
+"""Checkpoint retention: select the checkpoints that a run keeps, and delete the others safely.
+
+A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
+delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
+the next call deletes the rest of all checkpoints with a tombstone. Files with neither tombstone nor commit are deleted
+by orphans.py.
+
+The creation of a fork may race with an expiry. The fork writes its record, then looks for the checkpoint's record; the
+expiry deletes the checkpoint's record, then looks for the fork's record. So at least one of them sees the other: either
+the files are kept, or the fork starts without this checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Collection
+
+from pydantic import model_validator
+
+from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key, parsed
+from penstock.storage.store import Store
+
+_TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
+_ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
+
+
+class Expired(Frozen):
+    """The tombstone of a checkpoint: the deleted commit, and why and when the checkpoint expired."""
+
+    why: str
+    expired_at: float  # seconds since the epoch
+    commit: Commit
+
+    @model_validator(mode="after")
+    def _check_commit(self) -> Expired:
+        if self.commit.kind != "checkpoint" or not _ATTEMPT.fullmatch(self.commit.attempt or ""):
+            raise ValueError(
+                f"the tombstone contains {self.commit.kind} {self.commit.attempt!r}, which is not a checkpoint of a run"
+            )
+        return self
+
+
+def expired_key(prefix: str) -> str:
+    """Return the key of the tombstone of the checkpoint under `prefix`."""
+    return f"{prefix}.expired.json"
+
+
+def expired(store: Store, prefix: str) -> Expired | None:
+    """Return the tombstone of a checkpoint, or None."""
+    key = expired_key(prefix)
+    data = store.read(key)
+    return None if data is None else parsed(Expired, key, data)
+
+
+def expired_versions(store: Store, keys: RunKeys) -> list[int]:
+    """Return the policy versions whose checkpoints have a tombstone, ascending."""
+    matches = (_TOMBSTONE.fullmatch(name) for name in store.list(f"{keys.prefix}/checkpoints"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def expire_checkpoints(
+    store: Store, keys: RunKeys, *, keep: int, best: str | None = None, also: Collection[int] = frozenset()
+) -> list[int]:
+    """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
+
+    Args:
+        store: the run's store.
+        keys: of the run.
+        keep: number of newest checkpoints to keep, at least one.
+        best: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
+        also: further policy versions to keep.
+
+    Returns:
+        The policy versions of the deleted checkpoints, ascending.
+    """
+    assert keep >= 1, "keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    finish_expiries(store, keys)
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints")
+    candidates = [version for version in versions[:-keep] if version not in also]
+    if not candidates:
+        return []
+    kept = set(versions[-keep:]) | fork_points(store, keys, versions)
+    if best is not None and (winner := best_version(store, keys, best, versions)) is not None:
+        kept.add(winner)
+    expiring = [version for version in candidates if version not in kept]
+    why = f"beyond the newest {keep}" + (f" and not the best by {best}" if best else "")
+    for version in expiring:
+        _expire(store, keys, version, why)
+    return expiring
+
+
+def finish_expiries(store: Store, keys: RunKeys) -> list[int]:
+    """Finish the deletion of checkpoints with a tombstone after a kill. Return their policy versions."""
+    names = set(store.list(f"{keys.prefix}/checkpoints"))
+    unfinished = [
+        version
+        for version in expired_versions(store, keys)
+        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
+    ]
+    for version in unfinished:
+        tombstone = expired(store, keys.checkpoint(version))
+        assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
+        _delete_expired(store, keys, version, tombstone)
+    return unfinished
+
+
+def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
+    """Return the policy version with the highest `metric`, the newest of equal ones, or None if none was evaluated."""
+    scores: dict[int, float] = {}
+    for version in versions:
+        directory = f"{keys.prefix}/evals/{version:06d}"
+        for name in store.list(directory):
+            if not name.endswith(commit_key("")):
+                continue
+            commit = store.committed(f"{directory}/{name.removesuffix(commit_key(''))}")
+            value = commit.summary.get(metric, math.nan) if commit else math.nan
+            if not math.isnan(value):
+                scores[version] = value
+    return max(scores, key=lambda version: (scores[version], version)) if scores else None
+
+
+def fork_points(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
+    """Return the versions of the checkpoints from which forks of this run start, and from which this run, if a fork,
+    did.
+
+    If the checkpoint of a fork's version does not exist, it is the newest one before.
+    """
+    points: list[int] = []
+    for run in store.list("runs"):
+        other = RunKeys(run)
+        record = store.read_json(other.record) or store.read_json(fork_key(other)) or {}
+        parent = record.get("parent")
+        if parent and keys.run in (parent["run"], run):
+            points.append(parent["at"])
+    return {max(below) for point in points if (below := [version for version in versions if version <= point])}
+
+
+def fork_key(keys: RunKeys) -> str:
+    """Return the key of the record of an unfinished fork; a finished one has `run.json` instead."""
+    return f"{keys.prefix}/fork.json"
+
+
+def _expire(store: Store, keys: RunKeys, version: int, why: str) -> None:
+    prefix = keys.checkpoint(version)
+    commit = store.committed(prefix)
+    if commit is None:
+        return  # another driver has deleted the checkpoint
+    tombstone = Expired(why=why, expired_at=time.time(), commit=commit)
+    data = tombstone.model_dump_json(indent=1).encode()
+    while not store.create(expired_key(prefix), data):
+        existing = expired(store, prefix)
+        if existing is not None and existing.commit.attempt == commit.attempt:
+            break  # another driver has created the same tombstone; both may delete the checkpoint
+        if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
+            _delete_expired(store, keys, version, existing)
+            store.delete([expired_key(prefix)])
+    _delete_expired(store, keys, version, tombstone)
+
+
+def _delete_expired(store: Store, keys: RunKeys, version: int, tombstone: Expired) -> None:
+    """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
+    prefix, attempt = keys.checkpoint(version), tombstone.commit.attempt
+    commit = store.committed(prefix)
+    if commit is not None and commit.attempt == attempt:
+        store.delete([commit_key(prefix)])
+    # A fork of this run has the checkpoint under the same version, with the same files.
+    others = (store.committed(RunKeys(run).checkpoint(version)) for run in store.list("runs") if run != keys.run)
+    if not any(other is not None and other.attempt == attempt for other in others):
+        store.delete([record.path for record in tombstone.commit.files])

@@ -1,0 +1,202 @@
+"""The schema of samples: fields, their order and their Arrow types. One row is one trainable sequence.
+
+The per-token fields `token_ids`, `loss_mask` and `rollout_logprobs` have equal length, so that an index refers to the
+same token in each; `loss_mask` and `rollout_logprobs` are zero on the prompt. Advantages are not stored; the trainer
+computes them.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.storage.errors import PluginError, RunError
+
+SCHEMA_VERSION = 2  # 2 adds routed_experts
+_VERSION_KEY = b"penstock_schema_version"
+
+
+class Status(StrEnum):
+    """How the generation of a sample ended."""
+
+    PENDING = "pending"  # the prompt was issued, nothing is generated yet
+    COMPLETED = "completed"  # ended by an end token or a stop string
+    TRUNCATED = "truncated"  # ended by the length limit
+    ABORTED = "aborted"  # ended by an abort request; a later round may continue it
+    FAILED = "failed"  # generation or grading raised an exception; metadata["error"] has its message
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt with one response. L is the number of tokens of prompt and response."""
+
+    sample_id: str  # unique in the run
+    group_id: str  # shared by the samples of one prompt
+    trajectory_id: str  # shared by the sequences of one agent execution
+    rollout_id: int  # the round
+    prompt: str = ""  # text after the chat template, as sent to the engine
+    response: str = ""
+    label: str = ""
+    token_ids: list[int] = field(default_factory=list)  # [L] prompt + response
+    loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained on; 0 = prompt, tool or environment token
+    rollout_logprobs: list[float] = field(
+        default_factory=list
+    )  # [L] log-probs from the engine; 0.0 where loss_mask is 0
+    routed_experts: bytes | None = None  # encoded expert ids, if the engine returned them (routed_experts.py)
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)  # named components of the reward
+    status: Status = Status.PENDING
+    policy_versions: tuple[int, int] = (-1, -1)  # versions that generated the first and the last token; -1 for SFT
+    metadata: dict[str, Any] = field(default_factory=dict)  # user-defined, stored as JSON
+
+    @property
+    def response_length(self) -> int:
+        """Return the number of tokens from the first one with loss_mask 1 to the end."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def prompt_length(self) -> int:
+        """Return the number of tokens before the first one with loss_mask 1, or of all tokens if there is none."""
+        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.token_ids)
+
+    def check(self) -> None:
+        """Check that the per-token fields are consistent.
+
+        Raises:
+            PluginError: their lengths differ, or loss_mask has values other than 0 and 1. Only a user-defined function
+                can produce such a sample.
+        """
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)}
+        if len(lengths) != 1:
+            raise PluginError(
+                f"sample {self.sample_id}: token_ids, loss_mask and rollout_logprobs have lengths "
+                f"{len(self.token_ids)}, {len(self.loss_mask)}, {len(self.rollout_logprobs)}; they must be equal: "
+                "set a mask value and a log-prob for every token"
+            )
+        if not set(self.loss_mask) <= {0, 1}:
+            raise PluginError(
+                f"sample {self.sample_id}: loss_mask contains {sorted(set(self.loss_mask))}; only 0 and 1 are allowed"
+            )
+
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("rollout_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("label", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("routed_experts", pa.large_binary()),  # 64-bit offsets, since a shard may have more than 2 GB
+        ("reward", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("status", pa.string()),
+        ("policy_versions", pa.list_(pa.int64(), 2)),
+        ("metadata", pa.string()),
+    ],
+    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+
+
+def to_table(samples: Iterable[Sample]) -> pa.Table:
+    """Return samples as an Arrow table with SCHEMA.
+
+    Raises:
+        PluginError: a sample has inconsistent per-token fields.
+    """
+    rows = list(samples)
+    columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
+    if token_columns := _token_columns(rows):
+        columns |= token_columns
+    else:  # the samples are inconsistent, so `check` or `pa.table` raises
+        for row in rows:
+            row.check()
+    columns["rewards"] = [list(row.rewards.items()) for row in rows]
+    columns["status"] = [row.status.value for row in rows]
+    columns["policy_versions"] = [list(row.policy_versions) for row in rows]
+    columns["metadata"] = [json.dumps(row.metadata, ensure_ascii=False, sort_keys=True) for row in rows]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
+    """Return the per-token fields as Arrow columns, or None if they are inconsistent or not lists of numbers.
+
+    Equivalent to `pa.array`, but holds the GIL for half the time.
+    """
+    token_ids, loss_mask, rollout_logprobs = array("i"), bytearray(), array("f")
+    try:
+        for row in rows:
+            if not len(row.token_ids) == len(row.loss_mask) == len(row.rollout_logprobs):
+                return None
+            token_ids.fromlist(row.token_ids)
+            loss_mask += bytes(row.loss_mask)  # faster than an array; the lengths are compared below
+            rollout_logprobs.fromlist(row.rollout_logprobs)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if loss_mask.strip(b"\0\1") or len(loss_mask) != len(token_ids):
+        return None
+    offsets = pa.array(accumulate((len(row.token_ids) for row in rows), initial=0), pa.int32())
+
+    def column(name: str, values: Sequence[float]) -> pa.ListArray:
+        type = SCHEMA.field(name).type
+        numbers = pa.Array.from_buffers(type.value_type, len(values), [None, pa.py_buffer(values)])
+        return pa.ListArray.from_arrays(offsets, numbers, type)
+
+    return {
+        "token_ids": column("token_ids", token_ids),
+        "loss_mask": column("loss_mask", loss_mask),
+        "rollout_logprobs": column("rollout_logprobs", rollout_logprobs),
+    }
+
+
+def from_table(table: pa.Table) -> list[Sample]:
+    """Return the samples of a table; the inverse of `to_table`.
+
+    Raises:
+        RunError: a newer release of Penstock wrote the table.
+    """
+    rows = to_current_schema(table).to_pylist()
+    for row in rows:
+        row["rewards"] = dict(row["rewards"])
+        row["status"] = Status(row["status"])
+        row["policy_versions"] = tuple(row["policy_versions"])
+        row["metadata"] = json.loads(row["metadata"])
+    return [Sample(**row) for row in rows]
+
+
+def to_current_schema(table: pa.Table) -> pa.Table:
+    """Return the table with all columns of SCHEMA. Columns that older releases did not write are null.
+
+    Raises:
+        RunError: a newer release of Penstock wrote the table.
+    """
+    check_schema(table.schema)
+    for index, column in enumerate(SCHEMA):
+        if column.name not in table.schema.names:
+            table = table.add_column(index, column, pa.nulls(len(table), column.type))
+    return table.replace_schema_metadata(SCHEMA.metadata)
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Check that this release can read a shard with the given Arrow schema.
+
+    Raises:
+        RunError: the shard has no schema version, or that of a newer release.
+    """
+    version = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise RunError(
+            f"sample shard has schema version {version or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: "
+            "install the release that wrote the shard"
+        )

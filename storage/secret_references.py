@@ -1,0 +1,86 @@
+"""References to secrets. A reference may be stored and displayed; a configuration holds it instead of the secret:
+
+    env:NAME            the environment variable NAME
+    secret-file:PATH    the content of a file that only its owner can read
+
+`hide` replaces literal secrets by `env:PENSTOCK_SECRET_...` and keeps their values in the memory of this process;
+`reveal` returns the secrets that references stand for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from penstock.storage.errors import OptionError
+from penstock.storage.secrets import ENV, FILE, has_credentials, is_reference, is_secret_name, protect
+
+PREFIX = "PENSTOCK_SECRET_"
+_hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this process only
+
+
+def hide(path: str, value: Any) -> Any:
+    """Return a config value with its literal secrets replaced by references that `reveal` resolves in this process.
+
+    Args:
+        path: name of the option, for instance `store_options`; it becomes part of the reference.
+        value: text, or nested lists and tables.
+    """
+    if isinstance(value, dict):
+        return {name: hide(f"{path}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hide(path, item) for item in value]
+    if not isinstance(value, str) or not value or is_reference(value):
+        return value
+    if not (is_secret_name(path.rpartition(".")[2]) or has_credentials(value)):
+        return value
+    name = base = PREFIX + re.sub(r"\W", "_", path).upper()
+    number = 1
+    while _hidden.setdefault(name, value) != value:  # the name already stands for another secret in this process
+        name, number = f"{base}_{number + 1}", number + 1
+    protect(value)
+    return ENV + name
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether a value contains a reference that `hide` made in this process, which no other process can
+    resolve."""
+    if isinstance(value, dict | list | tuple):
+        return any(is_hidden(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and value.startswith(ENV) and value.removeprefix(ENV) in _hidden
+
+
+def reveal(value: Any) -> Any:
+    """Return a config value with its references replaced by the secrets.
+
+    Raises:
+        OptionError: an environment variable is not set, or a secret file is missing or readable by other users.
+    """
+    if isinstance(value, dict):
+        return {name: reveal(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [reveal(item) for item in value]
+    if not isinstance(value, str) or not is_reference(value):
+        return value
+    if value.startswith(FILE):
+        return protect(_read_secret(value.removeprefix(FILE)))
+    name = value.removeprefix(ENV)
+    secret = _hidden.get(name) or os.environ.get(name)
+    if not secret:
+        raise OptionError(
+            f"the configuration refers to the secret env:{name}, but the environment variable {name} is not set: "
+            "set it, or pass the option with the secret again"
+        )
+    return protect(secret)
+
+
+def _read_secret(name: str) -> str:
+    path = Path(name).expanduser()
+    try:
+        if path.stat().st_mode & 0o077:
+            raise OptionError(f"secret-file:{name} can be read by other users: chmod 600 {name}")
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"secret-file:{name} cannot be read ({type(error).__name__}): check the path") from error

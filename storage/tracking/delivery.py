@@ -1,0 +1,177 @@
+"""Send a run's records to a tracker without blocking the run.
+
+Records are appended to a local outbox; a background thread delivers them and retries while the tracking server is down,
+slow or full. (MLflow's own client blocks for minutes and then raises.)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.secrets import masked, redact
+from penstock.storage.store import Store
+from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.tracker import Committed, Record, TrackedRun, Tracker, parse_record, tracker_class
+
+_COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
+_MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
+_BATCH = 64  # records per delivery
+_MAX_PROBLEM = 200  # characters of a server's error message, which may be a page of HTML or SQL
+logger = logging.getLogger(__name__)
+
+
+class RunTracking:
+    """Records the commits and metrics of one run, and delivers them to the tracker.
+
+    Args:
+        run: name of the run.
+        directory: local directory of the outbox, the same at every start of the run (see `tracking_directory`).
+        tracking_uri: URI of the tracking server or database, with credentials (see `tracking_uri`).
+        config: the resolved config, which the tracker shows as parameters.
+        store_uri: URI of the run's store; distinguishes runs with the same name.
+        experiment: name of the tracker's experiment, a group of runs.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        directory: str | Path,
+        tracking_uri: str,
+        config: dict[str, Any] | None = None,
+        *,
+        store_uri: str = "",
+        experiment: str = "penstock",
+    ) -> None:
+        self.run = TrackedRun(run, store_uri, experiment)
+        self.tracking_uri = tracking_uri
+        self.problem: str | None = None  # why the last delivery failed, or None
+        self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
+        self._tracker_class = tracker_class(tracking_uri)
+        self._outbox = Outbox(Path(directory))
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._abandon = threading.Event()
+        self._append(f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": masked(config or {})})
+        self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
+        self._thread.start()
+
+    def record(self, key: str, commit: Commit) -> bool:
+        """Append a commit to the outbox under its key in the store. Return False if it was recorded before."""
+        return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
+
+    def catch_up(self, store: Store, keys: RunKeys) -> int:
+        """Record those commits of the run that are not in the outbox, and return their number.
+
+        A commit is not in the outbox if the driver was killed between committing and `record`, or if the run has moved
+        to another machine.
+        """
+        prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
+        missing = [(commit_key(prefix), commit) for prefix in prefixes if (commit := store.committed(prefix))]
+        missing.sort(key=lambda pair: pair[1].created_at)
+        return sum(self.record(key, commit) for key, commit in missing)
+
+    def log(self, key: str, metrics: dict[str, float], step: int) -> bool:
+        """Append metrics without a commit to the outbox. Return False if `key`, unique in the run, was recorded
+        before."""
+        return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
+
+    def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
+        """Record the end of the run, and deliver records for at most `timeout` seconds.
+
+        Returns:
+            The number of records that were not delivered. The next start of the run delivers them.
+        """
+        if not self._closing.is_set():
+            self._append(f"end-{uuid.uuid4().hex}", {"type": "end", "at": time.time(), "status": status})
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout)
+        self._abandon.set()
+        return self._outbox.num_waiting()
+
+    def _append(self, key: str, line: dict[str, Any]) -> bool:
+        added = self._outbox.append(key, line)
+        if added:
+            self._wake.set()
+        return added
+
+    def _deliver_until_closed(self) -> None:
+        position, wait = 0, 1.0
+        tracker: Tracker | None = None
+        lineage = Lineage()
+        while not self._abandon.is_set():
+            # Read before delivering, so that the last delivery includes all records appended before `close`.
+            closing = self._closing.is_set()
+            self._wake.clear()
+            try:
+                if not self._outbox.lock():
+                    raise BlockingIOError("another process delivers the records of this run")
+                if tracker is None:
+                    tracker, lineage, position = self._tracker_class(self.tracking_uri, self.run), Lineage(), 0
+                position = self._deliver(tracker, lineage, position)
+                if self.problem is not None:
+                    logger.warning("%s is available again; all records were delivered", tracker.name)
+                self.problem, self.page, wait = None, tracker.page, 1.0
+            except Exception as error:  # clients have their own error types
+                reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_MAX_PROBLEM]
+                if self.problem is None:
+                    name = self._tracker_class.name
+                    logger.warning(
+                        "records could not be sent to %s (%s); they are kept in the outbox, retrying", name, reason
+                    )
+                self.problem, tracker = reason, None
+                self._closing.wait(wait)
+                wait = min(2 * wait, _MAX_WAIT)
+            else:
+                if not closing:
+                    self._wake.wait()
+                    self._closing.wait(_COALESCE)
+            if closing:
+                break
+        self._outbox.unlock()
+
+    def _deliver(self, tracker: Tracker, lineage: Lineage, position: int) -> int:
+        """Deliver the undelivered lines of the outbox, read from byte `position`. Return the offset of the end of the
+        last."""
+        delivered = self._outbox.delivered
+        batch: list[tuple[dict[str, Any], Record]] = []
+        for line, end in self._outbox.lines(position):
+            record = parse_record(line)
+            if isinstance(record, Committed):
+                lineage.add(record.key, record.commit)
+            position = end
+            if end > delivered:
+                batch.append((line, record))
+            if len(batch) >= _BATCH:
+                self._deliver_batch(tracker, lineage, batch, end)
+                batch = []
+            if self._abandon.is_set():
+                return position
+        if batch:
+            self._deliver_batch(tracker, lineage, batch, position)
+        return position
+
+    def _deliver_batch(
+        self, tracker: Tracker, lineage: Lineage, batch: list[tuple[dict[str, Any], Record]], end: int
+    ) -> None:
+        try:
+            tracker.deliver([record for _, record in batch], lineage)
+        except Exception as error:
+            if not tracker.is_final(error):
+                raise
+            for line, record in batch:  # deliver one by one, so that only records that the tracker refuses are skipped
+                try:
+                    tracker.deliver([record], lineage)
+                except Exception as reason:
+                    if not tracker.is_final(reason):
+                        raise
+                    self._outbox.refuse(line, str(reason))
+        self._outbox.mark_delivered(end)

@@ -1,0 +1,122 @@
+"""The interface of an experiment tracker, and the records that it receives.
+
+To add a tracker, implement `Tracker` in a new module and add an entry to TRACKERS. Queueing, retries and redaction of
+secrets are the same for all trackers (delivery.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+from penstock.storage.refs import Commit
+from penstock.storage.tracking.lineage import Lineage
+
+# Scheme of the tracking URI -> module:class. All other schemes (http, sqlite, databricks, ...) belong to MLflow.
+TRACKERS: dict[str, str] = {}
+_DEFAULT = "penstock.storage.tracking.mlflow:MlflowTracker"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The identity of a run in a tracker."""
+
+    name: str
+    store_uri: str = ""  # distinguishes runs with the same name in different stores
+    experiment: str = "penstock"
+
+    @property
+    def identity(self) -> str:
+        """Return an id of the run that is unique across stores."""
+        return hashlib.sha256(f"{self.store_uri}\n{self.name}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The run was started or resumed. `config` is the resolved config without secrets."""
+
+    key: str
+    at: float  # seconds since the epoch; the same for the other records
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MetricsLogged:
+    """Metrics were logged that are not part of a commit."""
+
+    key: str
+    at: float
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A stage was committed. Its metrics are in `commit.summary`."""
+
+    key: str  # of the commit record in the store
+    at: float
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run ended; `status` is FINISHED or FAILED."""
+
+    key: str
+    at: float
+    status: str
+
+
+Record = RunStarted | MetricsLogged | Committed | RunEnded
+
+
+def parse_record(line: dict[str, Any]) -> Record:
+    """Return the record that is stored in an outbox line."""
+    match line["type"]:
+        case "start":
+            return RunStarted(line["key"], line["at"], line["config"])
+        case "metrics":
+            return MetricsLogged(line["key"], line["at"], line["step"], line["metrics"])
+        case "commit":
+            commit = Commit.model_validate(line["commit"])
+            return Committed(line["key"], commit.created_at, commit)
+        case "end":
+            return RunEnded(line["key"], line["at"], line["status"])
+    raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}")
+
+
+class Tracker(Protocol):
+    """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
+
+    name: ClassVar[str]  # of the tracker, for log lines
+
+    def __init__(self, uri: str, run: TrackedRun) -> None: ...
+
+    @property
+    def page(self) -> str | None:
+        """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
+
+    def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
+        """Send records in the given order.
+
+        Must be idempotent, since a record may be sent again: use the times in the record, and find an existing run by
+        its `TrackedRun.identity`.
+
+        Args:
+            records: to send.
+            lineage: all commits of the run up to the last of `records`.
+        """
+
+    def is_final(self, error: Exception) -> bool:
+        """Return whether the tracker will refuse the record again if it is resent; the caller then skips it."""
+
+
+def tracker_class(uri: str) -> type[Tracker]:
+    """Return the tracker class for a tracking URI."""
+    module, _, name = TRACKERS.get(uri.partition("://")[0], _DEFAULT).partition(":")
+    tracker: type[Tracker] = getattr(import_module(module), name)
+    return tracker

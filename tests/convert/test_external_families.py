@@ -1,0 +1,267 @@
+"""`--model-family-path`: families in files outside the tree are converted, exported and checked like others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_family
+from safetensors.torch import load_file, save_file
+
+from penstock.engines.cluster import Cluster
+from penstock.engines.families import family_of, layout_for, read_shape
+from penstock.engines.families.external import load_family
+from penstock.engines.families.shape import ModelShape
+from penstock.flows.config import config_hash
+from penstock.flows.convert import config_flags, resolve_source
+from penstock.flows.options import flags
+from penstock.flows.options.paths import absolute
+from penstock.flows.runtime.conversion import run_conversion, run_export
+from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.runs import create_record, open_store
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.logits import TOLERANCE, compare_logits
+from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.errors import ModelError, PluginError
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.store import Store
+
+ROOT = Path(__file__).parents[2]
+ACORN = '''
+"""Acorn: a Qwen3 with other tensor names and a logit scale, which must be 1."""
+
+from penstock.engines.families.entries import POSITIVE
+from penstock.engines.families.family import Family
+from penstock.engines.families.llama import QWEN3
+from penstock.engines.families.rows import decoder_rows, renamed
+
+NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
+
+
+def read(config):
+    if config["acorn_scale"] not in (None, 1):
+        config.refuse(f"acorn_scale {config['acorn_scale']}", "but Penstock does not scale logits")
+    return QWEN3.read(config)
+
+
+FAMILY = Family(
+    name="acorn",
+    architecture="AcornForCausalLM",
+    model_types=("acorn",),
+    defaults=QWEN3.defaults,
+    read=read,
+    rows=lambda shape: renamed(decoder_rows(shape), NAMES),
+    entry_types={"acorn_scale": POSITIVE},
+)
+'''
+MISTRAL = """
+from penstock.engines.families.family import Family
+
+FAMILY = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    model_types=("mistral",),
+    defaults=dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, rms_norm_eps=1e-6,
+                  num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+    read=lambda config: config.refuse("a window", "but Penstock has none") if config["sliding_window"] else {},
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def acorn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("plugins") / "acorn.py"
+    file.write_text(ACORN)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("hf") / "qwen3", "qwen3", seed=3, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def source(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of `qwen3` as an Acorn."""
+    directory = tmp_path_factory.mktemp("hf") / "acorn"
+    directory.mkdir()
+    for path in qwen3.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    names = {
+        "model.layers.": "trunk.block.",
+        "self_attn": "attn",
+        "_layernorm": "_ln",
+        "model.embed_tokens": "trunk.wte",
+    }
+    tensors = {}
+    for name, tensor in load_file(qwen3 / "model.safetensors").items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_config(directory, architectures=["AcornForCausalLM"], model_type="acorn", acorn_scale=1.0)
+    return directory
+
+
+def edit_config(directory: Path, **entries: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries, indent=2, sort_keys=True) + "\n")
+
+
+def commit_of(store: Store, ref: CheckpointRef) -> Commit:
+    commit = store.committed(ref.key.removesuffix(".commit.json"))
+    assert commit is not None
+    return commit
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    with HFWeights(one) as a, HFWeights(other) as b:
+        assert a.info == b.info
+        assert all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
+
+
+def test_round_trip_is_exact_and_logits_equal_transformers(
+    acorn: str, source: Path, qwen3: Path, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "store"))
+    ref = convert_hf(store, source, check_logits=True, options=ConversionOptions(family_path=acorn))
+    assert "transformers does not have AcornForCausalLM" in commit_of(store, ref).state["logits"]
+    assets = Path(ref.uri) / "hf_assets"
+    back = export_to(store, ref.uri, Origin(assets, family_path=acorn), str(tmp_path / "back"))
+    assert_same_files(source, Path(back.uri))
+    # under Megatron's names it is the same model, so transformers' Qwen3 is the reference
+    result = compare_logits(Path(ref.uri), qwen3)
+    assert result.difference is not None and result.difference < TOLERANCE / 10
+    assert commit_of(store, ref).state["shape"]["family_path"] == acorn
+    assert "family_path" not in commit_of(store, convert_hf(store, qwen3)).state["shape"]
+
+
+def test_external_family_that_transformers_has_is_compared_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "mistral.py"
+    file.write_text(MISTRAL)
+    directory = make_family(tmp_path / "hf", "llama3", architecture="MistralForCausalLM", sliding_window=None)
+    store = Store(str(tmp_path / "store"))
+    options = ConversionOptions(family_path=str(file))
+    commit = commit_of(store, convert_hf(store, directory, check_logits=True, options=options))
+    assert 0 < commit.summary["convert/logits_difference"] < TOLERANCE / 10
+    edit_config(directory, sliding_window=16)
+    with pytest.raises(ModelError, match="a window"):
+        read_shape(directory, str(file))
+
+
+def test_another_source_of_the_family_makes_another_model(acorn: str, source: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "acorn.py"
+    changed.write_text(ACORN + "# changed\n")
+    store = Store(str(tmp_path / "store"))
+    keys = [
+        convert_hf(store, source, options=ConversionOptions(family_path=path)).key for path in (acorn, str(changed))
+    ]
+    assert len(set(keys)) == 2 and all("-family-" in key for key in keys)
+    assert convert_hf(store, source, options=ConversionOptions(family_path=acorn)).key == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        ({"acorn_scale": 2.0}, r"acorn_scale 2\.0"),
+        ({"acorn_scale": "large"}, r"acorn_scale .*a positive number"),
+        ({"model_type": "qwen3"}, "model_type 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_entries_are_refused(acorn: str, source: Path, tmp_path: Path, entries: dict[str, object], found: str) -> None:
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    edit_config(tmp_path, **entries)
+    with pytest.raises(ModelError, match=found):
+        read_shape(tmp_path, acorn)
+
+
+def test_unknown_architecture_names_the_flag(source: Path) -> None:
+    with pytest.raises(ModelError, match=r"AcornForCausalLM.*--model-family-path"):
+        read_shape(source)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "raise RuntimeError('no')", "import sys\nsys.exit(3)", "FAMILY = 1", "x = 1"]
+)
+def test_bad_family_files_are_plugin_errors(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    if content is not None:
+        file.write_text(content)
+    for path in (str(file), "no_such_module.family"):
+        with pytest.raises(PluginError, match="--model-family-path"):
+            load_family(path)
+
+
+@pytest.mark.parametrize("result", ["{}['no']", "{'qkv_biases': True}", "{'num_layers': 'many'}"])
+def test_failing_read_is_a_plugin_error(result: str, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(ACORN.replace("return QWEN3.read(config)", f"return {result}"))
+    with pytest.raises(PluginError, match="--model-family-path") as error:
+        read_shape(source, str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_built_in_families_do_not_depend_on_the_option(acorn: str, qwen3: Path) -> None:
+    assert read_shape(qwen3, acorn) == read_shape(qwen3) and read_shape(qwen3, acorn).family_path is None
+
+
+def test_module_on_the_python_path(acorn: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(acorn).parent))
+    shape = read_shape(source, "acorn")
+    assert shape.family_path == "acorn" and family_of(shape).name == "acorn"
+
+
+def test_another_process_finds_the_table_of_a_shape(acorn: str, source: Path) -> None:
+    """As a trainer's rank does, which receives the shape alone."""
+    shape = read_shape(source, acorn)
+    assert ModelShape.model_validate_json(shape.model_dump_json()) == shape
+    code = (
+        "import sys\nfrom penstock.engines.families import layout_for\n"
+        "from penstock.engines.families.shape import ModelShape\n"
+        "print(*layout_for(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
+    )
+    command = [sys.executable, "-c", code, shape.model_dump_json()]
+    child = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert set(child.stdout.split()) == layout_for(shape).hf_names(), child.stderr
+
+
+def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
+    acorn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(acorn).parent)
+    config = absolute(flags.parse(["--model-family-path", "acorn.py"]))
+    assert config.convert.model_family_path == acorn
+    assert absolute(flags.parse(["--model-family-path", "pkg.acorn"])).convert.model_family_path == "pkg.acorn"
+    assert config_hash(config) == config_hash(flags.parse([]))
+
+
+def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tmp_path: Path) -> None:
+    words = ["--store", str(tmp_path / "store"), "--model-family-path", acorn, "--hf-checkpoint", str(source)]
+    run = flags.parse([*words, "--run", "first"])
+    store = open_store(run.run)
+    create_record(store, "post_train", run)
+    store.commit(RunKeys("first").checkpoint(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
+    config = resolve_source(flags.parse(config_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]])))
+    assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
+
+
+def test_conversion_in_several_ray_processes(
+    acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--hf-checkpoint", str(source), "--model-family-path", acorn, "--convert-ranks", "2"]
+    config = flags.parse([*words, "--store", str(tmp_path / "store")])
+    preflight("convert", config)
+    store = Store(str(tmp_path / "store"))
+    ref = run_conversion(cluster, store, config.convert, verify=True)
+    out = flags.parse([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
+    assert_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))

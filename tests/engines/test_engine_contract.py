@@ -1,0 +1,175 @@
+"""What every generation engine promises (`EngineClient`), checked for the scripted engine and for SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engines.backends import BACKENDS, EngineBackend, connect, engine_backend
+from penstock.engines.generation import EngineClient, EngineGone, WeightTransport
+from tests.rollout.scripted_engine import SlowClient
+
+PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
+LENGTH = 200
+SAMPLING = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+class ScriptedFleet:
+    """Clients of the scripted engine; it needs no server."""
+
+    def client(self) -> EngineClient:
+        client = SlowClient(["http://scripted"])
+        client.chance, client.longest, client.pause_seconds = random.Random(1), 10**6, 0.005
+        return client
+
+    def weights(self) -> Named:
+        return iter([(f"layer.{i}", torch.full((4,), float(i))) for i in range(5)])
+
+
+class SGLangFleet:
+    """Clients of a real SGLang server."""
+
+    def __init__(self, urls: list[str], model: Path) -> None:
+        self.urls, self.model = urls, model
+
+    def client(self) -> EngineClient:
+        return connect(self.urls, 120)
+
+    def weights(self) -> Named:
+        from safetensors.torch import load_file
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return iter(load_file(self.model / "model.safetensors", device=device).items())
+
+
+Fleet = ScriptedFleet | SGLangFleet
+
+
+@pytest.fixture(params=["scripted", pytest.param("sglang", marks=pytest.mark.integration)])
+def fleet(request: pytest.FixtureRequest) -> Fleet:
+    if request.param == "scripted":
+        return ScriptedFleet()
+    return SGLangFleet(request.getfixturevalue("engine_pool").urls, request.getfixturevalue("tiny_model"))
+
+
+def run(client: EngineClient, use: Callable[[], Awaitable[Any]]) -> Any:
+    """Run `use` in a new event loop, in which the client is entered."""
+
+    async def main() -> Any:
+        async with client:
+            return await use()
+
+    return asyncio.run(main())
+
+
+def test_a_generation_has_its_tokens_their_logprobs_and_the_published_version(fleet: Fleet) -> None:
+    client = fleet.client()
+    client.update_weights(fleet.weights(), "contract/1")
+    [url] = client.urls
+    assert client.health(url) and client.version(url) == "contract/1"
+
+    async def use() -> Any:
+        each = [SAMPLING | {"max_new_tokens": length} for length in (1, 7)]
+        return await asyncio.gather(client.generate(PROMPT, SAMPLING, n=3), client.generate_each([PROMPT] * 2, each))
+
+    same, each = run(client, use)
+    assert [len(g.token_ids) for g in same] == [LENGTH] * 3 and [len(g.token_ids) for g in each] == [1, 7]
+    for generation in [*same, *each]:
+        assert len(generation.logprobs) == len(generation.token_ids) and max(generation.logprobs) <= 0
+        assert generation.finish_reason == "length"
+        assert generation.weight_version == generation.first_weight_version == "contract/1"
+
+
+def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
+    client = fleet.client()
+    client.update_weights(fleet.weights(), "contract/2")
+
+    async def use() -> Any:
+        running = asyncio.create_task(client.generate(PROMPT, SAMPLING, n=4))
+        await asyncio.sleep(0.15)
+        await asyncio.to_thread(client.update_weights, fleet.weights(), "contract/3")
+        return await running
+
+    generations = run(client, use)
+    assert [len(g.token_ids) for g in generations] == [LENGTH] * 4
+    assert ("contract/2", "contract/3") in {(g.first_weight_version, g.weight_version) for g in generations}
+
+
+def test_abort_ends_the_requests_of_its_client_alone(fleet: Fleet) -> None:
+    client, other = fleet.client(), fleet.client()
+
+    async def use() -> Any:
+        async with other:
+            others = asyncio.create_task(other.generate(PROMPT, SAMPLING))
+            running = [asyncio.create_task(client.generate(PROMPT, SAMPLING, n=2)) for _ in range(60)]
+            await asyncio.sleep(0.3)
+            await client.abort()
+            stopped = [generation for task in running for generation in await task]
+            return stopped, await client.generate(PROMPT, SAMPLING), await others
+
+    stopped, [late], [finished] = run(client, use)
+    aborted = [g for g in stopped if g.finish_reason == "abort"]
+    assert aborted and max(len(g.token_ids) for g in aborted) < LENGTH
+    assert {g.finish_reason for g in stopped} <= {"abort", "length"}  # a fast engine has finished some
+    assert (late.token_ids, late.finish_reason, late.weight_version) == ([], "abort", "")
+    assert (len(finished.token_ids), finished.finish_reason) == (LENGTH, "length")
+
+
+def test_an_update_that_fails_halfway_leaves_no_version(fleet: Fleet) -> None:
+    client = fleet.client()
+
+    def broken() -> Named:
+        weights = fleet.weights()
+        yield next(weights)
+        yield next(weights)
+        raise RuntimeError("the trainer died")
+
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        client.update_weights(broken(), "contract/4", WeightTransport(bucket_bytes=1))
+    [url] = client.urls
+    assert client.version(url) == "updating:contract/4" and client.health(url)
+    client.update_weights(fleet.weights(), "contract/4")
+    assert client.version(url) == "contract/4"
+
+
+def test_a_paused_engine_generates_after_resume(fleet: Fleet) -> None:
+    client = fleet.client()
+
+    async def use() -> Any:
+        await asyncio.to_thread(client.pause)
+        running = asyncio.create_task(client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        await asyncio.to_thread(client.resume)
+        return await running
+
+    assert [len(g.token_ids) for g in run(client, use)] == [4]
+
+
+def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fleet) -> None:
+    client = fleet.client()
+    assert not client.health("http://127.0.0.1:9", timeout=2)
+    with pytest.raises(EngineGone):
+        client.version("http://127.0.0.1:9", timeout=2)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_is_complete(name: str) -> None:
+    backend = engine_backend(name)
+    assert isinstance(backend, EngineBackend) and isinstance(backend.connect(["http://engine"]), EngineClient)
+    assert not getattr(backend.server_class(), "__abstractmethods__", None)
+
+
+def test_stages_and_flows_use_the_interface_alone() -> None:
+    """Only `penstock doctor` names an engine: it checks the installation of SGLang."""
+    root = Path(__file__).parents[2]
+    sources = [path for package in ("stages", "flows") for path in (root / package).rglob("*.py")]
+    importing = [path for path in sources if "penstock.engines.sglang" in path.read_text(encoding="utf-8")]
+    assert [path.name for path in importing] == ["doctor.py"]

@@ -1,0 +1,171 @@
+"""Tensor tables: Megatron's rows against naive loops, and round trips without loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families.ops import GateUp, InterleavedQKV, PaddedVocab
+from penstock.engines.families.shape import ModelShape, Rotary
+from penstock.storage.errors import ModelError
+from tests.families import FAMILIES, make_family
+
+
+def shape(**changes: Any) -> ModelShape:
+    fields = dict(
+        architecture="Qwen3ForCausalLM", family="qwen3", num_layers=3, hidden_size=8, ffn_hidden_size=12,
+        num_attention_heads=6, num_query_groups=2, head_dim=4, vocab_size=11, max_position_embeddings=64,
+        rotary=Rotary(base=1e4), norm_epsilon=1e-6, qk_layernorm=True, qkv_bias=False, tied_embeddings=False,
+    )  # fmt: skip
+    return ModelShape.model_validate({**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a tiny bf16 checkpoint of every family and of the older GLM, two of them with an MTP layer."""
+    directory = tmp_path_factory.mktemp("families")
+    made = {name: make_family(directory / name, name, dtype="bfloat16") for name in FAMILIES}
+    made["glm"] = make_family(directory / "glm", "glm4", architecture="GlmForCausalLM")
+    for name in ("glm4.5", "deepseek-v3"):
+        made[f"{name}-mtp"] = make_family(directory / f"{name}-mtp", name, num_nextn_predict_layers=1)
+    return made
+
+
+@pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 2), (2, 3, 4), (4, 1, 3), (1, 5, 2)])
+def test_qkv_rows_go_group_by_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
+    q, k, v = (torch.randn(groups * n * dim, *rest) for n in (heads, 1, 1))
+    joined = InterleavedQKV(groups, heads, dim).join("qkv", [q, k, v])
+    expected = []
+    for group in range(groups):
+        for head in range(heads):
+            start = (group * heads + head) * dim
+            expected += list(q[start : start + dim])
+        expected += [*k[group * dim : (group + 1) * dim], *v[group * dim : (group + 1) * dim]]
+    assert torch.equal(joined, torch.stack(expected))
+    for found, part in zip(InterleavedQKV(groups, heads, dim).split("qkv", joined), [q, k, v]):
+        assert torch.equal(found, part)
+
+
+def test_gate_rows_come_before_up_rows() -> None:
+    gate, up = torch.randn(6, 4), torch.randn(6, 4)
+    joined = GateUp().join("fc1", [gate, up])
+    assert torch.equal(joined[:6], gate) and torch.equal(joined[6:], up)
+    assert all(torch.equal(a, b) for a, b in zip(GateUp().split("fc1", joined), [gate, up]))
+
+
+def test_vocabulary_padding_is_removed() -> None:
+    padded = torch.randn(16, 4)
+    (found,) = PaddedVocab(11).split("embedding", padded)
+    assert torch.equal(found, padded[:11])
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "glm", "glm4.5-mtp", "deepseek-v3-mtp"])
+def test_round_trip_of_every_tensor_is_exact(checkpoints: dict[str, Path], name: str) -> None:
+    layout, hf = layout_for(read_shape(checkpoints[name])), load_file(checkpoints[name] / "model.safetensors")
+    carried = {hf_name for hf_name in hf if layout.is_untrained(hf_name)}
+    assert layout.hf_names() == set(hf) - carried and bool(carried) == name.endswith("mtp")
+    back: dict[str, torch.Tensor] = {}
+    for megatron in layout.megatron_names():
+        back |= layout.to_hf(megatron, layout.to_megatron(megatron, hf.__getitem__))
+    assert back.keys() == layout.hf_names()
+    assert all(torch.equal(back[key], hf[key]) and back[key].dtype == hf[key].dtype for key in back)
+
+
+def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
+    assert layout_for(shape(tied_embeddings=True)).copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in layout_for(shape(tied_embeddings=True)).hf_names()
+    assert layout_for(shape()).copies == {} and layout_for(shape()).hf_of("output_layer.weight") == ("lm_head.weight",)
+
+
+def test_experts_keep_their_names(checkpoints: dict[str, Path]) -> None:
+    """Against names written out: a mixture's second layer and its dense first one."""
+    layout, hf = (
+        layout_for(read_shape(checkpoints["glm4.5"])),
+        load_file(checkpoints["glm4.5"] / "model.safetensors"),
+    )
+    to, fro = "decoder.layers.1.mlp.", "model.layers.1.mlp."
+    expected = {
+        to + "router.weight": hf[fro + "gate.weight"],
+        to + "router.expert_bias": hf[fro + "gate.e_score_correction_bias"],
+        to + "experts.local_experts.5.linear_fc2.weight": hf[fro + "experts.5.down_proj.weight"],
+        to + "experts.local_experts.5.linear_fc1.weight": torch.cat(
+            [hf[fro + "experts.5.gate_proj.weight"], hf[fro + "experts.5.up_proj.weight"]]
+        ),
+        to + "shared_experts.linear_fc1.weight": torch.cat(
+            [hf[fro + "shared_experts.gate_proj.weight"], hf[fro + "shared_experts.up_proj.weight"]]
+        ),
+        to + "shared_experts.linear_fc2.weight": hf[fro + "shared_experts.down_proj.weight"],
+        "decoder.layers.0.mlp.linear_fc2.weight": hf["model.layers.0.mlp.down_proj.weight"],
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(layout.to_megatron(name, hf.__getitem__), tensor), name
+    assert expected[to + "router.expert_bias"].dtype == torch.float32  # beside bf16 weights
+    assert "decoder.layers.0.mlp.router.weight" not in layout.megatron_names()
+    assert "decoder.layers.1.mlp.linear_fc1.weight" not in layout.megatron_names()
+
+
+def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, Path]) -> None:
+    to, fro = "decoder.layers.2.", "model.layers.2."
+    names = {
+        "kimi-k2": {
+            "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+            "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+            "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+            "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+            "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        },
+        "moonlight": {"self_attention.linear_q_proj.weight": "self_attn.q_proj.weight"},
+        "glm4": {
+            "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+            "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
+            "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
+        },
+    }
+    for family, pairs in names.items():
+        layout = layout_for(read_shape(checkpoints[family]))
+        assert {name: layout.hf_of(to + name) for name in pairs} == {name: (fro + hf,) for name, hf in pairs.items()}
+
+
+def test_only_prediction_layers_and_rotary_frequencies_are_untrained() -> None:
+    layout = layout_for(shape(num_mtp_layers=1))
+    assert layout.is_untrained("model.layers.3.eh_proj.weight") and layout.is_untrained(
+        "model.layers.3.mlp.experts.0.up_proj.weight"
+    )
+    assert layout.is_untrained("model.layers.1.self_attn.rotary_emb.inv_freq") and layout.is_untrained(
+        "model.rotary_emb.inv_freq"
+    )
+    for name in (
+        "model.layers.4.eh_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.30.x",
+        "lm_head.bias",
+        "visual.x",
+    ):
+        assert not layout.is_untrained(name)
+    assert not layout_for(shape()).is_untrained("model.layers.3.eh_proj.weight")  # config.json has no prediction layers
+
+
+def test_layers_keep_their_numbers() -> None:
+    layout = layout_for(shape(num_layers=12))
+    assert layout.hf_of("decoder.layers.11.mlp.linear_fc2.weight") == ("model.layers.11.mlp.down_proj.weight",)
+    with pytest.raises(ModelError, match=r"'decoder.layers.12"):
+        layout.to_hf("decoder.layers.12.mlp.linear_fc2.weight", torch.zeros(1))
+
+
+def test_errors_name_the_tensor_or_family() -> None:
+    with pytest.raises(ModelError, match="'llama9'"):
+        layout_for(shape(family="llama9"))
+    with pytest.raises(ModelError, match=r"linear_qkv.weight: .*\[39, 8\].*40 rows"):
+        layout_for(shape()).to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))
+    mixed = {"gate": torch.zeros(4, 2), "up": torch.zeros(4, 2, dtype=torch.bfloat16)}
+    with pytest.raises(ModelError, match=r"float32.*bfloat16"):
+        layout_for(shape()).to_megatron(
+            "decoder.layers.0.mlp.linear_fc1.weight", lambda name: mixed["up" if "up" in name else "gate"]
+        )

@@ -1,0 +1,322 @@
+"""User-defined rewards in every form: how they are called, rejected before a run, and how they fail."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.stages.rewards.custom_reward import load_custom_reward
+from penstock.stages.rewards.grading import Grader, check_reward
+from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.storage.errors import InputError, PluginError, RewardError
+from penstock.storage.samples.sample import Sample, Status
+from tests.rewards.make_grader import make_grader
+
+REWARDS = r"""
+import asyncio, os, time
+
+
+def rank(args, samples, **kwargs):
+    if samples[0].response == "hang":
+        time.sleep(3600)
+    order = sorted(samples, key=lambda sample: len(sample.response))
+    return [order.index(sample) / args.scale for sample in samples]
+
+
+async def rank_async(args, samples):
+    await asyncio.sleep(3600 if samples[0].response == "hang" else 0)
+    return tuple(float(len(samples)) for sample in samples)
+
+
+def two_of_three(args, samples):
+    return [1.0] * 2
+
+
+def not_a_list(args, samples):
+    return 1.0
+
+
+def odd_values(args, sample):
+    class Hostile:
+        def __float__(self):
+            raise RuntimeError("no")
+        def __repr__(self):
+            raise RuntimeError("no")
+    numbers = {"fine": 1, "inf": float("inf"), "dict": {"other": 1}}
+    return (numbers | {"hostile": Hostile(), "lambda": lambda: 1, "text": "good"})[sample.response]
+
+
+def row_reward(args, sample):
+    return 7.0
+"""
+
+MODEL = r"""
+import os
+
+
+def load_model(path):
+    print("loaded", path, file=open(path, "a"))
+    return len
+
+
+class CustomRewardModel:
+    def __init__(self, model_path):
+        self.model = load_model(model_path)
+        self.pid = os.getpid()
+
+    def compute_reward(self, prompts, responses):
+        if "die" in responses:
+            os._exit(1)
+        return [self.model(prompt + response) + 100 * len(responses) for prompt, response in zip(prompts, responses)]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture
+def row_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create a package from which rows may name rewards."""
+    package = tmp_path / "packages" / "row_rewards"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "graders.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(package.parent))
+    for name in ("row_rewards", "row_rewards.graders"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package
+
+
+def group(*responses: str) -> list[Sample]:
+    return [
+        Sample(f"{i}", "g", f"{i}", 0, prompt="p", response=r, status=Status.COMPLETED) for i, r in enumerate(responses)
+    ]
+
+
+def outcomes(grader: Grader, samples: list[Sample]) -> list[Outcome]:
+    return [future.result(30) for future in grader.submit_group(samples)]
+
+
+def test_group_reward_gets_all_samples_of_a_prompt_in_one_call(file: Path) -> None:
+    with make_grader(custom_rm_path=f"{file}:rank", group_rm=True, arguments={"scale": 2}) as grader:
+        assert [outcome.reward for outcome in outcomes(grader, group("aaa", "a", "aa"))] == [1.0, 0.0, 0.5]
+    with make_grader(custom_rm_path=f"{file}:rank_async", group_rm=True) as grader:
+        assert [outcome.reward for outcome in outcomes(grader, group("a", "b"))] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["rank", "rank_async"])
+def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> None:
+    with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True, timeout=0.1, arguments={"scale": 2}) as grader:
+        grader.submit_group(group("warm"))[0].result(30)
+        hanging, fine = grader.submit_group(group("hang", "a", "b", "c", "d")), grader.submit_group(group("aa", "a"))
+        assert all(
+            f"timeout: more than 0.5 s in {'' if name == 'rank_async' else file}" in str(f.result(30).error)
+            for f in hanging
+        )
+        assert [future.result(30).error for future in fine] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("two_of_three", "the reward function returned another number of rewards than samples: "),
+        ("not_a_list", "the reward function returned no list: "),
+    ],
+)
+def test_group_reward_without_one_value_per_sample_fails_the_group(file: Path, name: str, category: str) -> None:
+    with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True) as grader:
+        for outcome in outcomes(grader, group("a", "b", "c")):
+            assert outcome.reward is None
+            assert str(outcome.error).startswith(category) and f"{name} of {file}" in str(outcome.error)
+
+
+def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
+    with make_grader(custom_rm_path=f"{file}:odd_values") as grader:
+        graded = outcomes(grader, group("fine", "hostile", "lambda", "text", "inf"))
+        assert [outcome.reward for outcome in graded] == [1.0, None, None, None, None]
+        for outcome, part in zip(graded[1:], ("RuntimeError", "function", "'good' (str)", "returned inf")):
+            assert part in str(outcome.error) and "odd_values" in str(outcome.error)
+        with pytest.raises(RewardError, match=r"odd_values.*other.*--reward-key"):
+            grader.grade(group("dict"))
+
+
+def test_submit_group_without_a_group_reward_grades_each_sample(file: Path) -> None:
+    with make_grader("exact_number") as grader:
+        samples = group("1", "2")
+        samples[0].label = samples[1].label = "1"
+        assert outcomes(grader, samples) == [grader.submit(sample).result() for sample in samples]
+        assert [outcome.reward for outcome in outcomes(grader, samples)] == [1.0, 0.0]
+        assert grader.submit_group([]) == []
+    with make_grader(custom_rm_path=f"{file}:row_reward") as grader:
+        assert [outcome.reward for outcome in outcomes(grader, group("1", "2"))] == [7.0, 7.0]
+
+
+def test_custom_rm_path_of_a_row_takes_precedence_and_one_sample_with_group_rm(file: Path, row_package: Path) -> None:
+    with_path = group("a", "b")
+    for sample in with_path:
+        sample.metadata |= {"custom_rm_path": "row_rewards.graders:row_reward", "rm_type": "random"}
+    options: dict[str, Any] = {"arguments": {"scale": 1}, "allow_row_code": "row_rewards"}
+    with make_grader(custom_rm_path=f"{file}:rank", group_rm=True, **options) as grader:
+        assert [outcome.reward for outcome in outcomes(grader, with_path)] == [7.0, 7.0]
+        assert [outcome.reward for outcome in outcomes(grader, group("aa", "b"))] == [1.0, 0.0]
+    with_path[0].metadata["custom_rm_path"] = "row_rewards.graders:absent"
+    with make_grader("random", **options) as grader, pytest.raises(PluginError, match="absent"):
+        grader.grade(with_path[:1])
+
+
+@pytest.mark.parametrize(
+    ("named", "allowed"),
+    [
+        ("{}:row_reward", None),
+        ("{}:row_reward", "row_rewards"),
+        ("row_rewards.graders:row_reward", None),
+        ("row_rewards.graders:row_reward", "row_reward"),
+        ("row_rewards_2.graders:row_reward", "row_rewards"),
+        ("os:getcwd", "row_rewards"),
+        ("row_rewards/../graders.py:row_reward", "row_rewards"),
+        ("row_rewards.graders:os.system", "row_rewards"),
+        ("row_rewards", "row_rewards"),
+        (["row_rewards.graders:row_reward"], "row_rewards"),
+    ],
+)
+def test_row_code_outside_the_allowed_package_is_rejected(
+    file: Path, row_package: Path, named: Any, allowed: str | None
+) -> None:
+    (row_package / "graders.py").write_text(f"open({str(row_package / 'ran')!r}, 'w')\n" + REWARDS)
+    sample = group("a")[0]
+    sample.metadata["custom_rm_path"] = named.format(file) if isinstance(named, str) else named
+    with make_grader("random", allow_row_code=allowed) as grader:
+        assert not grader._takes_group(sample)
+        if named != "row_rewards":  # names no function, which only its process finds out
+            assert grader.submit(sample).result(30).request_error is not None
+            assert not (row_package / "ran").exists(), "nothing was imported"
+        with pytest.raises(InputError):
+            grader.grade([sample])
+
+
+def test_row_code_imported_into_the_allowed_package_is_rejected(row_package: Path) -> None:
+    (row_package / "graders.py").write_text("from os import system\nfrom shutil import copytree\n")
+    for name in ("system", "copytree"):
+        with pytest.raises(PluginError):
+            load_custom_reward(f"row_rewards.graders:{name}", within="row_rewards")
+
+
+EXITS = {
+    "raise SystemExit(0)": "sys.exit", "import sys\nsys.exit()": "sys.exit", "import os\nos._exit(0)": "os._exit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, marks=() if "_exit" in source else pytest.mark.full) for source in EXITS]
+)
+def test_reward_that_exits_at_import_is_rejected_with_a_short_error(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "exiting.py"
+    path.write_text(f"{source}\ndef reward_func(args, sample): return 1.0\n")
+    with pytest.raises(PluginError) as error:
+        check_reward(RolloutConfig(custom_rm_path=str(path)))
+    assert EXITS[source] in str(error.value) and "exiting.py" in str(error.value) and len(str(error.value)) < 400
+    with make_grader(custom_rm_path=str(path)) as grader, pytest.raises(PluginError):
+        grader.grade(group("a"))
+
+
+@pytest.mark.parametrize("spelling", [pytest.param("def", marks=pytest.mark.full), "async def"])
+def test_reward_that_exits_when_called_fails_its_sample(tmp_path: Path, spelling: str) -> None:
+    path = tmp_path / "exiting.py"
+    path.write_text(
+        f"import sys\n{spelling} reward_func(args, sample):\n"
+        "    sys.exit(0) if sample.response == 'exit' else None\n    return 1.0\n"
+    )
+    with make_grader(custom_rm_path=str(path)) as grader:
+        samples = group("a", "exit", "b")
+        grader.grade(samples)
+    assert [sample.status is Status.FAILED for sample in samples] == [False, True, False]
+    assert "SystemExit" in samples[1].metadata["error"]
+
+
+@pytest.mark.full
+def test_class_whose_constructor_exits_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "exiting.py"
+    path.write_text(
+        "class Model:\n    def __init__(self): raise SystemExit(0)\n"
+        "    def compute_reward(self, prompts, responses): return [1]\n"
+    )
+    with (
+        make_grader(custom_rm_path=str(path)) as grader,
+        pytest.raises(PluginError, match=r"exiting\.py"),
+    ):
+        grader.grade(group("a"))
+
+
+def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
+    path, log = tmp_path / "model.py", tmp_path / "log"
+    path.write_text(MODEL)
+    check_reward(RolloutConfig(custom_rm_path=str(path), rm_model_path=str(log)))
+    assert not log.exists(), "the check must not construct the class"
+    with make_grader(custom_rm_path=str(path), rm_model_path=str(log)) as grader:
+        assert [outcome.reward for outcome in outcomes(grader, group("a", "bb"))] == [202.0, 203.0], (
+            "a group must be one call"
+        )
+        assert grader.submit(group("a")[0]).result(30).reward == 102.0
+        assert log.read_text().count("loaded") == 1
+        died = outcomes(grader, group("die", "a"))
+        assert all(
+            "the grading process died" in str(outcome.error) and "model.py" in str(outcome.error) for outcome in died
+        )
+        assert outcomes(grader, group("a"))[0].reward == 102.0
+        assert log.read_text().count("loaded") == 2
+    log.unlink()
+    with make_grader(custom_rm_path=str(path), rm_model_path=f"{tmp_path}/absent/log") as grader:
+        with pytest.raises(PluginError, match=r"CustomRewardModel of .*model\.py.*FileNotFoundError"):
+            grader.grade(group("a"))
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("def f(sample): ...", r"\(sample\).*\(args, sample\)"),
+        ("def f(args, *, sample): ...", r"\(args, sample\)"),
+        ("def f(args, sample, extra): ...", "extra"),
+        ("def f(args, sample):\n    yield 1", "generator"),
+        ("async def f(args, sample):\n    yield 1", "generator"),
+        ("class F: ...", "compute_reward"),
+        ("class F:\n    def compute_reward(self, prompts): ...", r"compute_reward.*\(self, prompts\)"),
+        (
+            "class F:\n    def __init__(self, model_path): ...\n    def compute_reward(self, prompts, responses): ...",
+            "'model_path'.*--rm-model-path",
+        ),
+        (
+            "class F:\n    def __init__(self, *, size): ...\n    def compute_reward(self, prompts, responses): ...",
+            "constructor.*size",
+        ),
+    ],
+)
+def test_reward_with_a_wrong_signature_is_rejected_at_load(tmp_path: Path, source: str, part: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(source)
+    with pytest.raises(PluginError, match=part):
+        load_custom_reward(str(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(args, sample): ...",
+        "async def f(args, sample, **kwargs): ...",
+        "f = lambda *args: 1.0",
+        "class F:\n    def compute_reward(self, prompts, responses): ...",
+        "class F:\n    def __init__(self, path='m'): ...\n    async def compute_reward(self, prompts, responses): ...",
+        "def load(): ...\nclass F:\n    def compute_reward(self, prompts, responses): ...",
+        "def helper(): ...\ndef reward_func(args, sample): ...",
+    ],
+)
+def test_reward_with_a_right_signature_is_accepted(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "good.py"
+    path.write_text(source)
+    assert load_custom_reward(str(path)).is_class == ("class" in source)
+    assert load_custom_reward(str(path)).is_async == ("async" in source)

@@ -1,0 +1,142 @@
+"""What every tracker must do with a run's records: MLflow, and a JSONL file as the second implementation."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracked_run import CONFIG, KEYS, commits
+
+from penstock.storage.refs import Commit
+from penstock.storage.tracking import tracker
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow import MlflowTracker
+
+Content = Callable[[], dict[str, Any]]
+
+
+def mlflow_content(database: Path) -> dict[str, Any]:
+    """Metric points by run name, metric and step; status and parameters of the main run; inputs of child runs."""
+    with sqlite3.connect(database) as connection:
+        points = connection.execute(
+            "select r.name, m.key, m.step, m.value from metrics m join runs r using (run_uuid) where not m.is_nan"
+        ).fetchall()
+        [(status,)] = connection.execute("select status from runs where name = 'demo'").fetchall()
+        params = dict(connection.execute("select key, value from params"))
+        inputs = connection.execute(
+            "select r.name, d.name from inputs i join datasets d on i.source_id = d.dataset_uuid "
+            "join runs r on i.destination_id = r.run_uuid where i.source_type = 'DATASET' and r.name like 'train%'"
+        ).fetchall()
+    return {
+        "points": sorted(point[1:] for point in points if point[0] == "demo" and "pass" not in point[1]),
+        "status": status,
+        "config": params.get("train.lr"),
+        "text": database.read_bytes().decode("latin-1"),
+        "inputs": sorted((part, int(rollout.removeprefix("rollout-"))) for part, rollout in inputs),
+    }
+
+
+def jsonl_content(path: Path) -> dict[str, Any]:
+    """The same from the file of the JSONL tracker."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    values = {(what, part): value for what, part, _, _, value in rows}
+    points = [(what[7:], step, value) for what, _, step, _, value in rows if what.startswith("metric ")]
+    return {
+        "points": sorted(point for point in points if point[2] == point[2] and "pass" not in point[0]),
+        "status": values["status", ""],
+        "config": str(values.get(("config", ""), {}).get("train", {}).get("lr")),
+        "text": path.read_text(),
+        "inputs": sorted(
+            (part, int(key.rpartition("/")[2][:6]))
+            for (what, part), keys in values.items()
+            if what == "inputs"
+            for key in keys
+        ),
+    }
+
+
+@pytest.fixture(params=["mlflow", "jsonl"])
+def served(
+    request: pytest.FixtureRequest, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Content]:
+    """The URI of a tracker, and a function that returns what it shows."""
+    if request.param == "mlflow":
+        return f"sqlite:///{database}", lambda: mlflow_content(database)
+    monkeypatch.setitem(tracker.TRACKERS, "jsonl", "jsonl_tracker:JsonlTracker")
+    path = tmp_path / "run.jsonl"
+    return f"jsonl://{path}", lambda: jsonl_content(path)
+
+
+def track(uri: str, directory: Path, offered: list[tuple[str, Commit]], status: str = "FINISHED") -> None:
+    tracking = RunTracking("demo", directory, uri, CONFIG, store_uri="/store")
+    for key, commit in offered:
+        tracking.record(key, commit)
+    assert (tracking.close(status, timeout=60), tracking.problem) == (0, None)
+
+
+def test_a_scheme_without_a_row_is_mlflow() -> None:
+    for uri in ("http://localhost", "sqlite:///x.db", "databricks", "/a/directory"):
+        assert tracker.tracker_class(uri) is MlflowTracker
+
+
+def test_every_record_is_shown_once(served: tuple[str, Content], tmp_path: Path) -> None:
+    uri, content = served
+    track(uri, tmp_path / "out", commits())
+    shown = content()
+    rewards = [(step, value) for name, step, value in shown["points"] if name == "rollout/raw_reward"]
+    assert rewards == [(r, 0.25 * r) for r in range(4)]
+    assert [point for point in shown["points"] if point[0] == "eval/heldout"] == [
+        ("eval/heldout", 2, 0.5),
+        ("eval/heldout", 4, 0.5),
+    ]
+    assert shown["inputs"] == [(f"train-{a:06d}-{b:06d}", r) for a, b in ((0, 1), (2, 3)) for r in (a, b)]
+    assert (shown["status"], shown["config"]) == ("FINISHED", "0.0003")
+    assert "s3cret" not in shown["text"]
+
+
+def test_delivery_after_a_restart_and_from_another_machine_changes_nothing(
+    served: tuple[str, Content], tmp_path: Path
+) -> None:
+    uri, content = served
+    track(uri, tmp_path / "out", commits()[:5], "FAILED")
+    assert content()["status"] == "FAILED"
+    track(uri, tmp_path / "out", commits())
+    first = content()
+    (tmp_path / "out" / "delivered.json").unlink()
+    track(uri, tmp_path / "out", [])
+    track(uri, tmp_path / "another machine", commits())
+    assert {**content(), "text": ""} == {**first, "text": ""}
+
+
+def test_a_refused_record_is_skipped_and_the_others_are_delivered(served: tuple[str, Content], tmp_path: Path) -> None:
+    uri, content = served
+    tracking = RunTracking("demo", tmp_path / "out", uri, store_uri="/store")
+    tracking.log("good", {"perf/overhead": 0.25}, step=0)
+    tracking.log("bad", {"n" * 400: 0.25}, step=1)
+    tracking.log("also good", {"perf/overhead": 0.5}, step=2)
+    assert tracking.close(timeout=60) == 0
+    assert [step for name, step, _ in content()["points"]] == [0, 2]
+    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    assert [entry["line"]["key"] for entry in refused] == ["bad"]
+
+
+def test_a_failing_tracker_keeps_the_records_for_the_next_start(
+    served: tuple[str, Content], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, content = served
+    with monkeypatch.context() as patched:
+
+        def unreachable(*args: object) -> None:
+            raise ConnectionError("http://user:pa55word@server is down")
+
+        patched.setattr(tracker.tracker_class(uri), "__init__", unreachable)
+        tracking = RunTracking("demo", tmp_path / "out", uri, CONFIG, store_uri="/store")
+        tracking.record(*commits()[1])
+        assert tracking.close(timeout=5) == 3
+        assert tracking.problem is not None and "pa55word" not in tracking.problem
+    track(
+        uri, tmp_path / "out", [(commit_key, commit) for commit_key, commit in commits() if KEYS.prefix in commit_key]
+    )
+    assert ("rollout/raw_reward", 0, 0.0) in content()["points"]
