@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from penstock_command import penstock
 
 from penstock.engines.ports import free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
@@ -390,11 +391,7 @@ class Pipeline:
     def replay(self) -> int:
         """Check that a replay of the commits gives the same weights, bit for bit. Return the number of rounds."""
         report = self.world.root / f"{self.keys.run}-replay.json"
-        command = [sys.executable, "-m", "penstock", "replay", self.keys.run, *self._place, "--json", str(report)]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=600, env=self.world.environment, check=False
-        )
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        penstock("replay", self.keys.run, *self._place, "--json", str(report), env=self.world.environment)
         replayed = json.loads(report.read_text())
         for rollout_id, round in replayed.items():
             commit = self.store.committed(self.keys.step(int(rollout_id)))

@@ -6,8 +6,6 @@ Only `penstock` commands and files of the store are used here, so that these tes
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.make_stores import RUNS, STORES, cpu_name
+from penstock_command import penstock
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -31,12 +30,7 @@ class StoredRun:
 
     def penstock(self, *words: str) -> str:
         """Run a command in the directory of the run. Returns what it printed; it must succeed."""
-        command = [sys.executable, "-m", "penstock", *words]
-        result = subprocess.run(
-            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=500, check=False
-        )
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        return result.stdout
+        return penstock(*words, env=self.environment, cwd=self.directory).stdout
 
     def commits(self) -> dict[str, bytes]:
         """Return path -> content of every commit record of the run, without journals, which end with their round."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from bad_inputs import BASES, Bad, quick_rows, real_rows, rest_of_rows
 from bad_place import make_place
+from penstock_command import penstock
 
 from penstock.flows.cli import main
 from penstock.flows.options.flags import parse
@@ -122,10 +122,7 @@ def test_other_bad_input_is_refused_in_one_line(
 def test_bad_input_to_a_process_is_refused_in_one_line(row: Bad, place: Path) -> None:
     words, before = prepare(row, place), snapshot(place)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "penstock", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, cwd=place / "directory", env=environment
-    )
+    done = penstock(*words, env=environment, cwd=place / "directory", check=False)
     check_outcome(row, place, done.returncode, done.stdout, done.stderr)
     assert snapshot(place) == before
 

@@ -1,12 +1,11 @@
 """The smaller commands in a process each: convert, eval, runs, doctor."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import penstock_command
 import pytest
 
 from penstock.flows.commands.demo_model import make_tiny_data
@@ -28,15 +27,7 @@ def penstock(prefect_api: dict[str, str], tmp_path: Path, temporary: Path) -> Ca
     """Calls the command, which must succeed; what it prints."""
     environment = {**prefect_api, "TMPDIR": str(temporary)}
 
-    def call(*words: str) -> str:
-        command = [sys.executable, "-m", "penstock", *words]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment
-        )
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        return result.stdout
-
-    return call
+    return lambda *words: penstock_command.penstock(*words, env=environment, cwd=tmp_path).stdout
 
 
 def test_convert_eval_and_runs_write_only_their_results(

@@ -1,11 +1,10 @@
 """A shortened demo with the real engines and flows: the model learns."""
 
 import sqlite3
-import subprocess
-import sys
 
 import pytest
 from mlflow import MlflowClient
+from penstock_command import penstock
 
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -19,9 +18,7 @@ ROUNDS = 12
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     """The store and what the terminal showed."""
     directory = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "penstock", "demo", "--directory", str(directory), "--num-rollout", str(ROUNDS)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    result = penstock("demo", "--directory", str(directory), "--num-rollout", str(ROUNDS))
     return Store(str(directory / "store")), result.stdout
 
 

@@ -1,6 +1,5 @@
 """Forks: shared rounds, changed options, kills, and the order of the data."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import BATCH, ROWS, config_of, make_run, write_data
+from penstock_command import penstock
 
 from penstock.flows import cli
 from penstock.flows.commands import fork
@@ -213,21 +213,15 @@ def test_fork_with_another_learning_rate_continues_from_the_policy_of_its_parent
     words = f"""--run base --num-rollout 2 --hf-checkpoint {tiny_model} --input-key messages
         --prompt-data {tmp_path / "data" / "sft_skill.jsonl"}
         --rollout-batch-size 32 --num-steps-per-rollout 2 --loss-type sft_loss --lr 1e-3 --trainer-threads 1"""
-    penstock(prefect_api, "sft", *words.split(), *where)
+    penstock("sft", *words.split(), *where, env=prefect_api)
     assert cli.main(["fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where]) == 0
-    penstock(prefect_api, "resume", "faster", *where)
+    penstock("resume", "faster", *where, env=prefect_api)
     store, base, faster = Store(where[1]), RunKeys("base"), RunKeys("faster")
     digests = {run.run: [digest(store, run.step(r)) for r in range(2)] for run in (base, faster)}
     assert digests["base"][0] == digests["faster"][0] and digests["base"][1] != digests["faster"][1]
     left = store.committed(faster.checkpoint(1))
     assert left is not None and left.state["digest"] == digests["base"][0]
     assert cli.main(["verify", "faster", *where]) == 0
-
-
-def penstock(environment: dict[str, str], *words: str) -> None:
-    command = [sys.executable, "-m", "penstock", *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 def digest(store: Store, prefix: str) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from penstock_command import penstock
 from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
@@ -84,8 +84,7 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
 
 
 def penstock_replay(store: Store, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "replay", KEYS.run, "--store", store.root, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return penstock("replay", KEYS.run, "--store", store.root, *words, env=environment, check=False)
 
 
 @pytest.mark.integration
