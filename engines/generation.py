@@ -6,8 +6,8 @@ An implementation is a package under `engines/`, for instance `engines/sglang`, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
-Transport = Literal["tensor", "disk"]
+Transport = Literal["tensor", "nccl", "disk"]
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns the live engines'
 BUCKET_BYTES = 512 << 20
 
 
 class EngineGone(ConnectionError):
     """An engine did not answer a call in time, or closed the connection during it."""
+
+
+class EngineRefused(RuntimeError):
+    """An engine answered a call with an error."""
 
 
 @dataclass(slots=True)
@@ -40,18 +44,33 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class EngineRoute:
+    """Which trainer ranks send the weights to one engine."""
+
+    senders: tuple[int, ...] = (0,)
+    """For each tensor-parallel rank of the engine the trainer rank whose memory it reads, or one trainer rank for all.
+    The first one also makes the HTTP requests to the engine."""
+    incarnation: str = ""
+    """Id of the engine's process, other after a restart; "" if unknown (external engines)."""
+
+
+@dataclass(frozen=True)
 class WeightTransport:
     """How weights are transferred from the trainer to the engines.
 
-    tensor    engines copy from the trainer's memory: CUDA IPC on the same GPU, shared memory on CPU. Trainer and
-              engines must run on the same host with the same torch version.
-    disk      the trainer writes a Hugging Face directory and the engines load it. Needs a file system shared by trainer
-              and engines.
+    tensor    engines copy from the trainer's memory: CUDA IPC from the trainer rank on the same GPU, shared memory on
+              CPU. Both sides must have the same torch version.
+    nccl      trainer rank 0 broadcasts to all ranks of the engines over NCCL (over gloo on machines without GPUs).
+              Engines may be on other GPUs and other nodes.
+    disk      trainer rank 0 writes a Hugging Face directory and the engines load it. Needs a file system shared by
+              trainer and engines.
     """
 
     kind: Transport = "tensor"
+    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # URL of an engine -> its route, if not the default
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
+    host: str = "127.0.0.1"  # "nccl": address of trainer rank 0's machine, at which the engines join the group
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -117,7 +136,9 @@ class EngineClient(ABC):
     ) -> None:
         """Load weights into all engines; afterwards each engine reports `version` with every response.
 
-        Requests in flight are kept and continue with the new weights.
+        Requests in flight are kept and continue with the new weights. If the trainer has several ranks, this is a
+        collective: every rank calls it with the same engines, version and transport. It raises only on the ranks that
+        make requests to a failing engine; the other ranks return normally.
 
         Args:
             named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time.
@@ -127,7 +148,7 @@ class EngineClient(ABC):
         Raises:
             ConnectionError: an engine died or does not answer. The others report `updating:<version>` until the weights
                 are sent again.
-            RuntimeError: an engine rejected the weights.
+            EngineRefused: an engine rejected the weights.
             EngineError: trainer and engines cannot use this transport.
         """
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engines.generation import Transport, WeightTransport
+from penstock.engines.generation import EngineRoute, Transport, WeightTransport
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.weights.routes import ProcessPlace, incarnation_of, memory_routes, shares_memory
 
 
 class HealthCheck(BaseModel):
@@ -53,18 +55,30 @@ class EngineOptions:
         first GPU after the trainer's."""
         return 0 if self.num_gpus is None else self.trainer_gpus
 
-    def weight_transport(self, has_gpus: bool, directory: str) -> WeightTransport:
+    def weight_transport(
+        self, engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace], directory: str
+    ) -> WeightTransport:
         """Return the configured weight transport, or choose one.
 
-        "tensor" is chosen if trainer and engines can share memory: on one machine without GPUs, or on the same GPUs.
-        Otherwise "disk" is chosen, and weights are written to `directory`.
+        "tensor" is chosen if the engines can read the trainer's memory: on the same GPUs, or on machines without GPUs.
+        Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.
+
+        Args:
+            engines: URL -> place of the engines that get the weights.
+            ranks: place of each trainer rank.
+            directory: directory to which the transport "disk" writes.
         """
         if self.external:
-            shares_memory = not has_gpus and all(map(is_on_this_machine, self.external))
+            on_cpu = not any(place.gpu_ids for place in ranks)
+            readable = on_cpu and all(map(is_on_this_machine, self.external))
         else:
-            shares_memory = self.num_gpus is None or not has_gpus
-        kind = self.transport or ("tensor" if shares_memory else "disk")
-        return WeightTransport(kind, self.spec.model_path, directory)
+            readable = shares_memory(engines, ranks)
+        kind = self.transport or ("tensor" if readable else "disk" if self.external else "nccl")
+        if kind == "tensor" and not self.external:
+            routes = memory_routes(engines, ranks)
+        else:
+            routes = {url: EngineRoute(incarnation=incarnation_of(place)) for url, place in engines.items()}
+        return WeightTransport(kind, routes, self.spec.model_path, directory)
 
     def with_spec(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options with these fields of `spec` replaced."""

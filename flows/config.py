@@ -72,8 +72,8 @@ class RunConfig(StageConfig):
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file beside the store."""
 
-    update_weight_transport: Literal["tensor", "disk"] | None = option(None, mutability="placement")
-    """How weights reach the engines: tensor (in memory, same machine or GPU) or disk; default: by placement."""
+    update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
+    """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
 
     stage_retries: int = option(2, mutability="placement", ge=0)
     """How often a failed stage is retried before the run fails."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.rendezvous import serve_store
 from penstock.storage.errors import LayoutError
 
 DEFAULT_SEED = 1234
@@ -101,7 +102,7 @@ def init_parallel(
             "expert tensor-parallel size"
         )
     if isinstance(rendezvous, socket.socket):
-        store = _serve_store(rendezvous, world_size, timeout)
+        store = dist.PrefixStore("default_pg", serve_store(rendezvous, world_size, timeout))  # as in torch's own
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         if urlsplit(rendezvous).scheme == "file":  # all ranks are on this machine, so loopback suffices for gloo
@@ -116,24 +117,6 @@ def init_parallel(
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(DEFAULT_SEED)
-
-
-def listen_at(host: str) -> socket.socket:
-    """Return a socket that listens on `host`, an address of this machine, and a free port chosen by the kernel."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return rank 0's TCPStore, which serves on `listener`; the other ranks connect to the listener's address.
-
-    The store takes ownership of the socket.
-    """
-    host, port = listener.getsockname()[:2]
-    descriptor = listener.detach()
-    server = dist.TCPStore(
-        host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
-    )
-    return dist.PrefixStore("default_pg", server)  # as in torch's own rendezvous
 
 
 def shutdown_parallel() -> None:

@@ -16,6 +16,7 @@ from penstock.engines.serving import keys
 from penstock.engines.serving.addresses import url_of
 from penstock.engines.serving.replica import POLL_SECONDS, Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.weights.routes import ProcessPlace
 
 
 class ExternalReplica(Replica):
@@ -34,7 +35,7 @@ class ExternalReplica(Replica):
         self.index = index
         self.backend = backend
         self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
-        self._url = url_of(address)
+        self.known_url = self._url = url_of(address)
         if key := spec.args.get("api_key"):
             keys.use_key(self._url, key)
         self._checked = False
@@ -79,6 +80,10 @@ class ExternalReplica(Replica):
 
     def _address(self) -> str:
         return self._url  # without waiting, unlike `url`
+
+    def place(self) -> ProcessPlace:
+        """Return an unknown place."""
+        return ProcessPlace("")
 
     def pid(self) -> int:
         """Return 0: the process id of an external engine is unknown."""

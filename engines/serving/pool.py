@@ -19,6 +19,7 @@ from penstock.engines.serving.external import ExternalReplica
 from penstock.engines.serving.replica import RayReplica, Replica, kill_replicas_from
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead
+from penstock.engines.weights.routes import ProcessPlace
 from penstock.storage.secret_references import reveal
 
 
@@ -114,6 +115,11 @@ class EnginePool:
             for replica in self._replicas:
                 replica.settle()
             return [replica.url() for replica in self._replicas]
+
+    def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
+        """Return where the engines at `urls` run: URL -> place."""
+        known = {replica.known_url: replica for replica in self._replicas}
+        return {url: known[url].place() for url in urls}
 
     def ensure_alive(self) -> bool:
         """Restart every engine that is dead or does not answer. Return whether any engine was restarted.

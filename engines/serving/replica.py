@@ -18,6 +18,7 @@ from penstock.engines.cluster import Cluster, ClusterLost, Slot
 from penstock.engines.generation import EngineClient, EngineGone
 from penstock.engines.serving import keys
 from penstock.engines.serving.server import ServerSpec, read_log_tail
+from penstock.engines.weights.routes import ProcessPlace
 
 POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
 CALL_TIMEOUT = 30.0  # seconds for a call to an idle actor
@@ -35,6 +36,7 @@ class Replica(ABC):
     index: int  # position in the pool
     adopted = False  # True if an earlier driver started the server
     client: EngineClient
+    known_url: str | None = None  # address of the server; None while it is starting
 
     @abstractmethod
     def begin(self) -> None:
@@ -61,6 +63,10 @@ class Replica(ABC):
         Raises:
             RuntimeError: another driver has adopted the server.
         """
+
+    @abstractmethod
+    def place(self) -> ProcessPlace:
+        """Return where the server runs."""
 
     def answers(self) -> bool:
         """Return whether the server runs and answers a request for its weight version.
@@ -133,7 +139,6 @@ class RayReplica(Replica):
         self.backend = backend
         self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
         self._log = ""
-        self._url: str | None = None
         self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
         self._deadline = 0.0
         self.actor: Any = cluster.find(actor_name(index))
@@ -167,12 +172,12 @@ class RayReplica(Replica):
 
     def settle(self, timeout: float = 10.0) -> None:
         # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
-        adopting = self.adopted and self._url is None and self._starting is not None
+        adopting = self.adopted and self.known_url is None and self._starting is not None
         if adopting and self.cluster.wait([self._starting], timeout)[0]:
             self._take_result()
 
     def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        while self._url is None:
+        while self.known_url is None:
             if self._starting is None:
                 self.begin()
             if self.cluster.wait([self._starting], POLL_SECONDS)[0]:
@@ -185,7 +190,7 @@ class RayReplica(Replica):
                     f"engine {self.index} did not start in time: the Ray actor that starts its server does not answer "
                     "and was killed"
                 )
-        return self._url
+        return self.known_url
 
     def alive(self) -> bool:
         import ray
@@ -194,6 +199,9 @@ class RayReplica(Replica):
             return bool(self._ask("alive", self.owner))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return False
+
+    def place(self) -> ProcessPlace:
+        return ProcessPlace(str(self._ask("node")), self.slot.gpu_ids, self.pid())
 
     def pid(self) -> int:
         return int(self._ask("pid"))
@@ -214,7 +222,7 @@ class RayReplica(Replica):
         """Kill the actor. The server dies with it, even if actor or server is stuck (see `launch.py`)."""
         import ray
 
-        self._url = self._starting = None
+        self.known_url = self._starting = None
         self.cluster.call(ray.kill, self.actor, no_restart=True)
 
     def release(self) -> None:
@@ -231,7 +239,7 @@ class RayReplica(Replica):
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _wait_for(self, starting: Any) -> None:
-        self._url, self._starting = None, starting
+        self.known_url, self._starting = None, starting
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
     def _take_result(self) -> None:
@@ -260,7 +268,7 @@ class RayReplica(Replica):
             self.kill()
             self.begin()
             return
-        self._url = url
+        self.known_url = url
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the actor and return its result."""

@@ -160,6 +160,12 @@ class EngineServer(ABC):
         assert self._process is not None, "the server is not started"
         return self._process.pid
 
+    def node(self) -> str:
+        """Return Ray's id of this machine."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     def log_path(self) -> str:
         """Return the path of the server's log on this machine."""
         return str(self._log or "")

@@ -22,6 +22,8 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.engines.sglang.weight_update import WeightSender
+
 NUM_TRIES = 8
 MAX_BACKOFF = 5.0  # maximum backoff in seconds after failures of an engine (before jitter)
 POLL_ENGINES = 0.2  # seconds between checks for a usable engine while there is none
@@ -66,6 +68,7 @@ class SGLangClient(EngineClient):
         self._running: dict[str, tuple[str, int]] = {}  # request id -> (URL that it was sent to, number of samples)
         self._aborted = False
         self._session: aiohttp.ClientSession | None = None
+        self._weight_sender: WeightSender | None = None  # kept, because it holds process groups
 
     @property
     def urls(self) -> list[str]:
@@ -101,9 +104,11 @@ class SGLangClient(EngineClient):
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        from penstock.engines.sglang.weight_update import update_weights  # local import, because it imports torch
+        from penstock.engines.sglang.weight_update import WeightSender  # local import, because it imports torch
 
-        update_weights(self.urls, named, version, transport)
+        if self._weight_sender is None:
+            self._weight_sender = WeightSender()
+        self._weight_sender.update(self.urls, named, version, transport)
 
     def health(self, url: str, timeout: float = 30) -> bool:
         return control.generates(url, timeout)

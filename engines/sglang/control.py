@@ -9,7 +9,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
-from penstock.engines.generation import EngineGone
+from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.serving import keys
 
 
@@ -27,7 +27,7 @@ def call(
 
     Raises:
         EngineGone: the server did not answer.
-        RuntimeError: the response has an error status.
+        EngineRefused: the response has an error status.
     """
     request = urllib.request.Request(
         url + path,
@@ -41,7 +41,7 @@ def call(
     except urllib.error.HTTPError as error:
         hint = " (the server needs another API key: give it with --sglang-api-key)" if error.code == 401 else ""
         message = error.read().decode(errors="replace")[:500]
-        raise RuntimeError(f"{url}{path} answered HTTP {error.code}{hint}: {message}") from error
+        raise EngineRefused(f"{url}{path} answered HTTP {error.code}{hint}: {message}") from error
     except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
         raise EngineGone(
             f"{url}{path} did not answer within {timeout:.0f} s or closed the connection: {error}"

@@ -1,66 +1,168 @@
-"""SGLang's weight update: serialize tensors and call the servers' update routes in the required order.
+"""SGLang's weight update: the transports, and the servers' update routes in the required order.
 
-Only this module knows the wire format. A payload is a pickle that may contain only classes on SGLang's allowlist.
-Tensor data is not sent over HTTP: the payload has handles (CUDA IPC on a GPU, shared memory on CPU), and the server
-copies the data from the trainer's memory.
+All trainer ranks take part: each consumes the same stream of full tensors, whose gathering is collective. The ranks
+that an engine reads from also exchange handles (transport "tensor"). A rank whose engine fails therefore consumes the
+rest of the stream before it raises the error.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
 import logging
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
-from penstock.engines.generation import EngineGone, WeightTransport
+from penstock.engines.generation import EngineGone, EngineRefused, EngineRoute, WeightTransport
 from penstock.engines.sglang import control
-from penstock.engines.weights.buckets import NamedTensor, buckets, num_bytes
+from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
+from penstock.engines.sglang.weight_group import EngineGroup
+from penstock.engines.sglang.weight_payload import FlatBucket, check_shared_memory
+from penstock.engines.weights.buckets import NamedTensor, buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
 NEEDS_SESSION = (0, 5, 21)  # first release that needs /begin_weight_update before and /end_weight_update after
-SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
 logger = logging.getLogger(__name__)
 
+Routes = dict[str, EngineRoute]  # URL -> route
 
-def update_weights(urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
-    """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
+
+class WeightSender:
+    """Sends the weights of this trainer rank's model to servers, and keeps the process groups for the next update."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._handle_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # trainer ranks -> their gloo group
+        self._engine_group: EngineGroup | None = None
+        self._members: list[tuple[str, str]] = []  # (URL, incarnation) of the servers in `_engine_group`
+
+    def update(self, urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
+        """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
+        assert urls, "no engines to update"
+        _check(transport)
+        if self._rank == 0:
+            failpoint("publish-before")
+        stream = iter(named)
+        try:
+            if transport.kind == "tensor":
+                self._share(urls, stream, version, transport)
+            elif self._rank == 0 and transport.kind == "nccl":
+                self._broadcast(urls, stream, version, transport)
+            elif self._rank == 0:
+                _write(urls, stream, version, transport)
+        finally:
+            deque(stream, maxlen=0)  # the other ranks wait for this one in collectives
+        if self._rank == 0:
+            failpoint("publish-after")
+
+    def _share(self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
+        """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
+        in addition to the gathered tensors."""
+        routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
+        if not any(self._rank in route.senders for route in routes.values()):
+            self._open_handle_groups(routes)  # opening a group is collective
+            return
+        self._open_handle_groups(routes)
+        stream = self._handles(named, routes, transport.bucket_bytes)
+        own = [url for url, route in routes.items() if route.senders[0] == self._rank]
+        try:
+            with WeightUpdate(own, version) as update:
+                for flat, handles, last in stream:
+                    update.load_shared(flat, handles, last=last)
+        finally:
+            deque(stream, maxlen=0)
+
+    def _handles(
+        self, named: Iterator[NamedTensor], routes: Routes, bucket_bytes: int
+    ) -> Iterator[tuple[FlatBucket, dict[str, list[str]], bool]]:
+        """Yield (bucket, payloads, is_last). Payloads: URL -> one per rank of the server, for servers that read from
+        several trainer ranks and to which this rank makes the requests."""
+        shared = {url: route.senders for url, route in routes.items() if len(set(route.senders)) > 1}
+        for bucket, last in buckets(named, bucket_bytes):
+            check_shared_memory(bucket)
+            flat, handles = FlatBucket(bucket), dict[str, list[str]]()
+            for url, senders in shared.items():
+                if self._rank in senders:
+                    gathered: list[Any] = [None] * len(senders)
+                    dist.all_gather_object(gathered, flat.payload(), group=self._handle_groups[senders])
+                    handles[url] = gathered
+            yield flat, handles, last
+            for senders in shared.values():
+                if self._rank in senders:  # the first sender arrives here after the server has copied the bucket
+                    dist.barrier(self._handle_groups[senders])
+            flat.free()
+
+    def _open_handle_groups(self, routes: Routes) -> None:
+        for route in routes.values():
+            if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
+                self._handle_groups[route.senders] = dist.new_group(list(route.senders), backend="gloo")
+
+    def _broadcast(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
+        """Broadcast bucket by bucket. While the servers receive and load a bucket, the next one is gathered.
+
+        The process group of the last update is used again if the servers are the same processes.
+        """
+        members = [(url, transport.routes.get(url, EngineRoute()).incarnation) for url in urls]
+        if members != self._members or not all(incarnation for _, incarnation in members):
+            self._leave()
+        with WeightUpdate(urls, version) as update:
+            try:
+                loading: list[Future[Any]] = []
+                for bucket, last in buckets(named, transport.bucket_bytes):
+                    if self._engine_group is None:
+                        update.leave_group()
+                        sizes = {url: size for url, (_, size) in update.facts.items()}
+                        device = bucket[0][1].device
+                        self._engine_group = EngineGroup(sizes, transport.host, device, update.submit, update.call)
+                    update.finish(loading)
+                    flat = FlatBucket(bucket)
+                    loading = update.load_broadcast(flat, last=last)
+                    self._engine_group.broadcast(flat.flat)
+                update.finish(loading)
+                self._members = members
+            except BaseException:
+                self._leave()  # a broadcast may be unfinished; also releases the servers that wait for it
+                raise
+
+    def _leave(self) -> None:
+        group, self._engine_group, self._members = self._engine_group, None, []
+        if group is not None:
+            group.close()
+
+
+def _write(urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
+    """Write a Hugging Face directory and make every server load it."""
+    target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
+    try:
+        write_weights(target, named, Path(transport.model_path), transport.bucket_bytes)
+        with WeightUpdate(urls, version) as update:
+            update.load_from_disk(str(target))
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _check(transport: WeightTransport) -> None:
     if transport.kind == "disk":
         if not (transport.model_path and transport.directory):
             raise EngineError(
                 "the weight transport 'disk' needs WeightTransport.model_path and WeightTransport.directory: set both"
             )
-    elif find_spec("sglang") is None:
+    elif transport.kind == "tensor" and find_spec("sglang") is None:
         raise EngineError(
             "the weight transport 'tensor' needs SGLang in the trainer's Python environment: install it, or give "
             "--update-weight-transport disk"
         )
-    failpoint("publish-before")
-    if transport.kind == "disk":
-        target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
-        try:
-            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes)
-            with WeightUpdate(urls, version) as update:
-                update.load_from_disk(str(target))
-        finally:
-            shutil.rmtree(target, ignore_errors=True)
-    else:  # at most one bucket is in memory in addition to the weights
-        with WeightUpdate(urls, version) as update:
-            for bucket, last in buckets(named, transport.bucket_bytes):
-                update.send(bucket, last=last)
-    failpoint("publish-after")
 
 
 class WeightUpdate:
@@ -72,17 +174,16 @@ class WeightUpdate:
     """
 
     def __init__(self, urls: list[str], version: str, timeout: float = 600) -> None:
-        assert urls, "no engines to update"
         self.urls = urls
         self.version = version
         self.timeout = timeout
-        self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix="weights")
-        self._facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
+        self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
+        self._pool = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="weights")
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
     def __enter__(self) -> WeightUpdate:
         try:
-            self._facts = dict(zip(self.urls, self._on_all(control.server_facts)))
+            self.facts = dict(zip(self.urls, self._on_all(control.server_facts)))
             self._on_all(lambda url: control.pause(url, timeout=self.timeout))
             self._set_version(f"updating:{self.version}")
         except BaseException:
@@ -95,49 +196,81 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                self._on_all(lambda url: self._call(url, "/end_weight_update", {}), self._in_session)
+                self._on_all(lambda url: self.call(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
                 self._set_version(self.version)
         finally:
             self._resume()
 
-    def send(self, bucket: list[NamedTensor], *, last: bool) -> None:
-        """Load one bucket of full (unsharded) tensors into every server; the last bucket also flushes the prefix
-        cache."""
-        if bucket[0][1].device.type == "cpu":  # full shared memory would kill this process with SIGBUS
-            needed, free = num_bytes(bucket), shutil.disk_usage("/dev/shm").free
-            if needed > free:
-                raise EngineError(
-                    f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
-                    "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
-                )
-        if not self._in_session:
-            self._in_session = [url for url, (release, _) in self._facts.items() if release >= NEEDS_SESSION]
-            self._on_all(self._begin_session, self._in_session)
-        flat = FlatBucket(bucket)
-        # One payload per tensor-parallel rank: unpickling a payload twice would corrupt the sender's reference counts.
-        payloads = {url: [flat.payload() for _ in range(tp_size)] for url, (_, tp_size) in self._facts.items()}
+    def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
+        """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
+
+        Args:
+            flat: this rank's copy of the bucket.
+            handles: URL -> payloads of other ranks' copies, one per rank of the server; servers that are missing here
+                read this rank's copy.
+            last: whether this is the last bucket.
+        """
+        self._begin_sessions()
+        payloads = {
+            url: handles.get(url) or [flat.payload() for _ in range(tp_size)]
+            for url, (_, tp_size) in self.facts.items()
+        }
         body = {"load_format": "flattened_bucket", "flush_cache": last}
         self._on_all(
-            lambda url: self._call(
+            lambda url: self.call(
                 url, "/update_weights_from_tensor", body | {"serialized_named_tensors": payloads[url]}
             )
         )
-        flat.free()
+
+    def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
+        """Make every server wait for the broadcast of a bucket and load it. Pass the result to `finish`."""
+        self._begin_sessions()
+        body = {
+            **flat.description(),
+            "group_name": GROUP_NAME,
+            "load_format": "flattened_bucket",
+            "flush_cache": last,
+        }
+        return [self.submit(self.call, url, "/update_weights_from_distributed", body) for url in self.urls]
+
+    def finish(self, loading: list[Future[Any]]) -> None:
+        """Wait until every server has loaded the bucket; raise the first error without waiting for the other
+        servers."""
+        done, _ = wait(loading, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+
+    def leave_group(self) -> None:
+        """Make every server leave the process group of an earlier trainer, if it is in one."""
+
+        def leave(url: str) -> None:
+            try:
+                self.call(url, "/destroy_weights_update_group", {"group_name": GROUP_NAME})
+            except EngineRefused as error:
+                if "does not exist" not in str(error):
+                    raise
+
+        self._on_all(leave)
 
     def load_from_disk(self, directory: str) -> None:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
         body = {"model_path": directory, "flush_cache": True}
-        self._on_all(lambda url: self._call(url, "/update_weights_from_disk", body))
+        self._on_all(lambda url: self.call(url, "/update_weights_from_disk", body))
+
+    def _begin_sessions(self) -> None:
+        if not self._in_session:
+            self._in_session = [url for url, (release, _) in self.facts.items() if release >= NEEDS_SESSION]
+            self._on_all(self._begin_session, self._in_session)
 
     def _begin_session(self, url: str) -> None:
         try:
-            self._call(url, "/begin_weight_update", {})
-        except RuntimeError as error:
+            self.call(url, "/begin_weight_update", {})
+        except EngineRefused as error:
             if "already open" not in str(error):
                 raise
-            self._call(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self._call(url, "/begin_weight_update", {})
+            self.call(url, "/end_weight_update", {})  # an earlier trainer died during its update
+            self.call(url, "/begin_weight_update", {})
 
     def _resume(self) -> None:
         """Resume generation on all servers, also after a failed update.
@@ -148,9 +281,9 @@ class WeightUpdate:
         def resume(url: str) -> None:
             try:
                 if url in self._in_session:
-                    self._call(url, "/end_weight_update", {})
+                    self.call(url, "/end_weight_update", {})
                 control.resume(url)
-            except (EngineGone, RuntimeError) as error:
+            except (EngineGone, EngineRefused) as error:
                 logger.warning(
                     "an engine could not resume generation after a weight update (%s); the supervisor will restart it",
                     error,
@@ -161,12 +294,22 @@ class WeightUpdate:
 
     def _set_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}
-        self._on_all(lambda url: self._call(url, "/update_weight_version", body))
+        self._on_all(lambda url: self.call(url, "/update_weight_version", body))
 
-    def _call(self, url: str, path: str, body: dict[str, Any]) -> None:
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a call in a thread."""
+        return self._pool.submit(fn, *args)
+
+    def call(self, url: str, path: str, body: dict[str, Any]) -> None:
+        """Send one request.
+
+        Raises:
+            EngineGone: the server did not answer.
+            EngineRefused: the server rejected the request.
+        """
         answer = control.call(url, path, body, self.timeout)
         if not answer.get("success", True):
-            raise RuntimeError(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
+            raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
     def _on_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
@@ -180,69 +323,3 @@ class WeightUpdate:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-
-class FlatBucket:
-    """A bucket of tensors of any dtypes, concatenated into one byte tensor.
-
-    `content` holds that tensor and the metadata (name, shape, dtype, byte range) from which SGLang restores each
-    tensor.
-    """
-
-    def __init__(self, bucket: list[NamedTensor]) -> None:
-        self.device = bucket[0][1].device
-        if self.device.type == "cuda":
-            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-            # The handle then identifies the GPU by its UUID: sender and server may number their GPUs differently.
-            monkey_patch_torch_reductions()
-        # SGLang creates views of the bytes, which must be aligned: widest dtypes first, so that for instance a float32
-        # does not start at an odd multiple of 2 bytes after a bfloat16.
-        aligned = sorted(bucket, key=lambda item: -item[1].element_size())
-        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
-        ends = list(itertools.accumulate(len(part) for part in parts))
-        self.content: dict[str, Any] = {
-            "flattened_tensor": torch.cat(parts),
-            # Same fields as SGLang's `FlattenedTensorMetadata`, whose import takes 3 s on CPU.
-            "metadata": [
-                SimpleNamespace(
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    start_idx=end - len(part),
-                    end_idx=end,
-                    numel=len(part),
-                )
-                for (name, tensor), part, end in zip(aligned, parts, ends)
-            ],
-        }
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
-
-    def payload(self) -> str:
-        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
-
-        On CPU torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts
-        are retried for SHARING_TIMEOUT seconds.
-        """
-        # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated
-        # with this process's secret, which crashes SGLang's scheduler. Names in /dev/shm need no secret.
-        strategy = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        deadline = time.monotonic() + SHARING_TIMEOUT
-        try:
-            while True:
-                try:
-                    return base64.b64encode(ForkingPickler.dumps(self.content)).decode()
-                except RuntimeError as error:
-                    if "has timed out" not in str(error) or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.1)
-        finally:
-            torch.multiprocessing.set_sharing_strategy(strategy)
-
-    def free(self) -> None:
-        """Free the flat tensor. Call it once every server has answered."""
-        self.content = {}
-        if self.device.type == "cuda":
-            torch.cuda.ipc_collect()

@@ -204,7 +204,7 @@ class Processes:
         trainer = self.trainer_at(version)
         start = time.perf_counter()
         directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
-        transport = self._options.weight_transport(self.cluster.num_gpus > 0, directory)
+        transport = self._options.weight_transport(self.start_engines().places(urls), trainer.places(), directory)
         trainer.publish(urls, self.weight_version(version), transport)
         self.on_published(version, time.perf_counter() - start)
 

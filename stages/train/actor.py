@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from penstock.storage.store import Store
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.engines.generation import WeightTransport
+    from penstock.engines.generation import EngineClient, EngineGone, EngineRefused, WeightTransport
     from penstock.stages.train.step import Models
 
 
@@ -54,6 +53,8 @@ class TrainActor:
         self._owner = owner
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
+        self._urls: list[str] = []  # of the engines that get the weights
+        self._engines: EngineClient | None = None  # kept, because it holds process groups
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
 
     # ---- ownership ---------------------------------------------------------------------------------------------------
@@ -107,6 +108,7 @@ class TrainActor:
             joined=self._joined,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
+            gpu_ids=tuple(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])),
             log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
         )
 
@@ -114,7 +116,7 @@ class TrainActor:
         """Open the rendezvous socket, on this machine's Ray address only, and return its URL (tcp://host:port)."""
         import ray
 
-        from penstock.engines.megatron.parallel import listen_at
+        from penstock.engines.rendezvous import listen_at
 
         self._listener = listen_at(ray.util.get_node_ip_address())
         host, port = self._listener.getsockname()[:2]
@@ -219,21 +221,34 @@ class TrainActor:
             save(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
-    def publish(self, urls: list[str], version: str, transport: WeightTransport, keys: dict[str, str]) -> None:
-        """Send the policy's weights, under their Hugging Face names, to the engines at `urls`: all ranks take part in
-        gathering them, rank 0 sends them. `keys` holds the API keys of the engines."""
+    def publish(
+        self, urls: list[str], version: str, transport: WeightTransport, keys: dict[str, str]
+    ) -> EngineGone | EngineRefused | None:
+        """Send the policy's weights, under their Hugging Face names, to the engines at `urls`; all ranks take part.
+
+        Returns:
+            The error of an engine to which this rank makes the requests, or None. It is returned, not raised, because
+            it leaves this rank's models intact.
+        """
+        import ray
+
         from penstock.engines.backends import connect
+        from penstock.engines.generation import EngineGone, EngineRefused
         from penstock.engines.serving.keys import use_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version == own_version, (
             f"asked to publish {version}, but the state is {self._state}"
         )
-        if self.rank == 0:
-            use_keys(keys)
-            connect(urls).update_weights(self._named_weights(), version, transport)
-        else:
-            deque(self._named_weights(), maxlen=0)
+        use_keys(keys)
+        self._urls = urls
+        self._engines = self._engines or connect(lambda: self._urls)
+        transport = replace(transport, host=ray.util.get_node_ip_address())
+        try:
+            self._engines.update_weights(self._named_weights(), version, transport)
+        except (EngineGone, EngineRefused) as error:
+            return error
+        return None
 
     @contextmanager
     def _changing_to(self, version: int) -> Iterator[None]:

@@ -24,6 +24,7 @@ import xxhash
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
 from penstock.engines.serving.keys import keys_of
+from penstock.engines.weights.routes import ProcessPlace
 from penstock.stages.train.spec import (
     AuxiliaryModel,
     Build,
@@ -230,9 +231,18 @@ class TrainerGroup:
         )
 
     def publish(self, urls: list[str], version: str, transport: WeightTransport = OVER_MEMORY) -> None:
-        """Send the policy's weights to the engines at `urls`, which then report `version` (`<run>/<policy
-        version>`)."""
-        self._call("publish", urls, version, transport, keys_of(urls))
+        """Send the policy's weights to the engines at `urls`, which then report `version` (`<run>/<policy version>`).
+
+        Raises:
+            EngineGone, EngineRefused: an engine failed; the ranks continue to run.
+        """
+        errors = [error for error in self._call("publish", urls, version, transport, keys_of(urls)) if error]
+        if errors:
+            raise errors[0]
+
+    def places(self) -> list[ProcessPlace]:
+        """Return where each rank runs."""
+        return [ProcessPlace(rank.node, rank.gpu_ids, rank.pid) for rank in self._ranks]
 
     # ---- internals ---------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class RankInfo(Frozen):
     joined: bool  # process group initialized and models built
     node: str  # Ray's node id of the machine
     pid: int
+    gpu_ids: tuple[str, ...] = ()  # Ray's id of the GPU on the machine; empty on CPU
     log: str  # path of the process's log on that machine
 
 

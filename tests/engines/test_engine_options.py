@@ -8,6 +8,8 @@ import pytest
 
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.weights.routes import ProcessPlace, memory_routes
+from penstock.storage.errors import EngineError
 
 SPEC = ServerSpec(model_path="/model")
 HERE, ELSEWHERE = ("127.0.0.1:1",), ("127.0.0.1:1", "10.0.0.7:1")
@@ -28,20 +30,54 @@ def test_engines_share_the_trainers_gpus_or_follow_them(
     assert (engines.count(has_gpus), engines.first_gpu) == (count, first_gpu)
 
 
+CPU = ProcessPlace("a", pid=7)
+GPU0, GPU1, GPU01 = ProcessPlace("a", ("0",)), ProcessPlace("a", ("1",)), ProcessPlace("a", ("0", "1"))
+OTHER_NODE = ProcessPlace("b", ("0",))
+
+
 @pytest.mark.parametrize(
-    ("options", "has_gpus", "kind"),
+    ("options", "engines", "ranks", "kind"),
     [
-        ({}, False, "tensor"),
-        ({}, True, "tensor"),
-        ({"num_gpus": 2}, False, "tensor"),
-        ({"num_gpus": 2}, True, "disk"),
-        ({"external": HERE}, False, "tensor"),
-        ({"external": HERE}, True, "disk"),
-        ({"external": ELSEWHERE}, False, "disk"),
-        ({"transport": "disk"}, False, "disk"),
-        ({"transport": "tensor", "external": ELSEWHERE}, True, "tensor"),
+        ({}, [CPU], [CPU], "tensor"),
+        ({}, [ProcessPlace("b")], [CPU], "nccl"),
+        ({}, [GPU0], [GPU0], "tensor"),
+        ({}, [GPU0, GPU1], [GPU0, GPU1], "tensor"),
+        ({}, [GPU01], [GPU0, GPU1], "tensor"),
+        ({"num_gpus": 1}, [GPU1], [GPU0], "nccl"),
+        ({"num_gpus": 1}, [OTHER_NODE], [GPU0], "nccl"),
+        ({"external": HERE}, [ProcessPlace("")], [CPU], "tensor"),
+        ({"external": HERE}, [ProcessPlace("")], [GPU0], "disk"),
+        ({"external": ELSEWHERE}, [ProcessPlace("")] * 2, [CPU], "disk"),
+        ({"transport": "disk"}, [CPU], [CPU], "disk"),
+        ({"transport": "tensor", "external": ELSEWHERE}, [ProcessPlace("")] * 2, [GPU0], "tensor"),
     ],
 )
-def test_weights_go_over_memory_only_where_it_is_shared(options: dict[str, Any], has_gpus: bool, kind: str) -> None:
-    transport = EngineOptions(SPEC, **options).weight_transport(has_gpus, "/directory")
+def test_weights_go_over_memory_only_where_it_is_shared(
+    options: dict[str, Any], engines: list[ProcessPlace], ranks: list[ProcessPlace], kind: str
+) -> None:
+    places = {f"http://engine-{index}": place for index, place in enumerate(engines)}
+    transport = EngineOptions(SPEC, **options).weight_transport(places, ranks, "/directory")
     assert (transport.kind, transport.model_path, transport.directory) == (kind, "/model", "/directory")
+    assert list(transport.routes) == list(places)
+
+
+def test_each_gpu_reads_from_the_trainer_rank_on_it() -> None:
+    nodes = [ProcessPlace(node, (str(gpu),)) for node in "ab" for gpu in range(4)]
+    engines = {
+        "whole": ProcessPlace("b", ("0", "1", "2", "3"), pid=5),
+        "half": ProcessPlace("a", ("2", "3"), pid=6),
+        "one": ProcessPlace("a", ("1",), pid=7),
+    }
+    routes = memory_routes(engines, nodes)
+    assert {url: route.senders for url, route in routes.items()} == {"whole": (4, 5, 6, 7), "half": (2, 3), "one": (1,)}
+    assert [route.incarnation for route in routes.values()] == ["b:5", "a:6", "a:7"]
+    with pytest.raises(EngineError):
+        memory_routes({"engine": ProcessPlace("b", ("3", "4"))}, nodes)
+
+
+def test_on_cpu_the_engines_of_a_node_are_shared_out_among_its_ranks() -> None:
+    ranks = [ProcessPlace("a"), ProcessPlace("a"), ProcessPlace("b")]
+    engines = {name: ProcessPlace(node) for name, node in [("0", "a"), ("1", "a"), ("2", "b"), ("3", "a")]}
+    assert [route.senders for route in memory_routes(engines, ranks).values()] == [(0,), (1,), (2,), (1,)]
+    with pytest.raises(EngineError):
+        memory_routes({"engine": ProcessPlace("c")}, ranks)

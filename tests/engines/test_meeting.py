@@ -16,7 +16,8 @@ pytestmark = pytest.mark.integration
 RANK = """
 import sys, psutil, torch.distributed as dist
 from datetime import timedelta
-from penstock.engines.megatron.parallel import init_parallel, listen_at, shutdown_parallel
+from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+from penstock.engines.rendezvous import listen_at
 rank, address = int(sys.argv[1]), sys.argv[2]
 listener = listen_at("127.0.0.1") if rank == 0 else None
 if listener is not None:

@@ -16,6 +16,7 @@ from penstock.engines.options import HealthCheck
 from penstock.engines.serving import supervisor
 from penstock.engines.serving.replica import Replica, StartCancelled
 from penstock.engines.serving.supervisor import Supervisor
+from penstock.engines.weights.routes import ProcessPlace
 
 VERSION = "run/3"
 QUICK = HealthCheck(interval=0.05, timeout=0.2, failures=2, max_restarts=2)
@@ -54,14 +55,14 @@ class SmallReplica(Replica):
     def begin(self) -> None:
         self.num_starts += 1
         self.server: SmallServer | None = SmallServer()
-        self._url: str | None = self.server.url
+        self.known_url = self.server.url
         self._ready = time.monotonic() + self.start_seconds
 
     def settle(self) -> None:
         pass
 
     def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        if self._url is None:
+        if self.known_url is None:
             self.begin()
         while time.monotonic() < self._ready:
             if cancelled():
@@ -70,8 +71,8 @@ class SmallReplica(Replica):
         if not self.starts:
             self.kill()
             raise RuntimeError("the server failed to start: no such model")
-        assert self._url is not None
-        return self._url
+        assert self.known_url is not None
+        return self.known_url
 
     def alive(self) -> bool:
         return self.server is not None
@@ -84,6 +85,9 @@ class SmallReplica(Replica):
 
     def version(self) -> str:
         return self.client.version(self.url())
+
+    def place(self) -> ProcessPlace:
+        return ProcessPlace("")
 
     def pid(self) -> int:
         return 0
@@ -104,7 +108,7 @@ class SmallReplica(Replica):
 
     def kill(self) -> None:
         self.die()
-        self._url = None
+        self.known_url = None
 
 
 class World:

@@ -1,0 +1,70 @@
+"""Choose which trainer ranks send the weights to which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.engines.generation import EngineRoute
+from penstock.storage.errors import EngineError
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where one process runs: a trainer rank or an engine."""
+
+    node: str  # Ray's node id; "" if unknown (external engines)
+    gpu_ids: tuple[str, ...] = ()  # ids on the node, in the order of the process's ranks; empty on CPU
+    pid: int = 0  # process id on the node; 0 if unknown
+
+
+def shares_memory(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> bool:
+    """Return whether each engine can read the memory of trainer ranks: on a GPU, a trainer rank runs on each of the
+    engine's GPUs; on CPU, a trainer rank runs on the engine's node."""
+    try:
+        memory_routes(engines, ranks)
+    except EngineError:
+        return False
+    return True
+
+
+def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> dict[str, EngineRoute]:
+    """Return the route to each engine for the weight transport "tensor": URL -> route.
+
+    A CUDA IPC handle is valid only on the GPU of the rank that created it (an engine's process sees only its own GPUs),
+    so each tensor-parallel rank of an engine reads from the trainer rank on its GPU. On CPU any rank on the same node
+    can send, so the engines are distributed over the ranks of their node.
+
+    Args:
+        engines: URL -> place.
+        ranks: the place of each trainer rank.
+
+    Raises:
+        EngineError: no trainer rank runs on an engine's GPU or node.
+    """
+    rank_on = {(place.node, gpu): rank for rank, place in enumerate(ranks) for gpu in place.gpu_ids}
+    routes: dict[str, EngineRoute] = {}
+    for index, (url, place) in enumerate(engines.items()):
+        if place.gpu_ids:
+            missing = [gpu for gpu in place.gpu_ids if (place.node, gpu) not in rank_on]
+            if missing:
+                raise EngineError(
+                    f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its GPU "
+                    f"{', '.join(missing)}; use --update-weight-transport nccl"
+                )
+            senders = tuple(rank_on[place.node, gpu] for gpu in place.gpu_ids)
+        else:
+            on_node = [rank for rank, other in enumerate(ranks) if place.node in ("", other.node)]
+            if not on_node:
+                raise EngineError(
+                    f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its "
+                    "node; use --update-weight-transport nccl"
+                )
+            senders = (on_node[index % len(on_node)],)
+        routes[url] = EngineRoute(senders, incarnation_of(place))
+    return routes
+
+
+def incarnation_of(place: ProcessPlace) -> str:
+    """Return the id of an engine's process, or "" if it is unknown."""
+    return f"{place.node}:{place.pid}" if place.pid else ""

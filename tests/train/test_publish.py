@@ -1,0 +1,121 @@
+"""Publishing from several trainer ranks to several engines: every engine serves the trainer's weights afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from penstock.engines.cluster import Cluster
+from penstock.engines.families import read_shape
+from penstock.engines.generation import EngineGone, WeightTransport
+from penstock.engines.options import EngineOptions
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.client import SGLangClient
+from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.group import TrainerGroup
+from penstock.stages.train.restore import PolicyRestorer
+from penstock.stages.train.spec import TrainerSpec
+from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.store import Store
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [2, 10, 11, 12, 13, 1, 3]
+LAYOUTS = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    log_dir = str(tmp_path_factory.mktemp("sglang"))
+    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), log_dir=log_dir), num_engines=2)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def base(
+    cluster: Cluster, other_tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Store, CheckpointRef]:
+    store = Store(str(tmp_path_factory.mktemp("publish") / "store"))
+    return store, cluster.run(convert_hf, store, str(other_tiny_model))
+
+
+def transport_of(kind: str | None, pool: EnginePool, group: TrainerGroup, urls: list[str]) -> WeightTransport:
+    options = EngineOptions(pool.spec, transport=kind)  # type: ignore[arg-type]
+    return options.weight_transport(pool.places(urls), group.places(), "")
+
+
+def check_weights(url: str, model_path: Path, version: str) -> None:
+    """Check that an engine serves this model's weights, by the log-probs of its own response."""
+    from transformers import AutoModelForCausalLM
+
+    async def generate() -> list[float]:
+        async with SGLangClient([url]) as client:
+            [generation] = await client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True})
+            assert generation.weight_version == version
+            return [*generation.token_ids, *generation.logprobs]
+
+    result = asyncio.run(generate())
+    ids, logprobs = [int(token) for token in result[:16]], torch.tensor(result[16:])
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)[torch.arange(16), torch.tensor(ids)]
+    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_publishes_to_two_engines_over_memory_and_over_a_group(
+    layout: str,
+    cluster: Cluster,
+    pool: EnginePool,
+    base: tuple[Store, CheckpointRef],
+    tiny_model: Path,
+    other_tiny_model: Path,
+) -> None:
+    from safetensors.torch import load_file
+
+    store, ref = base
+    keys = RunKeys(f"publish-{layout}")
+    config = TrainConfig(actor_num_gpus_per_node=2, trainer_threads=1, **LAYOUTS[layout])  # type: ignore[arg-type]
+    spec = TrainerSpec(run=keys.run, shape=read_shape(other_tiny_model), config=config, store=store.uri)
+    group = TrainerGroup(cluster, spec)
+    try:
+        PolicyRestorer(store, keys, group, ref).restore(0)
+        for kind in ("tensor", "nccl", "nccl"):  # the second time with the same process group
+            before = load_file(tiny_model / "model.safetensors")
+            SGLangClient(pool.urls).update_weights(iter(before.items()), "before/0")
+            transport = transport_of(kind, pool, group, pool.urls)
+            if kind == "tensor":  # each rank sends to one engine
+                assert [route.senders for route in transport.routes.values()] == [(0,), (1,)]
+            group.publish(pool.urls, f"{keys.run}/0", transport)
+            for url in pool.urls:
+                check_weights(url, other_tiny_model, f"{keys.run}/0")
+        if layout == "tp2":
+            check_replaced_engine(pool, group, keys, other_tiny_model)
+    finally:
+        group.kill()
+
+
+def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, model: Path) -> None:
+    """Check that a dead engine fails the update without an effect on the trainer, and that its replacement joins."""
+    before, incarnation = pool.urls, group.state()
+    psutil.Process(pool.pids()[1]).kill()
+    for kind in ("tensor", "nccl"):
+        with pytest.raises(EngineGone):
+            group.publish(before, f"{keys.run}/0", transport_of(kind, pool, group, before))
+    assert group.state() == incarnation
+    assert pool.ensure_alive()
+    group.publish(pool.urls, f"{keys.run}/0", transport_of("nccl", pool, group, pool.urls))
+    for url in pool.urls:
+        check_weights(url, model, f"{keys.run}/0")
