@@ -64,7 +64,7 @@ class EngineGroup:
             [],
             dist.Backend(backend),
             dist.PrefixStore(NAME, store),
-            group_name=NAME,
+            group_name=NAME,  # type: ignore[arg-type]
             timeout=TIMEOUT,
         )
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
