@@ -140,6 +140,9 @@ class EngineClient(ABC):
         collective: every rank calls it with the same engines, version and transport. It raises only on the ranks that
         make requests to a failing engine; the other ranks return normally.
 
+        An engine whose memory was released gets the memory of its weights back, reports `loaded:<version>` and stays
+        paused until `resume_cache`.
+
         Args:
             named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time.
             version: policy version of the weights, `<run>/<number>`.
@@ -151,6 +154,22 @@ class EngineClient(ABC):
             EngineRefused: an engine rejected the weights.
             EngineError: trainer and engines cannot use this transport.
         """
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Release the memory of weights and KV cache in all engines, which then report the version `released`. Running
+        requests are aborted.
+
+        `update_weights` allocates the memory of the weights again, `resume_cache` that of the KV cache.
+
+        Raises:
+            EngineGone, EngineRefused: an engine failed.
+        """
+
+    @abstractmethod
+    def resume_cache(self) -> None:
+        """Allocate the KV cache again and resume generation, in engines whose memory was released and whose weights
+        have been loaded since."""
 
     @abstractmethod
     def health(self, url: str, timeout: float = 30) -> bool:

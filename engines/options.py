@@ -37,6 +37,7 @@ class EngineOptions:
     external: tuple[str, ...] = ()  # host:port of external engines; if given, the run starts no engines itself
     health: HealthCheck = field(default_factory=HealthCheck)
     transport: Transport | None = None  # None: chosen by `weight_transport`
+    offload: bool = False  # release the GPU memory of weights and KV cache while the trainer works
     router: dict[str, Any] | None = None  # flags of the router; None: no router
     router_restarts: int = 3
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling

@@ -75,8 +75,27 @@ class RunConfig(StageConfig):
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
 
+    colocate: bool = option(False, mutability="placement")
+    """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
+
+    offload_train: bool | None = option(None, mutability="placement")
+    """Move the trainer's weights, gradients and optimizer state to host memory while the engines generate."""
+
+    offload_rollout: bool | None = option(None, mutability="placement")
+    """Release the engines' weights and KV cache on the GPU while the trainer works."""
+
     stage_retries: int = option(2, mutability="placement", ge=0)
     """How often a failed stage is retried before the run fails."""
+
+    @property
+    def offloads_trainer(self) -> bool:
+        """Return whether the trainer's state is in host memory while the engines generate."""
+        return self.colocate if self.offload_train is None else self.offload_train
+
+    @property
+    def offloads_engines(self) -> bool:
+        """Return whether the engines release their GPU memory while the trainer works."""
+        return self.colocate if self.offload_rollout is None else self.offload_rollout
 
 
 class PostTrainConfig(StageConfig):
@@ -110,6 +129,22 @@ class PostTrainConfig(StageConfig):
         if best is not None and not best.startswith(tuple(names)):
             metrics = ", ".join(names) or "none, because --eval-prompt-data is not given"
             raise OptionError(f"--keep-best {best} does not match any evaluation metric of this run ({metrics})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sharing(self) -> PostTrainConfig:
+        """Check that the trainer and the engines share GPUs if they take turns on them."""
+        engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
+        if self.run.colocate and engines not in (None, ranks):
+            raise OptionError(
+                f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
+                "omit one of them"
+            )
+        if self.run.offloads_engines and self.rollout.rollout_external_engine_addrs:
+            raise OptionError(
+                "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
+                "external engines keep their memory: omit one of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,6 @@ def post_train(config: PostTrainConfig) -> None:
         for r in session.rounds():
             rollout = tasks.rollout(session, r)
             tasks.train(session, rollout)
-            tasks.publish(session, r + 1)
             for stage in due(r + 1):
                 stage(session, r + 1)
         tasks.finish(session)

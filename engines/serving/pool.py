@@ -57,8 +57,10 @@ class EnginePool:
         self.health = health or HealthCheck()
         self.listener: Listener = lambda urls: None
         self._check = cluster.check
+        self._connect = backend.connect
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
+        self._serving = False
         owner = uuid.uuid4().hex
         kill_replicas_from(cluster, 0 if external else num_engines)
         if external:
@@ -93,8 +95,12 @@ class EnginePool:
         with self._lock:
             supervisor = self._supervisor(version, publish)
             supervisor.bring_up()
-            with supervisor:
-                yield supervisor.live
+            self._serving = True
+            try:
+                with supervisor:
+                    yield supervisor.live
+            finally:
+                self._serving = False
 
     def bring_to(self, version: str, publish: Publish) -> None:
         """Restart dead engines and update all engines to `version`, as `serving` does on entry."""
@@ -120,6 +126,22 @@ class EnginePool:
         """Return where the engines at `urls` run: URL -> place."""
         known = {replica.known_url: replica for replica in self._replicas}
         return {url: known[url].place() for url in urls}
+
+    def release_memory(self) -> None:
+        """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
+
+        Waits for engines that are starting, because a start needs GPU memory, too. A dead engine has no memory to
+        release. While the engines generate, in `serving`, this does nothing: the trainer is then being restored
+        for an engine that was restarted.
+        """
+        if self._serving:
+            return
+        with self._lock:
+            for replica in self._replicas:
+                replica.settle()
+            urls = [replica.url() for replica in self._replicas if replica.answers()]
+            if urls:
+                self._connect(urls).release_memory()
 
     def ensure_alive(self) -> bool:
         """Restart every engine that is dead or does not answer. Return whether any engine was restarted.

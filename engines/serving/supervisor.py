@@ -76,7 +76,7 @@ class Supervisor:
                 versions = {replica.url(): _version(replica) for replica in stale}
                 wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
-                    break
+                    continue  # restoring the trainer may have released the memory of engines that were not stale
                 problem = f"after publishing {self.version!r}, {', '.join(wrong)}"
             except ClusterLost:
                 raise

@@ -75,6 +75,8 @@ class SGLangBackend(EngineBackend):
                     "cluster has none: omit it"
                 )
             args = {**args, "enable_deterministic_inference": True}
+        if options.offload and has_gpus:
+            args = {**args, "enable_memory_saver": True}
         return args
 
     def router(self, options: EngineOptions) -> RequestRouter | None:

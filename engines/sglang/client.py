@@ -7,6 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import aiohttp
 
 from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineUrls, Generation, WeightTransport
 from penstock.engines.serving import keys
-from penstock.engines.sglang import control
+from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.response import parse_generation
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -109,6 +110,12 @@ class SGLangClient(EngineClient):
         if self._weight_sender is None:
             self._weight_sender = WeightSender()
         self._weight_sender.update(self.urls, named, version, transport)
+
+    def release_memory(self) -> None:
+        _on_each(self.urls, memory.release)
+
+    def resume_cache(self) -> None:
+        _on_each(self.urls, memory.resume_cache)
 
     def health(self, url: str, timeout: float = 30) -> bool:
         return control.generates(url, timeout)
@@ -250,3 +257,11 @@ class SGLangClient(EngineClient):
 
 class _RetryableError(Exception):
     """An engine answered with an HTTP status of RETRIED_STATUS; a retry may succeed."""
+
+
+def _on_each(urls: list[str], call: Callable[[str], None]) -> None:
+    """Call a function for all servers at the same time; raise the first error after all have returned."""
+    with ThreadPoolExecutor(max(1, len(urls))) as pool:
+        calls = [pool.submit(call, url) for url in urls]
+    for done in calls:
+        done.result()

@@ -94,6 +94,11 @@ def pause(url: str, timeout: float = 120) -> None:
     call(url, "/pause_generation", {"mode": "retract"}, timeout)
 
 
+def set_version(url: str, version: str, timeout: float = 60) -> None:
+    """Set the weight version that the server reports."""
+    call(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
+
+
 def resume(url: str, timeout: float = 60) -> None:
     """Resume generation after `pause`."""
     call(url, "/continue_generation", {}, timeout)

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.engines.generation import EngineGone, EngineRefused, EngineRoute, WeightTransport
-from penstock.engines.sglang import control
+from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
 from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket, check_shared_memory
@@ -170,7 +170,7 @@ class WeightUpdate:
 
     During the update the servers report the weight version `updating:<version>`; they report `version` only after all
     weights are loaded. An update that fails halfway therefore leaves `updating:<version>`, and the supervisor sends the
-    weights again.
+    weights again. A server whose memory was released reports the versions of `memory.py` and stays paused.
     """
 
     def __init__(self, urls: list[str], version: str, timeout: float = 600) -> None:
@@ -179,13 +179,17 @@ class WeightUpdate:
         self.timeout = timeout
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
         self._pool = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="weights")
+        self._without_cache: list[str] = []  # URLs of servers whose KV cache is released (`memory.py`)
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
     def __enter__(self) -> WeightUpdate:
         try:
             self.facts = dict(zip(self.urls, self._on_all(control.server_facts)))
-            self._on_all(lambda url: control.pause(url, timeout=self.timeout))
-            self._set_version(f"updating:{self.version}")
+            versions = dict(zip(self.urls, self._on_all(control.weight_version)))
+            self._without_cache = [url for url, version in versions.items() if not memory.has_cache(version)]
+            self._on_all(lambda url: control.pause(url, timeout=self.timeout), self._with_cache)
+            self._on_all(memory.resume_weights, [url for url in self.urls if versions[url] == memory.RELEASED])
+            self._set_versions("updating:", memory.LOADING)
         except BaseException:
             self._resume()
             raise
@@ -198,7 +202,7 @@ class WeightUpdate:
             if error is None:
                 self._on_all(lambda url: self.call(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
-                self._set_version(self.version)
+                self._set_versions("", memory.LOADED)
         finally:
             self._resume()
 
@@ -216,23 +220,28 @@ class WeightUpdate:
             url: handles.get(url) or [flat.payload() for _ in range(tp_size)]
             for url, (_, tp_size) in self.facts.items()
         }
-        body = {"load_format": "flattened_bucket", "flush_cache": last}
         self._on_all(
             lambda url: self.call(
-                url, "/update_weights_from_tensor", body | {"serialized_named_tensors": payloads[url]}
+                url,
+                "/update_weights_from_tensor",
+                {
+                    "serialized_named_tensors": payloads[url],
+                    "load_format": "flattened_bucket",
+                    "flush_cache": self._flushes(url, last),
+                },
             )
         )
 
     def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
         """Make every server wait for the broadcast of a bucket and load it. Pass the result to `finish`."""
         self._begin_sessions()
-        body = {
-            **flat.description(),
-            "group_name": GROUP_NAME,
-            "load_format": "flattened_bucket",
-            "flush_cache": last,
-        }
-        return [self.submit(self.call, url, "/update_weights_from_distributed", body) for url in self.urls]
+        body = {**flat.description(), "group_name": GROUP_NAME, "load_format": "flattened_bucket"}
+        return [
+            self.submit(
+                self.call, url, "/update_weights_from_distributed", body | {"flush_cache": self._flushes(url, last)}
+            )
+            for url in self.urls
+        ]
 
     def finish(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket; raise the first error without waiting for the other
@@ -255,8 +264,19 @@ class WeightUpdate:
 
     def load_from_disk(self, directory: str) -> None:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
-        body = {"model_path": directory, "flush_cache": True}
-        self._on_all(lambda url: self.call(url, "/update_weights_from_disk", body))
+
+        def load(url: str) -> None:
+            self.call(
+                url,
+                "/update_weights_from_disk",
+                {"model_path": directory, "flush_cache": self._flushes(url, last=True)},
+            )
+
+        self._on_all(load)
+
+    def _flushes(self, url: str, last: bool) -> bool:
+        """Return whether a bucket also flushes a server's prefix cache; a released KV cache has been flushed."""
+        return last and url not in self._without_cache
 
     def _begin_sessions(self) -> None:
         if not self._in_session:
@@ -282,7 +302,8 @@ class WeightUpdate:
             try:
                 if url in self._in_session:
                     self.call(url, "/end_weight_update", {})
-                control.resume(url)
+                if url in self._with_cache:
+                    control.resume(url)
             except (EngineGone, EngineRefused) as error:
                 logger.warning(
                     "an engine could not resume generation after a weight update (%s); the supervisor will restart it",
@@ -292,9 +313,13 @@ class WeightUpdate:
         self._on_all(resume)
         self._pool.shutdown()
 
-    def _set_version(self, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        self._on_all(lambda url: self.call(url, "/update_weight_version", body))
+    @property
+    def _with_cache(self) -> list[str]:
+        return [url for url in self.urls if url not in self._without_cache]
+
+    def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
+        self._on_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._with_cache)
+        self._on_all(lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a call in a thread."""

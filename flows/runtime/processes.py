@@ -183,7 +183,10 @@ class Processes:
             assert shared_version == version, f"the engines are shared at version {shared_version}"
             yield urls
             return
-        with self.start_engines().serving(self.weight_version(version), partial(self._publish, version)) as urls:
+        engines = self.start_engines()
+        self._offload_trainer(keep_weights=True)
+        with engines.serving(self.weight_version(version), partial(self._publish, version)) as urls:
+            self._offload_trainer()
             yield urls
 
     @contextmanager
@@ -198,7 +201,9 @@ class Processes:
 
     def publish(self, version: int) -> None:
         """Load policy `version` into every engine."""
-        self.start_engines().bring_to(self.weight_version(version), partial(self._publish, version))
+        engines = self.start_engines()
+        self._offload_trainer(keep_weights=True)
+        engines.bring_to(self.weight_version(version), partial(self._publish, version))
 
     def _publish(self, version: int, urls: list[str]) -> None:
         trainer = self.trainer_at(version)
@@ -206,7 +211,20 @@ class Processes:
         directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
         transport = self._options.weight_transport(self.start_engines().places(urls), trainer.places(), directory)
         trainer.publish(urls, self.weight_version(version), transport)
+        if self.config.run.offloads_engines:
+            self._offload_trainer()  # the KV cache needs the memory of the weights
+            self.connect(urls).resume_cache()
         self.on_published(version, time.perf_counter() - start)
+
+    def _offload_trainer(self, keep_weights: bool = False) -> None:
+        """With --offload-train, move the trainer's state to host memory; its next use of the state moves it back."""
+        if self._trainer is not None and self.config.run.offloads_trainer:
+            self._trainer.offload(keep=("weights",) if keep_weights else ())
+
+    def _release_engines(self) -> None:
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it."""
+        if self._engines is not None and self.config.run.offloads_engines:
+            self._engines.release_memory()
 
     def weight_version(self, version: int) -> str:
         """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
@@ -245,7 +263,9 @@ class Processes:
             store=self.store.uri,
             store_options=self.store.options,  # with resolved secrets: another process cannot resolve the references
         )
-        return TrainerGroup(cluster, spec)
+        group = TrainerGroup(cluster, spec)
+        group.before_onload = self._release_engines
+        return group
 
     def _stop_cluster(self) -> None:
         if self._cluster is not None:

@@ -153,6 +153,27 @@ def test_a_paused_engine_generates_after_resume(fleet: Fleet) -> None:
     assert [len(g.token_ids) for g in run(client, use)] == [4]
 
 
+def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_back(fleet: Fleet) -> None:
+    client = fleet.client()
+    [url] = client.urls
+    client.update_weights(fleet.weights(), "contract/5")
+    for version in ("contract/5", "contract/6"):
+        client.resume_cache()  # nothing is released: no effect
+        assert client.version(url) == "contract/5"
+        for _ in range(2):
+            client.release_memory()
+            assert client.version(url) == "released"
+        client.update_weights(fleet.weights(), version)
+        assert client.version(url) == f"loaded:{version}"
+        if version == "contract/5":  # released again before the cache is back
+            client.release_memory()
+            client.update_weights(fleet.weights(), version)
+        client.resume_cache()
+        assert client.version(url) == version
+    [generation] = run(client, lambda: client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
+    assert (len(generation.token_ids), generation.weight_version) == (4, "contract/6")
+
+
 def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fleet) -> None:
     client = fleet.client()
     assert not client.health("http://127.0.0.1:9", timeout=2)

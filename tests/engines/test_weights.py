@@ -91,11 +91,13 @@ class FakeServer:
         self.version = "default"
         self.flushes: list[bool] = []
         self.session_open = False
+        self.memory = {"weights", "kv_cache"}
+        self.busy = False
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply(200, {"version": engine.release, "tp_size": 2})
+                self.reply(200, {"version": engine.release, "tp_size": 2, "weight_version": engine.version})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -125,7 +127,19 @@ class FakeServer:
             self.session_open = False
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path == "/pause_generation":
+            self.busy = self.busy and body["mode"] != "abort"
+        elif path == "/release_memory_occupation":  # SGLang dies in all these cases
+            assert not self.busy and self.memory >= set(body["tags"])
+            self.memory -= set(body["tags"])
+        elif path == "/resume_memory_occupation":
+            assert not self.memory & set(body["tags"])
+            self.memory |= set(body["tags"])
+        elif path == "/continue_generation":
+            assert self.memory == {"weights", "kv_cache"}
         elif path == "/update_weights_from_tensor":
+            assert "weights" in self.memory
+            assert "kv_cache" in self.memory or not body["flush_cache"]
             assert body["load_format"] == "flattened_bucket"
             assert len(body["serialized_named_tensors"]) == 2  # one payload for each of its ranks
             self.flushes.append(body["flush_cache"])
@@ -164,6 +178,36 @@ def test_a_refused_bucket_leaves_no_version_and_resumes(engine: FakeServer) -> N
         SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"
     assert engine.calls[-2:] == ["/end_weight_update", "/continue_generation"]
+
+
+@pytest.mark.parametrize("engine", [("0.5.21",)], indirect=True, ids=str)
+def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: FakeServer) -> None:
+    client, engine.busy = SGLangClient([engine.url]), True
+    client.release_memory()
+    client.release_memory()
+    assert engine.memory == set() and engine.calls.count("/release_memory_occupation") == 1
+    client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
+    assert engine.memory == {"weights"} and engine.version == "loaded:run/7" and set(engine.flushes) == {False}
+    assert "/continue_generation" not in engine.calls
+    client.release_memory()  # the KV cache is still released
+    assert engine.memory == set()
+    client.update_weights(iter(tensors()), "run/8", WeightTransport(bucket_bytes=100))
+    client.resume_cache()
+    assert engine.memory == {"weights", "kv_cache"} and engine.version == "run/8"
+    assert engine.calls[-1] == "/continue_generation"
+
+
+@pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
+def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engine: FakeServer) -> None:
+    client = SGLangClient([engine.url])
+    client.release_memory()
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
+    client.resume_cache()
+    assert engine.version == "loading:run/7" and engine.memory == {"weights"}
+    client.update_weights(iter(tensors()), "run/7")
+    client.resume_cache()
+    assert engine.version == "run/7" and engine.memory == {"weights", "kv_cache"}
 
 
 def test_sglang_refuses_to_unpickle_other_classes() -> None:

@@ -73,9 +73,19 @@ class ScriptedClient(EngineClient):
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        self.weight_version = f"updating:{version}"
+        released = self.weight_version.startswith(("released", "loading:", "loaded:"))
+        self.weight_version = f"loading:{version}" if released else f"updating:{version}"
         self.weights = dict(named)
-        self.weight_version = version
+        self.weight_version = f"loaded:{version}" if released else version
+
+    def release_memory(self) -> None:
+        self.weight_version = "released"
+        self._paused = True
+
+    def resume_cache(self) -> None:
+        if self.weight_version.startswith("loaded:"):
+            self.weight_version = self.weight_version.removeprefix("loaded:")
+            self._paused = False
 
     def health(self, url: str, timeout: float = 30) -> bool:
         return url in self.urls

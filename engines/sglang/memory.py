@@ -1,0 +1,50 @@
+"""Release a server's GPU memory while the trainer uses the GPU, and resume it (`--offload-rollout`).
+
+The weight version that a server reports also tells which memory it has, so a new driver knows it, too:
+
+    <run>/<number>   weights and KV cache
+    released         neither: the server is paused
+    loading:<...>    weights, which are being loaded, but no KV cache: the server is paused
+    loaded:<...>     all weights of this version, but no KV cache: the server is paused
+
+SGLang ends the server if memory is released twice or resumed without having been released.
+"""
+
+from __future__ import annotations
+
+from penstock.engines.sglang import control
+
+RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TIMEOUT = 300.0  # seconds
+
+
+def has_cache(version: str) -> bool:
+    """Return whether a server that reports this weight version has a KV cache."""
+    return not version.startswith((RELEASED, LOADING, LOADED))
+
+
+def release(url: str) -> None:
+    """Release weights and KV cache. Running requests are aborted; the server keeps its CUDA graphs."""
+    version = control.weight_version(url)
+    if version == RELEASED:
+        return
+    if has_cache(version):
+        control.call(url, "/pause_generation", {"mode": "abort"}, TIMEOUT)
+    tags = [KV_CACHE, WEIGHTS] if has_cache(version) else [WEIGHTS]
+    control.call(url, "/release_memory_occupation", {"tags": tags}, TIMEOUT)
+    control.set_version(url, RELEASED)
+
+
+def resume_weights(url: str) -> None:
+    """Allocate the memory of the weights again. Their values are undefined until they are loaded."""
+    control.call(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
+
+
+def resume_cache(url: str) -> None:
+    """Allocate the KV cache again and resume generation, if all weights are loaded but the KV cache is released."""
+    state, _, version = control.weight_version(url).partition(":")
+    if f"{state}:" == LOADED:
+        control.call(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, TIMEOUT)
+        control.set_version(url, version)
+        control.resume(url)
