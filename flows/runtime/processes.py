@@ -18,6 +18,7 @@ from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.runs import unmaterialized_fork
+from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
@@ -213,6 +214,7 @@ class Processes:
         trainer.publish(urls, self.weight_version(version), transport)
         if self.config.run.offloads_engines:
             self._offload_trainer()  # the KV cache needs the memory of the weights
+            failpoint("engines-without-cache")
             self.connect(urls).resume_cache()
         self.on_published(version, time.perf_counter() - start)
 
@@ -220,11 +222,13 @@ class Processes:
         """With --offload-train, move the trainer's state to host memory; its next use of the state moves it back."""
         if self._trainer is not None and self.config.run.offloads_trainer:
             self._trainer.offload(keep=("weights",) if keep_weights else ())
+            failpoint("trainer-offloaded")
 
     def _release_engines(self) -> None:
         """With --offload-rollout, release the GPU memory of the engines before the trainer uses it."""
         if self._engines is not None and self.config.run.offloads_engines:
             self._engines.release_memory()
+            failpoint("engines-released")
 
     def weight_version(self, version: int) -> str:
         """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
