@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime import environment
-from penstock.flows.runtime.runner import start
+from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
 
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 128
 
 
 def main(directory: Path, words: list[str]) -> int:
-    environment.prepare()
+    environment.set_default_variables()
     model, prompts = directory / "model", directory / "prompts.jsonl"
     if not model.exists():
         make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
@@ -47,7 +47,7 @@ def main(directory: Path, words: list[str]) -> int:
             *("--prompt-data", str(prompts), "--rollout-sampling", "ignore_eos=true", *words),
         ]
     )
-    code = start("post_train", config)
+    code = run_flow("post_train", config)
     report(config)
     return code
 

@@ -20,7 +20,7 @@ from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validated
 from penstock.flows.runtime import environment
-from penstock.flows.runtime.runs import open_store, recorded
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.refs import CheckpointRef, RunKeys
 
 
@@ -32,18 +32,18 @@ def main() -> None:
         "--versions", type=int, nargs="+", default=[8, 4, 0], help="checkpoints to begin at; 0: the starting weights"
     )
     options = parser.parse_args()
-    environment.prepare()
+    environment.set_default_variables()
     if options.run:
-        recover(recorded(RunConfig(store=options.store), options.run)[1], options.versions)
+        recover(read_flow_and_config(RunConfig(store=options.store), options.run)[1], options.versions)
         return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
         config = recipe(root, rounds=12, save_interval=4)
-        from penstock.flows.runtime.runner import start
+        from penstock.flows.runtime.runner import run_flow
 
-        assert start("post_train", config) == 0
+        assert run_flow("post_train", config) == 0
         recover(config, options.versions)
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=1, help="of the rollout comparison: bare, stage, stage, bare")
     options = parser.parse_args()
-    environment.prepare()
+    environment.set_default_variables()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
@@ -71,10 +71,10 @@ def recipe(root: Path, **sections: dict) -> object:
 
 def round_breakdown(root: Path, rounds: int) -> None:
     """Run the tiny recipe through the real flow and take its commits apart."""
-    from penstock.flows.runtime.runner import start
+    from penstock.flows.runtime.runner import run_flow
 
     config = recipe(root, run={"run": "bench", "store": str(root / "store"), "num_rollout": rounds})
-    assert start("post_train", config) == 0
+    assert run_flow("post_train", config) == 0
     store, keys = open_store(config.run), RunKeys("bench")
     published = publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
     shares: dict[str, list[float]] = {}

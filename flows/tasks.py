@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.flows.runtime.conversion import import_model, origin_of, run_conversion
-from penstock.flows.runtime.prefect_api import summary_artifact
+from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
+from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.maintenance.retention import expire_checkpoints
@@ -26,7 +26,7 @@ def convert(session: Session) -> CheckpointRef:
     config = session.config.convert.model_copy(update={"convert_save": None})
     cluster = session.processes.cluster
     for name, path in session.config.train.auxiliary_models.items():
-        session.pin(name, path, import_model(cluster, session.store, config, path))
+        session.pin_model(name, path, import_model(cluster, session.store, config, path))
     return session.set_base(run_conversion(cluster, session.store, config, verify=True))
 
 
@@ -60,7 +60,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.connect_to_train,
+                connect=session.processes.connect_for_training,
             )
             round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
             commit = rollout_stage(context, prefix, round, resume_point_of(session.store, session.keys, rollout_id))
@@ -202,7 +202,7 @@ def export(session: Session, version: int) -> CheckpointRef:
             export_hf,
             session.store,
             session.committed(checkpoint),
-            origin_of(session.config.convert),
+            export_origin(session.config.convert),
             prefix,
             inputs={"checkpoint": commit_key(checkpoint)},
             timeout=session.config.convert.convert_timeout,
@@ -216,11 +216,11 @@ def finish(session: Session) -> None:
     """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
     session.wait_for_checkpoint()
     table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
-    summary_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
+    publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
 def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
-    """Return a function: policy version -> stages due after that version is trained (checkpoint, evaluate, export)."""
+    """Return a function from a policy version to the stages due after training it (checkpoint, evaluate, export)."""
     run, evals = session.config.run, session.config.eval
     last = run.num_rollout
 

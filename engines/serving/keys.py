@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from penstock.storage.secrets import protect
+from penstock.storage.secrets import register_secret
 
 _keys: dict[str, str] = {}  # URL of a server -> its API key
 
@@ -16,7 +16,7 @@ _keys: dict[str, str] = {}  # URL of a server -> its API key
 def use_key(url: str, key: str | None) -> None:
     """Send `key` with every request of this process to the server at `url`. None: send no key."""
     if key:
-        _keys[url] = protect(key)
+        _keys[url] = register_secret(key)
     else:
         _keys.pop(url, None)
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.ports import HIGHEST, free_port
 from penstock.engines.scratch import own_directory
 from penstock.engines.serving import keys
-from penstock.storage.secrets import protect, redact
+from penstock.storage.secrets import redact, register_secret
 
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
 
@@ -86,7 +86,7 @@ class EngineServer(ABC):
         self.index = index
         self.gpu_ids = gpu_ids
         self.owner = owner
-        self._key = protect(str(spec.args.get("api_key") or secrets.token_hex(32)))
+        self._key = register_secret(str(spec.args.get("api_key") or secrets.token_hex(32)))
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log: Path | None = None

@@ -26,7 +26,7 @@ from penstock.engines.serving import keys
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import command_line, router_flags
-from penstock.storage.secrets import protect
+from penstock.storage.secrets import register_secret
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
 TICK = 0.5  # seconds between checks of the router's list of engines
@@ -72,7 +72,7 @@ class SGLangRouter:
         self._stopped = threading.Event()
         self._changed = threading.Event()
         # API key of the router itself; the router sends each engine that engine's own key.
-        self._key = protect(str(args.get("api_key") or secrets.token_hex(32)))
+        self._key = register_secret(str(args.get("api_key") or secrets.token_hex(32)))
         self._registered: dict[str, float] = {}  # engine's URL -> time of its last registration with the router
         # The router process dies when the thread that started it ends (launch_router.py), so one thread runs it.
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)

@@ -61,7 +61,7 @@ def split_args(argv: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
     return positional, values, rest
 
 
-def single_run(command: str, positional: Sequence[str]) -> str:
+def parse_run_argument(command: str, positional: Sequence[str]) -> str:
     """Return the run name from the positional arguments of `penstock COMMAND RUN`.
 
     Raises:

@@ -96,7 +96,7 @@ class Processes:
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
-    def connect_to_train(self) -> Callable[..., EngineClient]:
+    def connect_for_training(self) -> Callable[..., EngineClient]:
         """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
         if not self._options.return_experts:
             return self.connect
@@ -212,7 +212,7 @@ class Processes:
         """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
         return f"{self.keys.run}/{version}"
 
-    def end(self) -> None:
+    def stop_all(self) -> None:
         """Stop the router, the engines, the trainer and the run's own Ray cluster.
 
         Engines that another driver has adopted keep running.

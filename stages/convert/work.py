@@ -114,7 +114,7 @@ class WorkItems(Generic[W]):
                 self.target.store.delete([self._key(item)])  # replace the record of an item whose files are missing
                 self.target.store.create(self._key(item), record)
 
-        with full_disk_as_store_error(self.target.store), leases.writer(self.target.store, self.target.attempt):
+        with full_disk_as_store_error(self.target.store), leases.writer_lease(self.target.store, self.target.attempt):
             disk.in_parallel(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
     def unfinished(self, items: Sequence[W] | None = None) -> list[W]:

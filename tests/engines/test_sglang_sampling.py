@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds, sampling_names
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.preflight import preflight, warnings
+from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.storage.errors import EngineError, InputError
 
 
@@ -83,6 +83,6 @@ def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: 
     )
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
     preflight("post_train", config)
-    [warning] = warnings("post_train", config)
-    assert warning.startswith("top_p=0.9: ") and not warnings("evaluate", config)
-    assert not warnings("post_train", parse(words))
+    [warning] = config_warnings("post_train", config)
+    assert warning.startswith("top_p=0.9: ") and not config_warnings("evaluate", config)
+    assert not config_warnings("post_train", parse(words))

@@ -20,7 +20,7 @@ from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScali
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.model_options import check_model_options, model_options
 from penstock.flows.config import read_toml
-from penstock.flows.options.flags import values_of
+from penstock.flows.options.flags import parse_values
 from penstock.storage.errors import ModelError
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
@@ -204,7 +204,7 @@ def test_there_is_a_file_for_every_model_and_it_is_complete() -> None:
 def test_a_model_file_goes_beside_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[train]\nlr = 1e-6\n[train.megatron]\nrecompute_granularity = "selective"\n')
-    values = values_of(
+    values = parse_values(
         ["--config", str(ROOT / "configs/models/qwen3-4B.toml"), "--config", str(recipe), "--num-layers", "30"]
     )
     assert values["train"]["lr"] == 1e-6

@@ -42,9 +42,9 @@ def round_of(served: dict[int, tuple[int, int, int]]) -> ServedRound:
 def test_a_correct_run_has_no_problems(trial: int) -> None:
     rounds, _ = random_run(trial)
     found = PromptAudit(set())
-    assert [found.follow(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds] == [
-        []
-    ] * 12
+    assert [
+        found.check_round(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds
+    ] == [[]] * 12
 
 
 def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
@@ -54,7 +54,7 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
         if skipped:
             rounds[-1][0].state["data_source"]["skipped"] += 1
             follow = PromptAudit(set())
-            assert [follow.follow("p", commit, round_of(served)) for commit, served in rounds][-1], trial
+            assert [follow.check_round("p", commit, round_of(served)) for commit, served in rounds][-1], trial
         rounds, _ = random_run(trial)
         served = rounds[-1][1]
         first = served[min(served)]
@@ -63,7 +63,9 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
                 served[issue] = first
                 follow = PromptAudit(set())
                 assert any(
-                    "served before" in line for commit, s in rounds for line in follow.follow("p", commit, round_of(s))
+                    "served before" in line
+                    for commit, s in rounds
+                    for line in follow.check_round("p", commit, round_of(s))
                 ), trial
                 num_found += 1
                 break
