@@ -210,9 +210,9 @@ class AlgorithmConfig(StageConfig):
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Configured user-defined functions: path, default name in a bare file.py, names of the arguments."""
-        for name, (usual_name, arguments) in PLUGINS.items():
+        for name, (default_name, arguments) in PLUGINS.items():
             if path := getattr(self, name):
-                yield path, usual_name, arguments
+                yield path, default_name, arguments
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> AlgorithmConfig:

@@ -146,7 +146,7 @@ def softmax_gradient(
 
 
 def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature in float32 or wider; may be `logits` itself."""
+    """Return logits / temperature in float32 or wider; may return `logits` itself."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature
 
