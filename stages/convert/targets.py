@@ -2,7 +2,7 @@
 model.
 
 Both targets write to a private attempt first and publish the complete result at the end. The same command finds its
-attempt again after a kill. The records of finished work items are stored beside the attempt, under a name that ends in
+attempt again after a kill. The records of finished work items are stored next to the attempt, under a name that ends in
 `.parts`.
 """
 
@@ -34,7 +34,7 @@ class Target(Protocol):
 
     store: Store
     attempt: str  # key prefix of the written files
-    parts: str  # key prefix of the records of finished work items
+    records_prefix: str  # key prefix of the records of finished work items
 
     def existing(self, identity: str) -> CheckpointRef | None:
         """Return the published result with this identity, or None.
@@ -44,7 +44,7 @@ class Target(Protocol):
         """
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        """Make the result visible. `commit` lists its files under `attempt`."""
+        """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class StoreTarget:
 
     def __post_init__(self) -> None:
         self.attempt = f"models/attempt-{self.name}"
-        self.parts = f"{self.attempt}.parts"
+        self.records_prefix = f"{self.attempt}.parts"
 
     def existing(self, identity: str) -> CheckpointRef | None:
         commit = self.store.committed(f"models/{identity}")
@@ -65,13 +65,13 @@ class StoreTarget:
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
         return self._ref(identity, self.store.commit(f"models/{identity}", commit))
 
-    def may_have(self, headers: str) -> bool:
-        """Return whether the store may have a model whose source has the header hash `headers`
+    def may_have_model(self, header_hash: str) -> bool:
+        """Return whether the store may have a model whose source has this hash of config, tokenizer and file headers
         (`assets.header_hash`)."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
         commits = disk.in_parallel(lambda name: self.store.committed(f"models/{name}"), names, 16)
-        return any(commit is not None and commit.state.get("headers", headers) == headers for commit in commits)
+        return any(commit is not None and commit.state.get("headers", header_hash) == header_hash for commit in commits)
 
     def _ref(self, identity: str, commit: Commit) -> CheckpointRef:
         uri = f"{self.store.uri}/{commit.attempt}"
@@ -99,7 +99,7 @@ class DirectoryTarget:
         self.uri, self.format = f"{self.store.uri.rstrip('/')}/{self.final}", format
         self.work = f".{self.final}.incoming-{name}" if self.store.is_local else self.final
         self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
-        self.parts = f".{self.final}.incoming-{name}.parts"
+        self.records_prefix = f".{self.final}.incoming-{name}.parts"
 
     def existing(self, identity: str) -> CheckpointRef | None:
         record = read_record(self.store, self.final)
@@ -141,7 +141,7 @@ class DirectoryTarget:
 
     def is_occupied(self) -> bool:
         """Return whether the directory has files that are not from an unfinished attempt at the same result."""
-        if not self.store.is_local and self.store.list(self.parts):
+        if not self.store.is_local and self.store.list(self.records_prefix):
             return False
         path = Path(self.store.path(self.final))
         return bool(self.store.list(self.final)) if path.is_dir() or not self.store.is_local else path.exists()
@@ -240,7 +240,7 @@ def config_directory(directory: str) -> Path | None:
     return assets if (assets / "config.json").is_file() else None
 
 
-def adopt(store: Store, directory: str) -> CheckpointRef:
+def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     """Copy a model written by `penstock convert --save` into a store, unless the store already has it. Verifies all
     hashes.
 

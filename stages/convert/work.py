@@ -150,15 +150,15 @@ class WorkItems(Generic[W]):
         """Delete the records, and temporary files of killed processes. Called after the result was published."""
         store = self.target.store
         if store.is_local:
-            shutil.rmtree(store.path(self.target.parts), ignore_errors=True)
+            shutil.rmtree(store.path(self.target.records_prefix), ignore_errors=True)
         else:
             store.delete([self._key(item) for item in self.items])
 
     def _key(self, item: W) -> str:
-        return f"{self.target.parts}/{item.name}.json"
+        return f"{self.target.records_prefix}/{item.name}.json"
 
 
-def files_of(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
+def collect_file_records(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
     """Return the file records of finished items."""
     return [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
 
@@ -182,7 +182,10 @@ def write_files(
         with store.writing(target.attempt) as writing:
             write(writing.path)
         return writing.files
-    top, scratch = Path(store.path(target.attempt)), Path(store.path(f"{target.parts}/writing-{uuid.uuid4().hex[:12]}"))
+    top, scratch = (
+        Path(store.path(target.attempt)),
+        Path(store.path(f"{target.records_prefix}/writing-{uuid.uuid4().hex[:12]}")),
+    )
     disk.make_directory(top)
     disk.make_directory(scratch)
     try:
