@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
-from penstock.stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
+from penstock.stages.eval.data_sets import EvalFile, check_names, parse_eval_file, read_eval_file
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
@@ -54,7 +54,7 @@ class EvalConfig(StageConfig):
     """A response passes if its reward is at least this; needed for pass@k unless every reward is 0 or 1."""
 
     log_passrate: bool = option(False, mutability="schedule")
-    """Fail if the rewards do not define pass@k. Without this flag, pass@k is then left out."""
+    """Fail if the rewards do not define pass@k; default: report no pass@k in that case."""
 
     @field_validator("eval_prompt_data", mode="before")
     @classmethod
@@ -80,7 +80,7 @@ class EvalConfig(StageConfig):
         """Read the file at a path, or validate the content of the file as a run has recorded it."""
         if isinstance(value, str):
             return read_eval_file(value)
-        return eval_file(value) if isinstance(value, dict) else value
+        return parse_eval_file(value) if isinstance(value, dict) else value
 
     @field_validator("eval_config")
     @classmethod
@@ -103,8 +103,8 @@ class EvalConfig(StageConfig):
         return [pair for pair in value if pair not in own]
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of a data set, under their names in the --eval-config file. A setting is the data set's
-        own, else the file's default, else the flag."""
+        """Return the settings of the data set `name`, under their names in the --eval-config file. A setting comes from
+        the data set's entry in that file, else from the file's [defaults], else from the --eval-* flag."""
         flags = {
             "n_samples_per_eval_prompt": self.n_samples_per_eval_prompt,
             "temperature": self.eval_temperature,
@@ -134,10 +134,10 @@ class EvalConfig(StageConfig):
         overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
         if "rm_type" in settings:
             overrides["custom_rm_path"] = None
-        return overrides | {IN_ROLLOUT[key]: value for key, value in settings.items() if key in IN_ROLLOUT}
+        return overrides | {ROLLOUT_FIELDS[key]: value for key, value in settings.items() if key in ROLLOUT_FIELDS}
 
 
-IN_ROLLOUT = {
+ROLLOUT_FIELDS = {
     "n_samples_per_eval_prompt": "n_samples_per_prompt",
     "temperature": "rollout_temperature",
     "top_p": "rollout_top_p",

@@ -77,7 +77,7 @@ class EvalFile(StageConfig):
     datasets: list[DataSet] = Field(default_factory=list)
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of a data set, including the defaults; {} if the file does not contain it."""
+        """Return the settings of the data set `name`, including the file's defaults; {} if the file lacks it."""
         for data_set in self.datasets:
             if data_set.name == name:
                 own = data_set.model_dump(exclude={"name", "path"}, exclude_none=True)
@@ -99,10 +99,10 @@ def read_eval_file(path: str) -> EvalFile:
         raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
     except OSError as error:
         raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
-    return eval_file(values)
+    return parse_eval_file(values)
 
 
-def eval_file(values: dict[str, Any]) -> EvalFile:
+def parse_eval_file(values: dict[str, Any]) -> EvalFile:
     """Validate the parsed content of an --eval-config file. Raises OptionError for the first problem in it."""
     _check_keys("the file", values, ["defaults", "datasets"])
     defaults, data_sets = values.get("defaults", {}), values.get("datasets", [])
