@@ -58,14 +58,14 @@ def make_samples(num_groups: int) -> list[Sample]:
     ]
     ids = rng.permutation(VOCABULARY)
 
-    def ranks(count: int) -> np.ndarray:
+    def draw_ranks(count: int) -> np.ndarray:
         return np.searchsorted(shares, rng.random(count) * shares[-1])
 
     samples = []
     for group in range(num_groups):
-        prompt = ranks(int(rng.integers(60, 300)))
+        prompt = draw_ranks(int(rng.integers(60, 300)))
         for number in range(GROUP_SIZE):
-            response = ranks(int(np.clip(rng.lognormal(6.6, 0.7), 16, 8192)))
+            response = draw_ranks(int(np.clip(rng.lognormal(6.6, 0.7), 16, 8192)))
             trained = np.ones(len(response), dtype=bool)
             if number % 3 == 2:
                 trained[len(response) // 3 : len(response) // 2] = False
@@ -111,9 +111,9 @@ def compare_shards(samples: list[Sample], num_tokens: int, scratch: Path, turns:
         print(f"  {name:<32}{value / num_tokens * 1e9:7.1f} ns per token")
     for other in ("lists", "a table"):
         print(
-            "  write_shards reaches "
-            f"{seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} of "
-            f"the speed of plain pyarrow from {other}"
+            "  write_shards has "
+            f"{seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} "
+            f"times the speed of plain pyarrow from {other}"
         )
     for name, path in (("plain", plain), ("shard", shard)):
         print(f"  {name:<8}{path.stat().st_size / num_tokens:6.2f} bytes per token")

@@ -60,10 +60,10 @@ class StoreTarget:
 
     def existing(self, identity: str) -> CheckpointRef | None:
         commit = self.store.committed(f"models/{identity}")
-        return None if commit is None else self._ref(identity, commit)
+        return None if commit is None else self._checkpoint_ref(identity, commit)
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        return self._ref(identity, self.store.commit(f"models/{identity}", commit))
+        return self._checkpoint_ref(identity, self.store.commit(f"models/{identity}", commit))
 
     def may_have_model(self, header_hash: str) -> bool:
         """Return whether the store may have a model whose source has this hash of config, tokenizer and file headers
@@ -73,7 +73,7 @@ class StoreTarget:
         commits = disk.in_parallel(lambda name: self.store.committed(f"models/{name}"), names, 16)
         return any(commit is not None and commit.state.get("headers", header_hash) == header_hash for commit in commits)
 
-    def _ref(self, identity: str, commit: Commit) -> CheckpointRef:
+    def _checkpoint_ref(self, identity: str, commit: Commit) -> CheckpointRef:
         uri = f"{self.store.uri}/{commit.attempt}"
         return CheckpointRef(key=commit_key(f"models/{identity}"), uri=uri, format="torch_dist", policy_version=0)
 
@@ -104,7 +104,7 @@ class DirectoryTarget:
     def existing(self, identity: str) -> CheckpointRef | None:
         record = read_record(self.store, self.final)
         if record is not None and record.state.get("identity") == identity:
-            return self._ref(record)
+            return self._checkpoint_ref(record)
         if record is not None or self.is_occupied():
             raise OptionError(
                 f"{self.uri} is not empty and has other content: give --save another directory, or remove this one"
@@ -137,7 +137,7 @@ class DirectoryTarget:
                     "or repeat the conversion with another --save directory"
                 ) from error
             disk.fsync(target.parent)
-        return self._ref(record)
+        return self._checkpoint_ref(record)
 
     def is_occupied(self) -> bool:
         """Return whether the directory has files that are not from an unfinished attempt at the same result."""
@@ -146,7 +146,7 @@ class DirectoryTarget:
         path = Path(self.store.path(self.final))
         return bool(self.store.list(self.final)) if path.is_dir() or not self.store.is_local else path.exists()
 
-    def _ref(self, commit: Commit) -> CheckpointRef:
+    def _checkpoint_ref(self, commit: Commit) -> CheckpointRef:
         key = f"{self.final}/{RECORD}"
         return CheckpointRef(key=key, uri=self.uri, format=self.format, policy_version=commit.policy_version)
 

@@ -165,14 +165,14 @@ def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress:
     with work.plan() as (plan, items):
         progress = Progress(plan.num_bytes, on_progress)
 
-        def do(file: ExportFile) -> WorkRecord:
+        def process_item(file: ExportFile) -> WorkRecord:
             hashes: dict[str, str] = {}
             files = write_files(
                 work.target, lambda directory: hashes.update(plan.write_file(file, directory, progress)), lambda: hashes
             )
             return {"files": [file.model_dump() for file in files]}
 
-        items.run(do, progress, rank, num_ranks)
+        items.run(process_item, progress, rank, num_ranks)
     failpoint("export-writing")
 
 

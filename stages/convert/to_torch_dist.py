@@ -182,14 +182,14 @@ def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_d
     """
     if isinstance(target, DirectoryTarget):
         return model_fingerprint(hf_dir) if target.is_occupied() else None
-    memo = store.read_json(_memo_key(stat))
+    memo = store.read_json(_fingerprint_key(stat))
     if memo is not None:
         return memo["fingerprint"]
     return model_fingerprint(hf_dir) if target.may_have_model(header_hash(hf_dir)) else None
 
 
-def _memo_key(stat: str) -> str:
-    return f"models/sources/{stat}.json"  # stores the fingerprint of files with this `stat_hash`
+def _fingerprint_key(stat_hash: str) -> str:
+    return f"models/sources/{stat_hash}.json"  # stores the fingerprint of files with this `stat_hash`
 
 
 def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) -> list[SourceHash | WorkUnit]:
@@ -222,12 +222,12 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
             for rows in piece.rows:
                 yield from weights.read_rows(rows.name, rows.start, rows.stop)
 
-        def do(item: SourceHash | WorkUnit) -> WorkRecord:
+        def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
                 return {"xxh3": weights.hash(item.path)}
             return write_unit(work.target, item, content, progress.add)
 
-        work.work_items.run(do, progress, rank, num_ranks)
+        work.work_items.run(process_item, progress, rank, num_ranks)
     failpoint("convert-writing")
 
 
@@ -283,7 +283,7 @@ def finish_conversion(
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
         memo = json.dumps({"fingerprint": source_fingerprint}).encode()
-        work.target.store.create(_memo_key(work.source.stat_hash), memo)
+        work.target.store.create(_fingerprint_key(work.source.stat_hash), memo)
     work.work_items.delete_records()
     return ref
 

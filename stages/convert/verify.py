@@ -37,7 +37,7 @@ class ConversionReport:
         """Return (title, text) pairs for the terminal."""
         return [
             ("names", f"{self.num_tensors} tensors, the same in both formats"),
-            ("shapes", "all as config.json says"),
+            ("shapes", "all match config.json"),
             ("bits", f"{self.num_bytes:,} bytes are identical after the round trip"),
             ("logits", self.logits),
         ]
@@ -86,12 +86,12 @@ def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeight
     )
     check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
 
-    def meta(name: str) -> Tensor:
+    def meta_tensor(name: str) -> Tensor:
         return torch.empty(weights.info[name].shape, dtype=weights.info[name].dtype, device="meta")
 
     dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
     for name, pieces in checkpoint.slices.items():
-        joined = layout.to_megatron(name, meta)
+        joined = layout.to_megatron(name, meta_tensor)
         assert joined.shape == checkpoint.shape(name), f"{name}: `Layout` and model have different shapes"
         expected = dtypes.setdefault(pieces[0].key, joined.dtype)
         if expected != joined.dtype:
@@ -135,7 +135,7 @@ def verify_conversion(
     """
     converted = TorchDistWeights(directory, checkpoint)
 
-    def check(name: str) -> list[tuple[str, int]]:
+    def check_parameter(name: str) -> list[tuple[str, int]]:
         with converted.borrow(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
@@ -143,7 +143,9 @@ def verify_conversion(
                 on_bytes(tensor.nbytes)
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
-    sizes = dict(entry for entries in in_parallel(check, layout.megatron_names(), NUM_THREADS) for entry in entries)
+    sizes = dict(
+        entry for entries in in_parallel(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
+    )
     assert sizes.keys() == layout.hf_names()
     return ConversionReport(len(sizes), sum(sizes.values()))
 

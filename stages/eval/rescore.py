@@ -34,7 +34,7 @@ class Scoring:
     rm_model_path: str | None = None
     rm_url: str | None = None
     pass_threshold: float | None = None
-    evaluated_integers: bool = False
+    evaluated_integers: bool = False  # --rm-evaluated-integers
 
     @property
     def hash(self) -> str:

@@ -70,7 +70,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     if config.deterministic_mode:
         use_deterministic_kernels()
 
-    def engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
+    def build_engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
         return MegatronEngine(
             shape,
             parallel_layout(config),
@@ -81,8 +81,8 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
             role=role,
         )
 
-    critic = engine("value", config.critic_optimizer_options) if config.uses_critic else None
-    return Models(engine("policy", config.optimizer_options), critic)
+    critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
+    return Models(build_engine("policy", config.optimizer_options), critic)
 
 
 def load_auxiliary(models: Models, name: str, directory: Path) -> None:

@@ -172,7 +172,7 @@ def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
         costs: cost of each item; the number of items is a multiple of `num_shares`.
         num_shares: number of shares.
     """
-    assert len(costs) % num_shares == 0, f"{len(costs)} items in {num_shares} shares"
+    assert len(costs) % num_shares == 0, f"{len(costs)} items cannot be split into {num_shares} shares of equal count"
     order, tie_breaker = sorted(range(len(costs)), key=lambda item: -costs[item]), count()
     heap = []
     for start in range(0, len(order), num_shares):

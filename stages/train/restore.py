@@ -115,7 +115,7 @@ class PolicyRestorer:
             if after != before:
                 raise ReplayError(
                     f"checkpoint {self.keys.checkpoint(version)} has a hash mismatch of the {what} after loading: "
-                    f"{_summarize_difference(before, after)}. Check the storage and the installed libraries"
+                    f"{_summarize_hash_differences(before, after)}. Check the storage and the installed libraries"
                 )
 
     def train_round(self, rollout_id: int) -> Commit:
@@ -279,7 +279,7 @@ def _same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
 
 def _weight_difference(committed: Commit, trained: TrainResult) -> str:
     before = committed.state["digest"]
-    return _summarize_difference(before, trained.digest) if before != trained.digest else ""
+    return _summarize_hash_differences(before, trained.digest) if before != trained.digest else ""
 
 
 def _metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -304,7 +304,7 @@ def _beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
     return ""
 
 
-def _summarize_difference(before: dict[str, str], after: dict[str, str]) -> str:
+def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -> str:
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     return f"{len(names)} of {len(before)} tensors differ, first {names[0]}"
 

@@ -80,7 +80,7 @@ class TrainResult(BaseModel):
 
 
 class SaveResult(BaseModel):
-    """Durable files that a save has written, and their hashes: of one rank, or merged over all ranks."""
+    """Checkpoint files that one rank, or all ranks together, wrote durably, and the hashes of the saved state."""
 
     files: list[FileRecord]
     digest: dict[str, str]  # parameter shard -> hash of its bits

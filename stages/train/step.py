@@ -104,16 +104,16 @@ def gather_experience(
     def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
         return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
 
-    def compute(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
+    def compute_logprobs(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
         with nullcontext() if snapshot is None else models.policy.using(snapshot):
             return forward_all_tokens(models.policy, steps, len(batch.trained), logprobs, routing)
 
     if models.reference is not None:
         with clock("ref_logprobs"):
-            experience.ref_logprobs = compute(models.reference)
+            experience.ref_logprobs = compute_logprobs(models.reference)
     if models.teacher is not None:
         with clock("teacher_logprobs"):
-            experience.teacher_logprobs = compute(models.teacher)
+            experience.teacher_logprobs = compute_logprobs(models.teacher)
     if models.critic is not None:
         with clock("values"):
             experience.values = forward_all_tokens(models.critic, steps, len(batch.trained), critic_values)
@@ -122,7 +122,7 @@ def gather_experience(
     elif needs_old_logprobs(config, len(steps)):
         with clock("old_logprobs"):
             routing = "record" if config.use_routing_replay else choose_update_routing(config, len(steps))
-            experience.old_logprobs = compute(routing=routing)
+            experience.old_logprobs = compute_logprobs(routing=routing)
     return experience
 
 
@@ -150,12 +150,12 @@ def forward_all_tokens(
     """
     result = torch.zeros(num_tokens, device=engine.device)
 
-    def store(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
+    def store_results(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
         result[packed.ordinal] = forward(hidden, head, packed)
         return None, {}
 
     for microbatches in steps:
-        engine.forward_backward(microbatches, store, forward_only=True, routing=routing)
+        engine.forward_backward(microbatches, store_results, forward_only=True, routing=routing)
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
         result.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
     dist.all_reduce(result)

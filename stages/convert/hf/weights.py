@@ -190,7 +190,7 @@ def _tensor_from_chunks(info: TensorInfo, pieces: Iterator[memoryview]) -> Tenso
     for piece in pieces:
         target[at : at + len(piece)] = piece
         at += len(piece)
-    assert at == info.num_bytes, f"read {at} bytes, expected {info.num_bytes}"
+    assert at == info.num_bytes, f"read {at} bytes of a tensor, expected {info.num_bytes}"
     return out
 
 
@@ -257,7 +257,7 @@ def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]])
         for name, info in shard.tensors:
             got, tensor = next(source)
             assert (got, tensor.dtype, tuple(tensor.shape)) == (name, info.dtype, info.shape), (
-                f"got {got} {tensor.dtype} {list(tensor.shape)}, planned {name} {info}"
+                f"next tensor is {got} {tensor.dtype} {list(tensor.shape)}, but the planned one is {name} {info}"
             )
             content = _as_bytes(tensor.contiguous()).data
             for at in range(0, len(content), CHUNK):
