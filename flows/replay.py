@@ -30,7 +30,7 @@ from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.stages.train.restore import PolicyRestorer, Replayed
+    from penstock.stages.train.restore import PolicyRestorer, ReplayResult
 
 USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
 
@@ -105,7 +105,7 @@ def replay(
     _check_rounds(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}")
-    rounds: list[Replayed] = []
+    rounds: list[ReplayResult] = []
     with replay_trainer(store, keys, config) as policy:
         for rollout_id in range(begin, last):
             replayed = replay_round_task(policy, begin, rollout_id)
@@ -133,7 +133,7 @@ def replay(
     persist_result=False,
     cache_policy=NO_CACHE,
 )
-def replay_round_task(policy: PolicyRestorer, begin: int, rollout_id: int) -> Replayed:
+def replay_round_task(policy: PolicyRestorer, begin: int, rollout_id: int) -> ReplayResult:
     """Replay one round with a trainer at policy version `rollout_id`.
 
     A trainer at another version (at the start, or after a failure) first loads version `begin` and replays all rounds

@@ -127,7 +127,7 @@ def save(session: Session, version: int) -> CheckpointRef:
 @stage("eval-{version:06d}-{name}")
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
-    from penstock.stages.eval.score import score
+    from penstock.stages.eval.score import compute_eval_metrics
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.prompts.source import PromptSource
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
@@ -155,7 +155,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 prefix,
                 RolloutRound(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
                 num_prompts=len(source),
-                summarize=lambda samples: score(
+                summarize=lambda samples: compute_eval_metrics(
                     samples,
                     name,
                     pass_threshold=evals.settings(name).get("pass_threshold"),

@@ -85,10 +85,10 @@ def find_evaluations(store: Store, policy: str) -> tuple[str, dict[str, Commit]]
 
 def _row(store: Store, name: str, a: Commit, b: Commit) -> list[str]:
     """Return the cells of a data set's row in the table."""
-    from penstock.stages.eval.compare import check_same_data, compare, rewards_by_prompt
+    from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
 
     check_same_data(name, a, b)
-    comparison = compare(rewards_by_prompt(store, a), rewards_by_prompt(store, b))
+    comparison = compare_rewards(rewards_by_prompt(store, a), rewards_by_prompt(store, b))
     return [
         name,
         str(comparison.num_prompts),

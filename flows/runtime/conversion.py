@@ -67,13 +67,13 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
     `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
     """
     from penstock.stages.convert import to_megatron
-    from penstock.stages.convert.targets import adopt, is_converted, megatron_directory
+    from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
 
     if is_converted(path):
-        return cluster.run(adopt, store, path, timeout=config.convert_timeout)
+        return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
         return cluster.run(
-            to_megatron.adopt_megatron, store, path, export_origin(config), timeout=config.convert_timeout
+            to_megatron.import_megatron_checkpoint, store, path, export_origin(config), timeout=config.convert_timeout
         )
     return run_conversion(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
 

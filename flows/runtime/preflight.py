@@ -265,8 +265,8 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
                     f"the {name} {path} has {key} {other_fields.get(key)!r}, but the policy has "
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
                 )
-    for path, usual_name, words in train.plugins:
-        load_checked(path, usual_name, words)
+    for path, default_name, words in train.plugins:
+        load_checked(path, default_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:

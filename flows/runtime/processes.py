@@ -141,7 +141,9 @@ class Processes:
     def _restorer(self, trainer: TrainerGroup) -> PolicyRestorer:
         from penstock.stages.train.restore import PolicyRestorer
 
-        return PolicyRestorer(self.store, self.keys, trainer, self.base, stamp=self.provenance, on_progress=self.note)
+        return PolicyRestorer(
+            self.store, self.keys, trainer, self.base, provenance=self.provenance, on_progress=self.note
+        )
 
     def materialize_fork(self) -> None:
         """In a fork with other training options than its parent, save a checkpoint of the policy at the fork point.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from penstock.stages.plugins import check_signature, load_function, name_of
+from penstock.stages.plugins import check_signature, describe_function, load_function
 from penstock.storage.errors import PluginError
 
 if TYPE_CHECKING:  # check_custom_reward.py starts a process that imports this module: keep its imports few
@@ -81,13 +81,13 @@ def load_custom_reward(
     Raises:
         PluginError: the reward does not load, or has the wrong signature.
     """
-    target = load_function(path, usual=lambda function: hasattr(function, METHOD))
+    target = load_function(path, is_candidate=lambda function: hasattr(function, METHOD))
     if within is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{within}."):
         raise PluginError(
             f"a row's custom_rm_path {path} is not defined inside --allow-row-code {within}: "
             "name a function that this package defines"
         )
-    name = name_of(target, path)
+    name = describe_function(target, path)
     if not inspect.isclass(target):
         check_signature(target, name, ("args", "samples" if group_rm else "sample"))
         return CustomReward(name, target, takes_group=group_rm, is_class=False)

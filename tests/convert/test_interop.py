@@ -26,7 +26,7 @@ from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.targets import config_directory, megatron_directory
 from penstock.stages.convert.to_hf import export_to
-from penstock.stages.convert.to_megatron import adopt_megatron, export_megatron
+from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import ModelError
@@ -111,11 +111,11 @@ def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
     check_hf(tmp_path / "hf", family)
 
     shape = read_shape(family)
-    ref = adopt_megatron(store, str(tmp_path / "theirs"), Origin(family))
-    assert adopt_megatron(store, str(tmp_path / "theirs"), Origin(family)) == ref
+    ref = import_megatron_checkpoint(store, str(tmp_path / "theirs"), Origin(family))
+    assert import_megatron_checkpoint(store, str(tmp_path / "theirs"), Origin(family)) == ref
     (theirs.parent / "latest_checkpointed_iteration.txt").unlink()
     (tmp_path / "theirs").rename(tmp_path / "moved")
-    assert adopt_megatron(store, str(tmp_path / "moved" / "iter_0000007"), Origin(family)) == ref
+    assert import_megatron_checkpoint(store, str(tmp_path / "moved" / "iter_0000007"), Origin(family)) == ref
     commit = store.committed(ref.key.removesuffix(".commit.json"))
     assert commit is not None
     with store.reading(commit) as directory, HFWeights(family) as weights:
@@ -226,7 +226,7 @@ def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp
     convert_hf(store_of(tmp_path), moe, options=ConversionOptions(save=str(tmp_path / "ours")))
     (tmp_path / "ours" / "release" / "hf_assets" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no tensor|has shape"):
-        adopt_megatron(store_of(tmp_path), str(tmp_path / "ours"), Origin(tiny_model))
+        import_megatron_checkpoint(store_of(tmp_path), str(tmp_path / "ours"), Origin(tiny_model))
 
 
 # ---- the way in which convert_torch_dist_to_hf reads -----------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
     engine = make_engine(shape, checkpoint)
     free = logprobs_of(engine, pack, "record")
     own: RoutingRecord = pack.routing  # type: ignore[assignment]
-    theirs = choices.record(rows)
+    theirs = choices.decode(rows)
     assert list(theirs.choices) == list(own.choices) == [0, 1, 2, 3]
     for layer, choice in theirs.choices.items():
         assert (choice[last] == -1).all(), "an engine does not run the last token"
@@ -132,7 +132,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
     logprobs_of(engine, pack, "record")
     drifted: RoutingRecord = pack.routing  # type: ignore[assignment]
     moved = sum(int((drifted.choices[layer] != own.choices[layer]).any(-1).sum()) for layer in own.choices)
-    pack.routing = choices.record(rows)
+    pack.routing = choices.decode(rows)
     replayed = logprobs_of(engine, pack, "record")
     followed = all(
         torch.equal(pack.routing.choices[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.choices.items()

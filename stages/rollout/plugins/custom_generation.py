@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient
-from penstock.stages.plugins import check_signature, load_function, name_of
+from penstock.stages.plugins import check_signature, describe_function, load_function
 from penstock.stages.rewards.outcome import failed, parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
@@ -65,8 +65,10 @@ def find_generate_function(path: str) -> GenerateFunction:
     Raises:
         PluginError: the function does not load, or has none of the forms in the module docstring.
     """
-    function = load_function(path, usual_name="generate", usual=lambda value: value.__name__ == "custom_generate")
-    name = name_of(function, path)
+    function = load_function(
+        path, default_name="generate", is_candidate=lambda value: value.__name__ == "custom_generate"
+    )
+    name = describe_function(function, path)
     if inspect.isclass(function):
         raise PluginError(f"{name} is a class: name a function")
     parameters = inspect.signature(function).parameters.values()

@@ -34,7 +34,7 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
     Raises:
         PluginError: the class does not load, or it has no `get_samples(num_samples)`.
     """
-    cls = load_function(path, usual_name="RolloutDataSource")
+    cls = load_function(path, default_name="RolloutDataSource")
     if not isinstance(cls, type):
         raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
     base = RolloutDataSourceWithBuffer if hasattr(cls, "buffer_filter") else RolloutDataSource
@@ -60,7 +60,7 @@ def load_buffer_filter(path: str) -> BufferFilter:
     Raises:
         PluginError: the function does not load or has the wrong signature.
     """
-    function = load_function(path, usual_name="buffer_filter")
+    function = load_function(path, default_name="buffer_filter")
     if not (accepts(function, None, 0, [], 0) or accepts(function, None, [], 0)):
         raise PluginError(
             f"--buffer-filter-path {path} takes other arguments: write def "

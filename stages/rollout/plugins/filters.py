@@ -74,7 +74,7 @@ def load_filter(path: str, args: Any) -> Filter:
         PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
             the filter raises, exceeds the timeout, or returns no truth value.
     """
-    plugin = Plugin(path, ("args", "samples"), usual_name="check", timeout=args.reward_timeout)
+    plugin = Plugin(path, ("args", "samples"), default_name="check", timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:
         return lambda samples: plugin.function(args, samples)
     return lambda samples: _as_output(plugin(args, [UserSample.of(sample) for sample in samples]), plugin)

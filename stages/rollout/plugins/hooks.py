@@ -39,8 +39,8 @@ class Hooks:
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.model_dump())
 
-        def plugin(path: str | None, parameters: tuple[str, ...], usual_name: str) -> Plugin | None:
-            return Plugin(path, parameters, usual_name=usual_name, timeout=config.reward_timeout) if path else None
+        def plugin(path: str | None, parameters: tuple[str, ...], default_name: str) -> Plugin | None:
+            return Plugin(path, parameters, default_name=default_name, timeout=config.reward_timeout) if path else None
 
         self._sample_hook = plugin(config.rollout_sample_hook_path, ("args", "sample"), "sample_hook")
         self._sample_filter = plugin(config.rollout_sample_filter_path, ("args", "groups"), "sample_filter")
