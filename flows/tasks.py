@@ -43,7 +43,7 @@ def restore(session: Session) -> None:
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     prefix = session.keys.rollout(rollout_id)
@@ -63,14 +63,14 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 connect=session.processes.connect_for_training,
             )
             round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
-            commit = rollout_stage(context, prefix, round, resume_point_of(session.store, session.keys, rollout_id))
+            commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
 
 
 @stage("demonstrations-{rollout_id:06d}")
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
-    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext
     from penstock.stages.rollout.sft_data import sft_data_stage
 
@@ -80,7 +80,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
         context = RolloutContext(
             session.store, session.config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
         )
-        state = resume_point_of(session.store, session.keys, rollout_id).state
+        state = read_resume_point(session.store, session.keys, rollout_id).state
         commit = sft_data_stage(context, prefix, session.keys.run, rollout_id, state)
     return _rollout_ref(session, prefix, commit)
 

@@ -214,7 +214,7 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
     positions = _context_length(config, shape)
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
-        check_prompt_data(config.rollout, demonstrations=demonstrations, tokenizer=tokenizer, num_positions=positions)
+        check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
         config.rollout.model_copy(update=config.eval.overrides(path, name))
         for name, path in config.eval.eval_prompt_data
@@ -226,7 +226,7 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
         )
     for rollout in evaluated:
-        check_prompt_data(rollout, tokenizer=tokenizer, num_positions=positions)
+        check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
     for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
         check_row_rewards(rollout)
 
@@ -234,7 +234,7 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 def check_row_rewards(rollout: RolloutConfig) -> None:
     """Check that the first rows have a reward and its columns; call a user-defined reward on test samples."""
     from penstock.stages.rewards.grading import check_reward
-    from penstock.stages.rewards.preflight import RewardRow, check_rows, try_reward
+    from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward
     from penstock.stages.rollout.prompts.check import first_rows
 
     rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
@@ -242,7 +242,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
-    check_rows(rollout, rows)
+    check_reward_rows(rollout, rows)
     for reason in try_reward(rollout, rows, rollout.model_dump()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 

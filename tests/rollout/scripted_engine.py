@@ -14,7 +14,7 @@ from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineGone, E
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.preemption import StopRequest
@@ -190,5 +190,5 @@ class Bench:
             ),
             KEYS.rollout(r),
             RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
-            resume_point_of(self.store, KEYS, r),
+            read_resume_point(self.store, KEYS, r),
         )

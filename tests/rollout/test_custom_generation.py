@@ -15,7 +15,7 @@ from scripted_engine import ScriptedClient
 from penstock.engines.generation import Generation
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins import plugin_runner
-from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, find_generate_function
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, load_generate_function
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.samples.sample import Sample, Status
@@ -538,5 +538,5 @@ def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
 )
 def test_preflight(bench: Bench, code: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        find_generate_function(bench.path(code))
-    find_generate_function(bench.path(CALCULATOR))
+        load_generate_function(bench.path(code))
+    load_generate_function(bench.path(CALCULATOR))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
-from penstock.stages.rollout.deadline import run_to_end
+from penstock.stages.rollout.deadline import run_blocking
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.samples.sample import Sample, Status
@@ -228,6 +228,6 @@ def test_round_runs_inside_running_event_loop() -> None:
         return 42
 
     async def caller() -> int:
-        return run_to_end(answer())
+        return run_blocking(answer())
 
-    assert asyncio.run(caller()) == run_to_end(answer()) == 42
+    assert asyncio.run(caller()) == run_blocking(answer()) == 42

@@ -14,7 +14,7 @@ def random_run(trial: int) -> tuple[list[tuple[Commit, dict[int, tuple[int, int,
     """Return the rounds of a run with growing files and perhaps weights from some round on, and its skipped prompts."""
     rng = random.Random(trial)
     sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 3))]
-    admits = (
+    prompt_filter = (
         (lambda prompts: [(prompt.file + prompt.row) % 4 != 0 for prompt in prompts]) if rng.random() < 0.7 else None
     )
     weighted, weights_from = rng.random() < 0.7, rng.randint(0, 8)
@@ -27,7 +27,7 @@ def random_run(trial: int) -> tuple[list[tuple[Commit, dict[int, tuple[int, int,
             [1 + file for file in range(len(sizes))] if weighted and number >= weights_from and len(sizes) > 1 else []
         )
         source = PromptSource(files, shuffle=True, seed=1, weights=weights)
-        prompts, after = source.take(source.restore(saved), rng.randint(1, 12), admits)
+        prompts, after = source.take(source.restore(saved), rng.randint(1, 12), prompt_filter)
         saved, skipped = after.model_dump(mode="json"), after.skipped
         commit = Commit(kind="rollout", run="r", index=number, policy_version=number, state={"data_source": saved})
         rounds.append((commit, {prompt.issue: (prompt.epoch, prompt.file, prompt.row) for prompt in prompts}))
