@@ -185,7 +185,7 @@ async def flush(url: str) -> None:
     """Empty the server's prefix cache."""
     from penstock.engines.sglang import control
 
-    await asyncio.to_thread(control.call, url, "/flush_cache", {})
+    await asyncio.to_thread(control.call_server, url, "/flush_cache", {})
 
 
 async def bare(url: str, bodies: list[dict]) -> int:
@@ -197,7 +197,7 @@ async def bare(url: str, bodies: list[dict]) -> int:
     ) as session:
 
         async def one(body: dict) -> int:
-            async with session.post(f"{url}/generate", json=body, headers=keys.headers(url)) as response:
+            async with session.post(f"{url}/generate", json=body, headers=keys.auth_headers(url)) as response:
                 return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
 
         return sum(await asyncio.gather(*map(one, bodies)))

@@ -23,7 +23,7 @@ MAX_LAYERS = 10_000
 EntryType = tuple[str, Callable[[Any], bool]]  # description of valid values, and the check of a value
 
 
-def count(low: int, high: int = LARGEST) -> EntryType:
+def integer_between(low: int, high: int = LARGEST) -> EntryType:
     """Return the entry type of an integer between `low` and `high`, both included."""
     upper = f" and at most {high}" if high < LARGEST else ""
     return f"an integer of at least {low}{upper}", lambda value: type(value) is int and low <= value <= high
@@ -47,7 +47,7 @@ TEXTS: EntryType = ("a list of strings", _is_list_of(lambda item: isinstance(ite
 LAYERS: EntryType = ("a list of layer numbers", _is_list_of(lambda item: type(item) is int and item >= 0))
 
 TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQUIRED
-    "num_hidden_layers": count(1, MAX_LAYERS),
+    "num_hidden_layers": integer_between(1, MAX_LAYERS),
     **dict.fromkeys(
         (
             "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -55,14 +55,14 @@ TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQ
             "num_experts_per_tok", "n_routed_experts", "num_local_experts", "q_lora_rank", "kv_lora_rank",
             "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         ),
-        count(1),
+        integer_between(1),
     ),
     **dict.fromkeys(
         (
             "num_experts", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_group",
             "topk_group", "decoder_sparse_step", "max_window_layers", "sliding_window",
         ),
-        count(0),
+        integer_between(0),
     ),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
@@ -172,12 +172,12 @@ class ConfigEntries:
     def __getitem__(self, name: str) -> Any:
         other = SPELLINGS.get(name, name)
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
-            both = f"{name} {shown(self.values[name])} and {other} {shown(self.values[other])}"
+            both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
             self.refuse(both, "which contradict each other", "correct config.json")
         value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
-        return self.checked(name, value) if name in self.values or other in self.values else value
+        return self.check_value(name, value) if name in self.values or other in self.values else value
 
-    def checked(self, name: str, value: Any) -> Any:
+    def check_value(self, name: str, value: Any) -> Any:
         """Return `value` if the entry `name` may have it.
 
         Raises:
@@ -185,7 +185,7 @@ class ConfigEntries:
         """
         needed, fits = self.types.get(name, ("", lambda value: True))
         if name in REQUIRED if value is None else not fits(value):
-            self.refuse(f"{name} {shown(value)}", f"but this entry must be {needed}", "correct config.json")
+            self.refuse(f"{name} {to_short_json(value)}", f"but this entry must be {needed}", "correct config.json")
         return value
 
     def refuse(self, found: str, needed: str, do: str = "use another checkpoint") -> NoReturn:
@@ -193,13 +193,13 @@ class ConfigEntries:
         raise ModelError(f"{self.source} says {found}, {needed}: {do}")
 
 
-def shown(value: Any) -> str:
+def to_short_json(value: Any) -> str:
     """Return a value as JSON, truncated to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
+def read_rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
     """Return the RoPE settings of a config.json. They are the entries `rope_theta` and `rope_scaling` or, since
     transformers 5, `rope_parameters`.
 
@@ -217,7 +217,7 @@ def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = Fal
         )
 
     def setting(name: str) -> Any:
-        top, inner = config[name], config.checked(name, settings[name]) if name in settings else None
+        top, inner = config[name], config.check_value(name, settings[name]) if name in settings else None
         if top is not None and inner is not None and top != inner:
             config.refuse(
                 f"{name} {top} at the top level and {inner} in the RoPE settings",
@@ -239,7 +239,7 @@ def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = Fal
 
 def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scaling | YarnScaling | None:
     def setting(name: str) -> Any:
-        return config.checked(name, settings[name]) if name in settings else None
+        return config.check_value(name, settings[name]) if name in settings else None
 
     kind = setting("rope_type") or setting("type") or "default"
     if kind == "default":
@@ -295,7 +295,9 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
         )
     for name, neutral in FOREIGN.items():
         if config[name] not in (None, neutral):
-            config.refuse(f"{name} {shown(config[name])}", f"which Penstock does not support for {architecture}")
+            config.refuse(
+                f"{name} {to_short_json(config[name])}", f"which Penstock does not support for {architecture}"
+            )
 
 
 def refuse_sliding_windows(config: ConfigEntries) -> None:

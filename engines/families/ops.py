@@ -119,7 +119,7 @@ class TensorRow:
     num_experts: int = 1
 
 
-class Layout:
+class TensorLayout:
     """The tensor table of one model: the tensor names of both formats, and the conversion in both directions.
 
     It converts full tensors; callers gather them from ranks or read them from files.
@@ -161,7 +161,7 @@ class Layout:
             )
         return op.join(name, tensors)
 
-    def hf_of(self, name: str) -> tuple[str, ...]:
+    def hf_names_of(self, name: str) -> tuple[str, ...]:
         """Return the names of the Hugging Face tensors that are joined into a Megatron tensor."""
         return self._row(name)[1]
 

@@ -9,7 +9,7 @@ Contract of the loss function:
     loss_fn(hidden, head, packed) -> (loss, outputs)
 
     hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
-              a rank has only some of the tokens: `rows_of(packed)` returns their indices in the pack.
+              a rank has only some of the tokens: `loss_token_indices(packed)` returns their indices in the pack.
     head      maps rows of hidden states to logits, or to values if the engine's role is "value".
     packed    the micro-batch that the caller passed.
     loss      scalar tensor, or None in a forward-only pass.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
-from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_rows
+from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
@@ -152,7 +152,7 @@ class MegatronEngine:
         """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def rows_of(self, packed: PackedTokens) -> Tensor | None:
+    def loss_token_indices(self, packed: PackedTokens) -> Tensor | None:
         """Return the indices in the pack of the tokens whose hidden states are passed to this rank's `loss_fn`, [r].
 
         None means all tokens, in order. Not collective.
@@ -219,7 +219,7 @@ class MegatronEngine:
             stream.routing = StreamRouting(packed.routing, self._router_rows(stream), recording=routing == "record")
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._param_gather.wait_for(chunk.module.output_layer)  # `head` reads its weight without calling it
+            self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight without calling it
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if stream.real_rows is not None:
@@ -243,18 +243,18 @@ class MegatronEngine:
             return None
         ranks = self.layout.tensor if self.config.sequence_parallel else 1
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return router_rows(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
+        return router_token_indices(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
 
-    def step(self, increment: int = 1) -> tuple[bool, float]:
-        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `increment` steps.
+    def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
+        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.
 
         Returns:
             whether the weights were updated, and the gradient norm before clipping.
         """
         updated, grad_norm, _ = self.optimizer.step()
-        self._param_gather.start()
+        self._param_gather.start_all()
         if updated:
-            self.scheduler.step(increment)
+            self.scheduler.step(num_scheduler_steps)
         return bool(updated), float(grad_norm)
 
     @property
@@ -282,7 +282,7 @@ class MegatronEngine:
         return weights.snapshot(self._synced_chunks())
 
     @contextmanager
-    def using(self, snapshot: weights.Snapshot) -> Iterator[None]:
+    def using_weights(self, snapshot: weights.Snapshot) -> Iterator[None]:
         """Swap the model's weights with the snapshot's during the block, in which only forward passes are allowed.
 
         Inside the block the snapshot holds the model's weights.
@@ -300,18 +300,18 @@ class MegatronEngine:
             directory: one for all ranks, or one per rank (see `RankState.save`).
             step_state: JSON values of the caller, which `load` returns.
         """
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         self._state.save(directory, step_state)
 
     def save_weights(self, directory: str | Path) -> None:
-        """Save only the weights, for `load_weights`. Inside `using`, the snapshot's weights are saved."""
-        self._param_gather.wait()
+        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved."""
+        self._param_gather.wait_for_all()
         self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
         bit-identical to uninterrupted training."""
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
@@ -320,11 +320,11 @@ class MegatronEngine:
         A value model loads its value head only from the checkpoint of a value model; from a policy's checkpoint it
         loads the trunk and initializes the head with the seed.
         """
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         return self.chunks
 
     def fingerprint(self) -> dict[str, Any]:

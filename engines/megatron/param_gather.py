@@ -26,22 +26,22 @@ class ParamGather:
     def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
         chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
         for chunk in chunks:
-            chunk.ddp_config.align_param_gather = True  # only `start` launches gathers
+            chunk.ddp_config.align_param_gather = True  # only `start_all` launches gathers
         groups = [group for chunk in chunks for group in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)]
         # Megatron lists the buckets of the last layers first.
         self._buckets = [bucket for group in groups for bucket in reversed(group)]
         self._bucket_of = {param: bucket for chunk in chunks for param, bucket in chunk.param_to_bucket_group.items()}
 
-    def start(self) -> None:
+    def start_all(self) -> None:
         """Start the all-gathers of all buckets, beginning with the first layers."""
         for bucket in self._buckets:
             bucket.start_param_sync()
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until the all-gathers of all buckets are finished."""
         _finish(self._buckets)
 
-    def wait_for(self, module: nn.Module) -> None:
+    def wait_for_module(self, module: nn.Module) -> None:
         """Wait until the weights of a module are gathered. Needed if the weights are read without calling the module,
         because Megatron's hooks wait only in the module's forward call."""
         _finish(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)

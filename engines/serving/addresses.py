@@ -8,7 +8,7 @@ from penstock.storage.errors import EngineError
 from penstock.storage.secrets import has_credentials
 
 
-def url_of(address: str) -> str:
+def engine_url(address: str) -> str:
     """Return the URL (scheme://host:port) of an engine given as host:port or as a URL.
 
     Raises:
@@ -33,4 +33,4 @@ def url_of(address: str) -> str:
 
 def is_on_this_machine(address: str) -> bool:
     """Return whether an address is a loopback address."""
-    return urlsplit(url_of(address)).hostname in ("127.0.0.1", "localhost", "::1")
+    return urlsplit(engine_url(address)).hostname in ("127.0.0.1", "localhost", "::1")

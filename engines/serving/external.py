@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from penstock.engines.backends import EngineBackend
 from penstock.engines.serving import keys
-from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.replica import POLL_SECONDS, Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
 
@@ -33,18 +33,20 @@ class ExternalReplica(Replica):
         self.spec = spec
         self.index = index
         self.backend = backend
-        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
-        self._url = url_of(address)
+        self.client = backend.connect(
+            lambda: []
+        )  # only its `health` and `weight_version` are used, which take an address
+        self._url = engine_url(address)
         if key := spec.args.get("api_key"):
-            keys.use_key(self._url, key)
+            keys.set_api_key(self._url, key)
         self._checked = False
-        self.begin()
+        self.launch_server()
 
-    def begin(self) -> None:
-        """Restart the deadline until which `url` waits for the engine."""
+    def launch_server(self) -> None:
+        """Restart the deadline until which `wait_for_url` waits for the engine."""
         self._deadline = time.monotonic() + self.spec.start_timeout
 
-    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         """Wait until the engine generates tokens, check its model, and return its address.
 
         Raises:
@@ -78,7 +80,7 @@ class ExternalReplica(Replica):
         return True
 
     def _address(self) -> str:
-        return self._url  # without waiting, unlike `url`
+        return self._url  # without waiting, unlike `wait_for_url`
 
     def pid(self) -> int:
         """Return 0: the process id of an external engine is unknown."""
@@ -93,7 +95,7 @@ class ExternalReplica(Replica):
         return f"the external engine at {self.address} does not generate tokens"
 
     def kill(self) -> None:
-        """Make the next `url` call check the engine again; its process is not killed."""
+        """Make the next `wait_for_url` call check the engine again; its process is not killed."""
         self._checked = False
 
     def release(self) -> None:

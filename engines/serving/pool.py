@@ -16,9 +16,9 @@ from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.serving.external import ExternalReplica
-from penstock.engines.serving.replica import RayReplica, Replica, kill_replicas_from
+from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead
+from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.storage.secret_references import reveal
 
 
@@ -55,15 +55,15 @@ class EnginePool:
         self.spec = spec
         self.health = health or HealthCheck()
         self.listener: Listener = lambda urls: None
-        self._check = cluster.check
+        self._check = cluster.check_alive
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
         owner = uuid.uuid4().hex
-        kill_replicas_from(cluster, 0 if external else num_engines)
+        kill_surplus_replicas(cluster, 0 if external else num_engines)
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
         else:
-            slots = cluster.place(num_engines, spec.tensor_parallel, offset)
+            slots = cluster.place_processes(num_engines, spec.tensor_parallel, offset)
             self._replicas += [
                 RayReplica(cluster, spec, index, slot, owner, backend) for index, slot in enumerate(slots)
             ]
@@ -90,17 +90,17 @@ class EnginePool:
             ClusterLost: the local Ray died. Raised on entry and by the yielded function.
         """
         with self._lock:
-            supervisor = self._supervisor(version, publish)
-            supervisor.bring_up()
+            supervisor = self._make_supervisor(version, publish)
+            supervisor.restart_and_publish()
             with supervisor:
-                yield supervisor.live
+                yield supervisor.live_urls
 
-    def bring_to(self, version: str, publish: Publish) -> None:
+    def update_to_version(self, version: str, publish: Publish) -> None:
         """Restart dead engines and update all engines to `version`, as `serving` does on entry."""
         with self._lock:
-            self._supervisor(version, publish).bring_up()
+            self._make_supervisor(version, publish).restart_and_publish()
 
-    def _supervisor(self, version: str, publish: Publish) -> Supervisor:
+    def _make_supervisor(self, version: str, publish: Publish) -> Supervisor:
         return Supervisor(self._replicas, version, publish, self.health, self.listener, self._check)
 
     @property
@@ -112,8 +112,8 @@ class EnginePool:
         """
         with self._lock:
             for replica in self._replicas:
-                replica.settle()
-            return [replica.url() for replica in self._replicas]
+                replica.finish_adoption()
+            return [replica.wait_for_url() for replica in self._replicas]
 
     def ensure_alive(self) -> bool:
         """Restart every engine that is dead or does not answer. Return whether any engine was restarted.
@@ -124,7 +124,7 @@ class EnginePool:
             RuntimeError: an engine could not start; the message has the tail of its log.
         """
         with self._lock:
-            return bool(restart_dead(self._replicas))
+            return bool(restart_dead_engines(self._replicas))
 
     @property
     def adopted(self) -> list[bool]:
@@ -134,7 +134,7 @@ class EnginePool:
     def weight_versions(self) -> list[str]:
         """Return the weight version that each engine reports."""
         with self._lock:
-            return [replica.version() for replica in self._replicas]
+            return [replica.weight_version() for replica in self._replicas]
 
     def pids(self) -> list[int]:
         """Return the process id of each engine's server; 0 for an external engine."""
@@ -162,7 +162,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
         LayoutError: the cluster has too few GPUs.
     """
     has_gpus = cluster.num_gpus > 0
-    options = options.with_spec(args=reveal(options.spec.args))
+    options = options.replace_spec_fields(args=reveal(options.spec.args))
     spec = options.spec.model_copy(
         update={
             "args": backend.server_args(options, has_gpus=has_gpus),
@@ -172,7 +172,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
     return EnginePool(
         cluster,
         spec,
-        options.count(has_gpus),
+        options.num_engines_to_start(has_gpus),
         options.first_gpu,
         options.health,
         external=options.external,

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from penstock.engines.ports import HIGHEST, free_port
-from penstock.engines.scratch import own_directory
+from penstock.engines.ports import HIGHEST, reserve_free_port
+from penstock.engines.scratch import own_temp_directory
 from penstock.engines.serving import keys
 from penstock.storage.secrets import protect, redact
 
@@ -114,7 +114,7 @@ class EngineServer(ABC):
         deadline = time.monotonic() + self.spec.start_timeout
         for last_try in (False, False, True):
             self._launch()
-            keys.use_key(self.url(), self._key)
+            keys.set_api_key(self.url(), self._key)
             while self.alive() and time.monotonic() < deadline:
                 if self.is_ready():
                     return self.url()
@@ -193,13 +193,13 @@ class EngineServer(ABC):
 
     def _launch(self) -> None:
         spec = self.spec
-        self._port = spec.port + self.index if spec.port else free_port(self.highest_port, self.derived_ports)
+        self._port = spec.port + self.index if spec.port else reserve_free_port(self.highest_port, self.derived_ports)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
-            "TMPDIR": str(own_directory()),  # removed when this process ends, with the server's sockets and files
+            "TMPDIR": str(own_temp_directory()),  # removed when this process ends, with the server's sockets and files
             KEY_VARIABLE: self._key,
         }
         env.setdefault("HF_HUB_OFFLINE", "1")

@@ -2,7 +2,7 @@
 
 A supervisor is active during one stage that generates. One thread per engine checks twice a second that the server's
 process runs and, every `HealthCheck.interval` seconds, that the engine generates tokens. The client takes the engines'
-addresses from `Supervisor.live` and resends the requests of dead engines.
+addresses from `Supervisor.live_urls` and resends the requests of dead engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Listener = Callable[[list[str]], None]  # called with the addresses of the live 
 
 
 class Supervisor:
-    """Supervises engines while they serve one version. A context manager; call `bring_up` before entering.
+    """Supervises engines while they serve one version. A context manager; call `restart_and_publish` before entering.
 
     Args:
         replicas: all engines of the pool.
@@ -33,7 +33,7 @@ class Supervisor:
         publish: sends the weights to engines, which then report `version`. Called from several threads, one at a time.
         health: health-check intervals and the limit on restarts.
         listener: called with the addresses of the live engines whenever these change, for instance to update a router.
-        check: raises if the engines' Ray has died (`Cluster.check`).
+        check: raises if the engines' Ray has died (`Cluster.check_alive`).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Supervisor:
         self._failure: Exception | None = None
         self._num_restarts = 0
 
-    def bring_up(self) -> None:
+    def restart_and_publish(self) -> None:
         """Start or restart engines and publish weights until every engine serves the version.
 
         Restarts of engines that are already dead at the call do not count towards `health.max_restarts`, because these
@@ -68,12 +68,12 @@ class Supervisor:
                 tail of its log.
             ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
         """
-        for replica in restart_dead(self.replicas):
+        for replica in restart_dead_engines(self.replicas):
             logger.warning("engine %d was found dead before generation and has been restarted", replica.index)
-        while stale := [replica for replica in self.replicas if _version(replica) != self.version]:
+        while stale := [replica for replica in self.replicas if _version_or_error(replica) != self.version]:
             try:
-                self.publish([replica.url() for replica in stale])
-                versions = {replica.url(): _version(replica) for replica in stale}
+                self.publish([replica.wait_for_url() for replica in stale])
+                versions = {replica.wait_for_url(): _version_or_error(replica) for replica in stale}
                 wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
                     break
@@ -88,13 +88,15 @@ class Supervisor:
             for replica in dead:
                 self._count_restart(replica, f"{problem}\n{replica.exit_report()}")
                 replica.kill()
-                replica.begin()
-            restart_dead(dead)
-        self._set_live({replica.index: replica.url() for replica in self.replicas})
+                replica.launch_server()
+            restart_dead_engines(dead)
+        self._set_live({replica.index: replica.wait_for_url() for replica in self.replicas})
 
     def __enter__(self) -> Supervisor:
         for replica in self.replicas:
-            threading.Thread(target=self._watch, args=(replica,), name=f"engine-{replica.index}", daemon=True).start()
+            threading.Thread(
+                target=self._supervise, args=(replica,), name=f"engine-{replica.index}", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -103,7 +105,7 @@ class Supervisor:
         with self._lock:
             self._stopped.set()
 
-    def live(self) -> list[str]:
+    def live_urls(self) -> list[str]:
         """Return the addresses of the engines that serve the version; empty while all engines are restarting.
 
         Raises:
@@ -120,7 +122,7 @@ class Supervisor:
         self._live = live
         self.listener(list(live.values()))
 
-    def _watch(self, replica: Replica) -> None:
+    def _supervise(self, replica: Replica) -> None:
         """Check one engine, and restart it if needed, until the supervisor exits. Runs in the engine's own thread."""
         num_failures, due = 0, time.monotonic() + self.health.interval
         try:
@@ -138,7 +140,7 @@ class Supervisor:
         except StartCancelled:
             return
         except Exception as error:
-            if not self._stopped.is_set():  # `live` raises the error in the caller's thread
+            if not self._stopped.is_set():  # `live_urls` raises the error in the caller's thread
                 logger.warning("supervision of engine %d ended, generation will fail: %s", replica.index, error)
                 self._failure = error
 
@@ -158,16 +160,16 @@ class Supervisor:
                 self._check_not_stopped()
                 self._count_restart(replica, cause)
                 replica.kill()
-                replica.begin()
+                replica.launch_server()
             try:
-                url = replica.url(cancelled=self._stopped.is_set)
+                url = replica.wait_for_url(cancelled=self._stopped.is_set)
             except RuntimeError as error:
                 cause = str(error)
                 continue
             try:
                 with self._lock:
                     self._check_not_stopped()
-                    if replica.version() != self.version:
+                    if replica.weight_version() != self.version:
                         self.publish([url])
                 break
             except ClusterLost:
@@ -196,7 +198,7 @@ class Supervisor:
             raise StartCancelled
 
 
-def restart_dead(replicas: Sequence[Replica]) -> list[Replica]:
+def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
     """Wait until all engines have started, then restart in parallel the engines that do not answer.
 
     Returns:
@@ -206,21 +208,21 @@ def restart_dead(replicas: Sequence[Replica]) -> list[Replica]:
         RuntimeError: an engine could not start; the message has the tail of its log.
     """
     for replica in replicas:
-        replica.settle()
+        replica.finish_adoption()
     for replica in replicas:
-        replica.url()
+        replica.wait_for_url()
     dead = [replica for replica in replicas if not replica.answers()]
     for replica in dead:
         replica.kill()
-        replica.begin()
+        replica.launch_server()
     for replica in dead:
-        replica.url()
+        replica.wait_for_url()
     return dead
 
 
-def _version(replica: Replica) -> str:
+def _version_or_error(replica: Replica) -> str:
     """Return the weight version that an engine reports, or "nothing (<error>)" if the engine does not answer."""
     try:
-        return replica.version()
+        return replica.weight_version()
     except (EngineGone, RuntimeError) as error:
         return f"nothing ({error})"

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import installed
+from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
@@ -48,8 +48,8 @@ def check_architecture(architecture: str) -> None:
     Raises:
         EngineError: SGLang does not implement the architecture.
     """
-    root = installed("sglang")
-    if root is not None and not serves(architecture, root):
+    root = package_directory("sglang")
+    if root is not None and not implements_architecture(architecture, root):
         raise EngineError(
             f"SGLang {version('sglang')} does not implement {architecture}: give --hf-checkpoint a model of another "
             f"architecture, or install a release that implements {architecture}; `penstock sft` and `penstock convert` "
@@ -58,7 +58,7 @@ def check_architecture(architecture: str) -> None:
 
 
 @cache
-def serves(architecture: str, root: Path) -> bool:
+def implements_architecture(architecture: str, root: Path) -> bool:
     """Return whether the `sglang` package at `root` implements an architecture: whether a file in srt/models lists it
     in `EntryClass`."""
     for path in sorted((root / "srt" / "models").glob("*.py")):

@@ -65,7 +65,7 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
     Args:
         root: directory of the `sglang` package to read; by default the installed package.
     """
-    root = root or installed("sglang")
+    root = root or package_directory("sglang")
     if root is None:
         return {}
     return _parse_flags([root / "srt/server_args.py", *sorted((root / "srt/arg_groups/fields").glob("*.py"))])
@@ -74,11 +74,11 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
 @cache
 def router_flags() -> dict[str, ServerFlag]:
     """Return the router's flags by name, as `sglang_flags`; empty if sglang-router is not installed."""
-    root = installed("sglang_router")
+    root = package_directory("sglang_router")
     return _parse_flags([root / "router_args.py"]) if root else {}
 
 
-def installed(package: str) -> Path | None:
+def package_directory(package: str) -> Path | None:
     """Return the directory of an installed package, None if it is not installed."""
     spec = find_spec(package)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
@@ -129,7 +129,7 @@ def _check_names(
     return checked
 
 
-def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
+def add_return_experts_flag(args: dict[str, Any]) -> dict[str, Any]:
     """Return `args` with the server flag that makes SGLang return the routed expert ids of every token.
 
     Raises:
@@ -178,11 +178,11 @@ def _parse_flags(sources: list[Path]) -> dict[str, ServerFlag]:
     flags: dict[str, ServerFlag] = {}
     for path in sources:
         for node in ast.walk(parse_source(path.read_text(encoding="utf-8"), str(path))):
-            flags |= _annotated_field(node) | _added_argument(node)
+            flags |= _flag_of_annotated_field(node) | _flag_of_add_argument_call(node)
     return flags
 
 
-def _annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
+def _flag_of_annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
     """Return the flag that `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` in a class body declares, under each
     spelling; {} for any other syntax node."""
     if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
@@ -199,20 +199,20 @@ def _annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
     if "no_cli" in options:
         return {}
     name = node.target.id
-    flag = _text(options.get("cli_name")) or "--" + name.replace("_", "-")
-    names = [name, *_names(options.get("aliases")), *_names(options.get("cli_name"))]
+    flag = _string_value(options.get("cli_name")) or "--" + name.replace("_", "-")
+    names = [name, *_flag_names(options.get("aliases")), *_flag_names(options.get("cli_name"))]
     switch = ast.unparse(kind) in ("bool", "Optional[bool]", "bool | None")
     return {name: ServerFlag(flag=flag, switch=switch) for name in names}
 
 
-def _added_argument(node: ast.AST) -> dict[str, ServerFlag]:
+def _flag_of_add_argument_call(node: ast.AST) -> dict[str, ServerFlag]:
     """Return the flags that a call `parser.add_argument("--name", ...)` declares; {} for any other syntax node.
 
     SGLang uses such calls for flags with computed choices and for deprecated spellings.
     """
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"):
         return {}
-    names = [name for argument in node.args for name in _names(argument)]
+    names = [name for argument in node.args for name in _flag_names(argument)]
     action = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"), "")
     return {
         name: ServerFlag(flag="--" + name.replace("_", "-"), switch="store_" in action or "Store" in action)
@@ -220,13 +220,17 @@ def _added_argument(node: ast.AST) -> dict[str, ServerFlag]:
     }
 
 
-def _names(node: ast.expr | None) -> list[str]:
+def _flag_names(node: ast.expr | None) -> list[str]:
     """Return the flag names in a string literal or a list of them: without leading dashes, with underscores."""
     items = node.elts if isinstance(node, ast.List) else [node]
-    return [text.removeprefix("--").replace("-", "_") for text in map(_text, items) if text and text.startswith("--")]
+    return [
+        text.removeprefix("--").replace("-", "_")
+        for text in map(_string_value, items)
+        if text and text.startswith("--")
+    ]
 
 
-def _text(node: ast.expr | None) -> str | None:
+def _string_value(node: ast.expr | None) -> str | None:
     if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy"; without the prefix here
-        return "".join(_text(part) or "" for part in node.values)
+        return "".join(_string_value(part) or "" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

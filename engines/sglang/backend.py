@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.backends import EngineBackend, RequestRouter
 from penstock.engines.generation import EngineUrls
 from penstock.engines.options import EngineOptions
-from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.architectures import check_model
-from penstock.engines.sglang.args import check_router_args, check_sglang_args, returning_experts
-from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds
+from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
+from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_sampling_seeds
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.secret_references import reveal
 
@@ -67,7 +67,7 @@ class SGLangBackend(EngineBackend):
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         args = options.spec.args
         if options.return_experts:
-            args = returning_experts(args)
+            args = add_return_experts_flag(args)
         if options.sampling_seeds:
             if not has_gpus and not options.external:
                 raise OptionError(
@@ -95,11 +95,11 @@ class SGLangBackend(EngineBackend):
         if options.router is not None:
             check_router_args(options.router)
         check_sampling(options.sampling, routed=routed)
-        check_seeds(options.sampling_seeds, options.sampling, spec.args)
+        check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
-            url_of(address)
+            engine_url(address)
         if options.return_experts:
-            returning_experts(spec.args)
+            add_return_experts_flag(spec.args)
             if routed:
                 raise EngineError(
                     "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops "
@@ -117,13 +117,13 @@ class SGLangBackend(EngineBackend):
                     ) from None
 
     def check_external(self, url: str, model_path: str) -> None:
-        release, _ = control.server_facts(url)
+        release, _ = control.release_and_tp_size(url)
         if release < OLDEST_RELEASE:
             raise RuntimeError(
                 f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
                 "0.5.15.post1 or later: upgrade SGLang there"
             )
-        info = control.call(url, "/model_info")
+        info = control.call_server(url, "/model_info")
         # After an update over disk `model_path` is the temporary directory of that update, which has been removed.
         config = Path(str(info["model_path"])) / "config.json"
         if config.is_file():

@@ -108,7 +108,7 @@ class SGLangClient(EngineClient):
     def health(self, url: str, timeout: float = 30) -> bool:
         return control.generates(url, timeout)
 
-    def version(self, url: str, timeout: float = 30) -> str:
+    def weight_version(self, url: str, timeout: float = 30) -> str:
         return control.weight_version(url, timeout)
 
     def pause(self) -> None:
@@ -233,7 +233,7 @@ class SGLangClient(EngineClient):
             # No limits here: the caller bounds the number of requests in flight, `_request` the total time of each.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        headers = {**keys.headers(url), **(headers or {})}
+        headers = {**keys.auth_headers(url), **(headers or {})}
         async with self._session.post(url + path, json=body, headers=headers) as response:
             text = await response.text()
             if response.status in RETRIED_STATUS:

@@ -82,7 +82,7 @@ def prepare_imports() -> bool:
     return False
 
 
-def fork_children() -> None:
+def make_sglang_fork() -> None:
     """Make SGLang fork its child processes instead of spawning them, and import their modules before the fork.
 
     This reduces a start from 23 to 8 s of CPU time, and the memory of the three processes to a fifth. It is not
@@ -103,7 +103,7 @@ def fork_children() -> None:
     gc.freeze()  # otherwise garbage collection writes to all pages that are shared with the children
 
 
-def leave_memory_unpinned() -> None:
+def disable_pinned_memory() -> None:
     """Make SGLang allocate the host buffer of routed experts without pinned memory, which needs CUDA: without this
     patch the server cannot start on a CPU."""
     from sglang.srt.mem_cache.pool_host import common
@@ -114,7 +114,7 @@ def leave_memory_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
-def keep_load_files_in_tmpdir() -> None:
+def write_load_snapshots_to_tmpdir() -> None:
     """Make SGLang write its load-snapshot files (counters of running requests) to TMPDIR instead of /dev/shm.
 
     SGLang 0.5.21 memory-maps a file of some kilobytes per server in /dev/shm, which a killed server leaves behind. The
@@ -159,15 +159,15 @@ def bind_rendezvous_to_loopback() -> None:
 die_with_parent()
 HAS_CUDA = prepare_imports()
 bind_rendezvous_to_loopback()
-keep_load_files_in_tmpdir()
+write_load_snapshots_to_tmpdir()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
     if not HAS_CUDA:
-        leave_memory_unpinned()
-        fork_children()
+        disable_pinned_memory()
+        make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     if key := os.environ.pop(KEY_VARIABLE, None):
         # Equal keys: /server_info shows the admin key to every client that has the API key.

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.engines.serving import keys
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
@@ -129,9 +129,9 @@ class SGLangRouter:
         Returns:
             The reason for the end, with the tail of the log.
         """
-        port = free_port()
+        port = reserve_free_port()
         url = f"http://127.0.0.1:{port}"
-        keys.use_key(url, self._key)
+        keys.set_api_key(url, self._key)
         self._registered = {}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
@@ -174,18 +174,18 @@ class SGLangRouter:
             Whether the router's list is equal to the live engines.
         """
         engines = self._engines
-        workers = control.call(url, "/workers", timeout=CALL_TIMEOUT)["workers"]
+        workers = control.call_server(url, "/workers", timeout=CALL_TIMEOUT)["workers"]
         # With the router's health checks off, "healthy" means registered.
         ready = {worker["url"] for worker in workers if worker["is_healthy"]}
         dead = [worker["id"] for worker in workers if worker["url"] not in engines]
         for worker_id in dead:
-            control.call(url, f"/workers/{worker_id}", timeout=CALL_TIMEOUT, method="DELETE")
+            control.call_server(url, f"/workers/{worker_id}", timeout=CALL_TIMEOUT, method="DELETE")
         for engine in set(engines) - ready:
             if time.monotonic() - self._registered.get(engine, -REGISTER_AGAIN) >= REGISTER_AGAIN:
                 worker = {"url": engine, "disable_health_check": True}
-                if key := keys.keys_of([engine]).get(engine):
+                if key := keys.known_api_keys([engine]).get(engine):
                     worker["api_key"] = key
-                control.call(url, "/workers", worker, timeout=CALL_TIMEOUT)
+                control.call_server(url, "/workers", worker, timeout=CALL_TIMEOUT)
                 self._registered[engine] = time.monotonic()
         in_sync = ready == set(engines) and not dead
         with self._lock:
@@ -196,6 +196,11 @@ class SGLangRouter:
     def _argv(self, port: int) -> list[str]:
         # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
         # machine would find the port in use.
-        ours = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": free_port()}
+        ours = {
+            "host": "127.0.0.1",
+            "port": port,
+            "prometheus_host": "127.0.0.1",
+            "prometheus_port": reserve_free_port(),
+        }
         configured = {name: value for name, value in self.args.items() if name != "api_key"}
         return command_line({**ours, **DEFAULTS, **configured}, router_flags())

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import installed
+from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
@@ -71,7 +71,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
             )
 
 
-def check_seeds(seeded: bool, params: Mapping[str, Any], server: Mapping[str, Any]) -> None:
+def check_sampling_seeds(seeded: bool, params: Mapping[str, Any], server: Mapping[str, Any]) -> None:
     """Check `--rollout-sampling-seeds` against the sampling parameters and the server's flags.
 
     Raises:
@@ -111,7 +111,7 @@ def sampling_names(root: Path | None = None) -> frozenset[str]:
     Args:
         root: directory of the `sglang` package to read; by default the installed package.
     """
-    root = root or installed("sglang")
+    root = root or package_directory("sglang")
     if root is None:
         return frozenset()
     tree = parse_source((root / "srt/sampling/sampling_params.py").read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.engines.ports import HIGHEST, free_port
+from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import command_line
@@ -28,7 +28,7 @@ class SGLangServer(EngineServer):
             "model_path": spec.model_path,
             "host": spec.host,
             "port": port,
-            "nccl_port": free_port(),  # rendezvous of the ranks; SGLang would choose a port without reserving it
+            "nccl_port": reserve_free_port(),  # rendezvous of the ranks; SGLang would not reserve the port it chooses
             "tp_size": spec.tensor_parallel,
             "weight_version": spec.weight_version,
         }

@@ -25,7 +25,7 @@ import torch
 
 from penstock.engines.generation import EngineGone, WeightTransport
 from penstock.engines.sglang import control
-from penstock.engines.weights.buckets import NamedTensor, buckets, num_bytes
+from penstock.engines.weights.buckets import NamedTensor, num_bytes, split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
@@ -58,8 +58,8 @@ def update_weights(urls: list[str], named: Iterable[NamedTensor], version: str, 
             shutil.rmtree(target, ignore_errors=True)
     else:  # at most one bucket is in memory in addition to the weights
         with WeightUpdate(urls, version) as update:
-            for bucket, last in buckets(named, transport.bucket_bytes):
-                update.send(bucket, last=last)
+            for bucket, last in split_into_buckets(named, transport.bucket_bytes):
+                update.send_bucket(bucket, last=last)
     failpoint("publish-after")
 
 
@@ -77,13 +77,15 @@ class WeightUpdate:
         self.version = version
         self.timeout = timeout
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix="weights")
-        self._facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
+        self._releases_and_tp_sizes: dict[
+            str, tuple[tuple[int, ...], int]
+        ] = {}  # URL -> (SGLang release, tensor-parallel size)
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
     def __enter__(self) -> WeightUpdate:
         try:
-            self._facts = dict(zip(self.urls, self._on_all(control.server_facts)))
-            self._on_all(lambda url: control.pause(url, timeout=self.timeout))
+            self._releases_and_tp_sizes = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
+            self._call_all(lambda url: control.pause(url, timeout=self.timeout))
             self._set_version(f"updating:{self.version}")
         except BaseException:
             self._resume()
@@ -95,13 +97,13 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                self._on_all(lambda url: self._call(url, "/end_weight_update", {}), self._in_session)
+                self._call_all(lambda url: self._update_call(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
                 self._set_version(self.version)
         finally:
             self._resume()
 
-    def send(self, bucket: list[NamedTensor], *, last: bool) -> None:
+    def send_bucket(self, bucket: list[NamedTensor], *, last: bool) -> None:
         """Load one bucket of full (unsharded) tensors into every server; the last bucket also flushes the prefix
         cache."""
         if bucket[0][1].device.type == "cpu":  # full shared memory would kill this process with SIGBUS
@@ -112,14 +114,18 @@ class WeightUpdate:
                     "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
                 )
         if not self._in_session:
-            self._in_session = [url for url, (release, _) in self._facts.items() if release >= NEEDS_SESSION]
-            self._on_all(self._begin_session, self._in_session)
+            self._in_session = [
+                url for url, (release, _) in self._releases_and_tp_sizes.items() if release >= NEEDS_SESSION
+            ]
+            self._call_all(self._begin_session, self._in_session)
         flat = FlatBucket(bucket)
         # One payload per tensor-parallel rank: unpickling a payload twice would corrupt the sender's reference counts.
-        payloads = {url: [flat.payload() for _ in range(tp_size)] for url, (_, tp_size) in self._facts.items()}
+        payloads = {
+            url: [flat.payload() for _ in range(tp_size)] for url, (_, tp_size) in self._releases_and_tp_sizes.items()
+        }
         body = {"load_format": "flattened_bucket", "flush_cache": last}
-        self._on_all(
-            lambda url: self._call(
+        self._call_all(
+            lambda url: self._update_call(
                 url, "/update_weights_from_tensor", body | {"serialized_named_tensors": payloads[url]}
             )
         )
@@ -128,16 +134,16 @@ class WeightUpdate:
     def load_from_disk(self, directory: str) -> None:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
         body = {"model_path": directory, "flush_cache": True}
-        self._on_all(lambda url: self._call(url, "/update_weights_from_disk", body))
+        self._call_all(lambda url: self._update_call(url, "/update_weights_from_disk", body))
 
     def _begin_session(self, url: str) -> None:
         try:
-            self._call(url, "/begin_weight_update", {})
+            self._update_call(url, "/begin_weight_update", {})
         except RuntimeError as error:
             if "already open" not in str(error):
                 raise
-            self._call(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self._call(url, "/begin_weight_update", {})
+            self._update_call(url, "/end_weight_update", {})  # an earlier trainer died during its update
+            self._update_call(url, "/begin_weight_update", {})
 
     def _resume(self) -> None:
         """Resume generation on all servers, also after a failed update.
@@ -148,7 +154,7 @@ class WeightUpdate:
         def resume(url: str) -> None:
             try:
                 if url in self._in_session:
-                    self._call(url, "/end_weight_update", {})
+                    self._update_call(url, "/end_weight_update", {})
                 control.resume(url)
             except (EngineGone, RuntimeError) as error:
                 logger.warning(
@@ -156,19 +162,19 @@ class WeightUpdate:
                     error,
                 )
 
-        self._on_all(resume)
+        self._call_all(resume)
         self._pool.shutdown()
 
     def _set_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}
-        self._on_all(lambda url: self._call(url, "/update_weight_version", body))
+        self._call_all(lambda url: self._update_call(url, "/update_weight_version", body))
 
-    def _call(self, url: str, path: str, body: dict[str, Any]) -> None:
-        answer = control.call(url, path, body, self.timeout)
+    def _update_call(self, url: str, path: str, body: dict[str, Any]) -> None:
+        answer = control.call_server(url, path, body, self.timeout)
         if not answer.get("success", True):
             raise RuntimeError(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
-    def _on_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
+    def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
 
         Args:

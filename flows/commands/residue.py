@@ -39,8 +39,8 @@ def find(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/d
             default `base`/ray.
         shm: mount point of shared memory.
     """
-    base = base or scratch.base_directory()
-    found = [_residue("temporary directory", path) for path in scratch.abandoned(base)]
+    base = base or scratch.temp_base_directory()
+    found = [_residue("temporary directory", path) for path in scratch.abandoned_directories(base)]
     found += [_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
     found += [_residue("shared memory", path) for path in _unmapped_files(shm)]
     return sorted(found, key=lambda residue: residue.modified)
@@ -49,7 +49,7 @@ def find(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/d
 def remove(residue: Residue) -> bool:
     """Remove a residue unless a process uses it again. Return whether it was removed."""
     if residue.kind == "temporary directory":
-        return scratch.remove(residue.path)
+        return scratch.remove_abandoned(residue.path)
     if residue.kind == "Ray session":
         if residue.path not in _dead_sessions(residue.path.parent):
             return False

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.engines.ports import free_port, is_free, is_reserved_here, reserve
+from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
 
 HOST = "127.0.0.1"
@@ -153,14 +153,14 @@ def choose_port(name: str, given: int | None, usual: int) -> int:
         OptionError: the given port is taken.
     """
     if given:
-        if not (reserve([given]) or (is_reserved_here(given) and is_free(given))):
+        if not (reserve_ports([given]) or (is_reserved_here(given) and is_free(given))):
             raise OptionError(
                 f"port {given} on {HOST} is taken: give another --{name}-port, or leave it out to use a free port"
             )
         return given
-    if given is None and reserve([usual]):
+    if given is None and reserve_ports([usual]):
         return usual
-    return free_port()
+    return reserve_free_port()
 
 
 def log_directory(port: int) -> Path:

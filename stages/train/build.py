@@ -42,7 +42,7 @@ class Models:
         if self.critic is not None:
             digest |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
         if self.refreshed and self.reference is not None:
-            with self.policy.using(self.reference):
+            with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
         return digest
 
@@ -107,7 +107,7 @@ def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
     if models.refreshed and models.reference is not None:
-        with models.policy.using(models.reference):
+        with models.policy.using_weights(models.reference):
             models.policy.save_weights(directory / "reference")
 
 

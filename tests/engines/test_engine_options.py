@@ -25,7 +25,7 @@ def test_engines_share_the_trainers_gpus_or_follow_them(
     options: dict[str, Any], has_gpus: bool, count: int, first_gpu: int
 ) -> None:
     engines = EngineOptions(SPEC, **options)
-    assert (engines.count(has_gpus), engines.first_gpu) == (count, first_gpu)
+    assert (engines.num_engines_to_start(has_gpus), engines.first_gpu) == (count, first_gpu)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_supervision_has_no_measurable_cost(engine_pool: EnginePool, tiny_model:
     def publish(urls: list[str]) -> None:
         SGLangClient(urls).update_weights(weights(tiny_model).items(), "test/7")
 
-    engine_pool.bring_to("test/7", publish)
+    engine_pool.update_to_version("test/7", publish)
     spent = []
     for _ in range(5):
         start = time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_update import FlatBucket
-from penstock.engines.weights.buckets import buckets
+from penstock.engines.weights.buckets import split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 
@@ -34,7 +34,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("max_bytes", [1, 10, 60, 140, 10_000])
 def test_buckets_keep_the_order_and_the_size_limit(max_bytes: int) -> None:
     named = tensors()
-    cut = list(buckets(iter(named), max_bytes))
+    cut = list(split_into_buckets(iter(named), max_bytes))
     assert [name for bucket, _ in cut for name, _ in bucket] == [name for name, _ in named]
     assert [last for _, last in cut] == [False] * (len(cut) - 1) + [True]
     for bucket, _ in cut:

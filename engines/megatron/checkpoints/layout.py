@@ -56,7 +56,7 @@ class ShardSlice:
     def num_stacking_axes(self) -> int:
         return len(self.sizes) - len(self.part)
 
-    def restacked(self, num_layers: int) -> ShardSlice:
+    def toggle_layer_stacking(self, num_layers: int) -> ShardSlice:
         """Return this slice in the other checkpoint form: a tensor that stacks all layers becomes one tensor per layer,
         and vice versa."""
         match = LAYER.match(self.key)
@@ -96,13 +96,13 @@ class CheckpointLayout:
         """Return an iterator over the slices of all parameters."""
         return (piece for slices in self.slices.values() for piece in slices)
 
-    def with_names(self, names: MegatronNames) -> CheckpointLayout:
+    def with_key_names(self, names: MegatronNames) -> CheckpointLayout:
         """Return this layout with the keys of `names`. The layout itself must have local names."""
         if names == "local":
             return self
         return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
 
-    def as_stored(self, keys: Container[str]) -> CheckpointLayout:
+    def match_stored_keys(self, keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that a checkpoint uses: local names or TransformerEngine's, layers stacked
         or one tensor per layer. Slices without a key in the checkpoint are returned unchanged.
 
@@ -115,7 +115,7 @@ class CheckpointLayout:
             for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
                 if key is not None:
                     named = replace(piece, key=key)
-                    for candidate in (named, named.restacked(self.num_layers)):
+                    for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
                         if candidate.key in keys:
                             return candidate
             return piece

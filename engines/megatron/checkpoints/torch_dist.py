@@ -261,7 +261,7 @@ class RankState:
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"
 
 
-def written_by(rank: int, name: str) -> bool:
+def is_written_by_rank(rank: int, name: str) -> bool:
     """Return whether this rank writes the checkpoint file `name`. The name may include a subdirectory
     (`critic/__0_0.distcp`); rank 0 writes all files without a rank in their name."""
     owner = re.fullmatch(r"(?:.+/)?__(\d+)_\d+\.distcp", name)

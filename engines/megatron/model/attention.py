@@ -4,7 +4,7 @@ Megatron-core's own `DotProductAttention` supports neither packed sequences nor 
 RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once.
 In bf16 on CUDA the kernel is torch's variable-length flash attention; otherwise sequences of similar length are padded
 into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks.
-MLA (`mla.py`) has its own projections and uses only `attend`.
+MLA (`mla.py`) has its own projections and uses only `causal_attention`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class CoreAttention(MegatronModule):
         assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "attention needs packed sequences"
         query = apply_rope(query, stream.cos_sin, self.interleaved)
         key = apply_rope(key, stream.cos_sin, self.interleaved)
-        return attend(query, key, value, stream, self.scale, self.context_group).flatten(-2)
+        return causal_attention(query, key, value, stream, self.scale, self.context_group).flatten(-2)
 
 
-def attend(
+def causal_attention(
     query: Tensor,  # [t, heads, head_dim]
     key: Tensor,  # [t, groups, head_dim]
     value: Tensor,  # [t, groups, value_dim]

@@ -21,7 +21,7 @@ from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention
 from penstock.engines.megatron.model.mla import MLASelfAttention
 from penstock.engines.megatron.model.norm import RMSNorm
-from penstock.engines.megatron.model.router import route
+from penstock.engines.megatron.model.router import select_experts
 from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
@@ -118,4 +118,4 @@ class ExpertRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         record = self.stream_routing
         replay = None if record is None else partial(record.replay, self.layer_number - 1)
-        return route(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)
+        return select_experts(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.attention import attend
+from penstock.engines.megatron.model.attention import causal_attention
 from penstock.engines.megatron.model.norm import RMSNorm
 from penstock.engines.megatron.model.rotary import apply_rope, softmax_scale
 from penstock.engines.megatron.packing import PackedStream
@@ -100,7 +100,7 @@ class MLASelfAttention(MegatronModule):
         project, inputs = partial(self._up_project, stream.cos_sin), (down_q, down_kv, rope_key)
         recompute = tensor_parallel.CheckpointWithoutOutput(fp8=None) if self.recompute_up and self.training else None
         query, key, value = recompute.checkpoint(project, *inputs) if recompute else project(*inputs)
-        core = partial(attend, stream=stream, scale=self.scale, context_group=self.context_group)
+        core = partial(causal_attention, stream=stream, scale=self.scale, context_group=self.context_group)
         if self.recompute_core and self.training:
             attended = tensor_parallel.checkpoint(core, False, query, key, value)
         else:

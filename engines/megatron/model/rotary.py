@@ -110,10 +110,10 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
         cos_sin: cosines and sines, [t, 1, dim] each; RoPE is applied to the first `dim` dimensions of a head.
         interleaved: whether pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
     """
-    return (_fused_rotate() if x.is_cuda else rotate)(x, *cos_sin, interleaved)
+    return (_fused_apply_rope() if x.is_cuda else apply_rope_unfused)(x, *cos_sin, interleaved)
 
 
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
+def apply_rope_unfused(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
     """Apply RoPE in fp32, as SGLang's kernel does; arguments as in `apply_rope`. [t, heads, head_dim]
 
     For interleaved pairs the result has the half-split order of dimensions. Queries and keys are permuted in the same
@@ -121,7 +121,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False)
     """
     dim = cosines.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat((rotate(x[..., :dim], cosines, sines, interleaved), x[..., dim:]), dim=-1)
+        return torch.cat((apply_rope_unfused(x[..., :dim], cosines, sines, interleaved), x[..., dim:]), dim=-1)
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     first, second = x.chunk(2, dim=-1)
@@ -129,6 +129,6 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False)
 
 
 @cache
-def _fused_rotate() -> Callable[..., Tensor]:
-    """Return `rotate`, compiled to one forward and one backward kernel for any number of tokens."""
-    return torch.compile(rotate, dynamic=True)
+def _fused_apply_rope() -> Callable[..., Tensor]:
+    """Return `apply_rope_unfused`, compiled to one forward and one backward kernel for any number of tokens."""
+    return torch.compile(apply_rope_unfused, dynamic=True)

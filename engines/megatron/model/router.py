@@ -16,7 +16,7 @@ from penstock.engines.families.shape import Experts
 TINY = 1e-20  # avoids division by zero if all scores underflow; same value as in Hugging Face
 
 
-def route(
+def select_experts(
     logits: Tensor,
     experts: Experts,
     correction: Tensor | None = None,

@@ -26,7 +26,7 @@ class RoutingRecord:
     # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
     choices: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, layer: int, rows: Tensor | None, experts: Tensor) -> None:
+    def record_experts(self, layer: int, rows: Tensor | None, experts: Tensor) -> None:
         """Record the expert ids of one layer.
 
         Args:
@@ -67,11 +67,11 @@ class StreamRouting:
             recorded = recorded.to(selected.device, selected.dtype)
             experts = torch.where(recorded >= 0, recorded, selected)  # all top_k ids of a token are recorded, or none
         if self.recording:
-            self.record.add(layer, self.rows, experts)
+            self.record.record_experts(layer, self.rows, experts)
         return experts
 
 
-def router_rows(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
+def router_token_indices(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
     """Return, for each token that this rank's routers process, its index in the pack (the micro-batch without padding),
     or -1 for a padding token. [num_rows / ranks], on the CPU. The stream is the padded pack that Megatron computes.
 

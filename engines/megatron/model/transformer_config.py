@@ -38,7 +38,7 @@ MOE_FIXED: dict[str, Any] = dict(
     moe_apply_probs_on_input=False,
     moe_shared_expert_gate=False,
     moe_latent_size=None,
-    moe_router_fusion=False,  # `router.route` selects the experts
+    moe_router_fusion=False,  # `router.select_experts` selects the experts
     moe_enable_routing_replay=False,
     moe_grouped_gemm=False,  # would merge all experts into one weight of another name, and needs another package
 )
