@@ -1,4 +1,4 @@
-"""Validate and normalize addresses of external engines."""
+"""Validate and normalize the addresses of external engines (`--rollout-external-engine-addrs`)."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def engine_url(address: str) -> str:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Return whether an address is a loopback address."""
+    """Return whether an engine's address is a loopback address."""
     return urlsplit(engine_url(address)).hostname in ("127.0.0.1", "localhost", "::1")

@@ -1,7 +1,7 @@
-"""An external engine, started outside of Penstock: it is checked and waited for, but never started or stopped.
+"""An external inference engine: started outside of Penstock, which only waits for it and checks it.
 
-The supervisor sends weights to an external engine and checks its health as for any other engine. If the engine dies, it
-must be restarted from outside.
+The supervisor sends weights to an external engine and checks its health like any other engine's. If it dies, the user
+must restart it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engines.serving.server import ServerSpec
 
 
 class ExternalReplica(Replica):
-    """A `Replica` for an external engine.
+    """A `Replica` for an engine that Penstock does not start or stop.
 
     Args:
         address: host:port of the engine.
@@ -43,7 +43,7 @@ class ExternalReplica(Replica):
         self.launch_server()
 
     def launch_server(self) -> None:
-        """Restart the deadline until which `wait_for_url` waits for the engine."""
+        """Reset the deadline until which `wait_for_url` waits; the user must start the engine."""
         self._deadline = time.monotonic() + self.spec.start_timeout
 
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
@@ -80,7 +80,7 @@ class ExternalReplica(Replica):
         return True
 
     def _address(self) -> str:
-        return self._url  # without waiting, unlike `wait_for_url`
+        return self._url  # unlike `wait_for_url`, does not wait for the engine
 
     def pid(self) -> int:
         """Return 0: the process id of an external engine is unknown."""
@@ -91,7 +91,7 @@ class ExternalReplica(Replica):
         return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
 
     def exit_report(self) -> str:
-        """Return that the engine does not generate; nothing more is known."""
+        """Return a message that the engine does not generate tokens; its exit code and log are unknown."""
         return f"the external engine at {self.address} does not generate tokens"
 
     def kill(self) -> None:
@@ -99,4 +99,4 @@ class ExternalReplica(Replica):
         self._checked = False
 
     def release(self) -> None:
-        """Do nothing: the engine continues to run and keeps the weights sent last."""
+        """Do nothing: the engine keeps running, with the weights that were sent last."""

@@ -1,4 +1,4 @@
-"""API keys of the servers to which this process sends requests. Every server has an API key (see `server.py`).
+"""API keys of the engine and router servers to which this process sends requests.
 
 A process that gets a server's address also gets the server's API key and calls `set_api_key`. From then on requests of
 this process to that address have the key in the Authorization header; requests to other addresses do not.
@@ -14,7 +14,7 @@ _keys: dict[str, str] = {}  # URL of a server -> its API key
 
 
 def set_api_key(url: str, key: str | None) -> None:
-    """Send `key` with every request of this process to the server at `url`. None: send no key."""
+    """Set the API key that this process sends with every request to the server at `url`; None: send no key."""
     if key:
         _keys[url] = protect(key)
     else:
@@ -22,7 +22,7 @@ def set_api_key(url: str, key: str | None) -> None:
 
 
 def set_api_keys(keys: Mapping[str, str]) -> None:
-    """Call `set_api_key` for several servers.
+    """Set the API keys of several servers, as `set_api_key` does.
 
     Args:
         keys: URL of a server -> its API key.
@@ -32,10 +32,10 @@ def set_api_keys(keys: Mapping[str, str]) -> None:
 
 
 def known_api_keys(urls: Iterable[str]) -> dict[str, str]:
-    """Return the API keys of these servers as a dictionary URL -> key; servers without a known key are left out."""
+    """Return URL -> API key for the servers at these URLs whose key this process knows."""
     return {url: _keys[url] for url in urls if url in _keys}
 
 
 def auth_headers(url: str) -> dict[str, str]:
-    """Return the HTTP authorization header for requests to the server at `url`; empty if no key is known."""
+    """Return the HTTP authorization header for requests to the server at `url`; {} if no key is known."""
     return {"Authorization": f"Bearer {_keys[url]}"} if url in _keys else {}

@@ -1,4 +1,4 @@
-"""One engine of the pool: start its server asynchronously, adopt, check and kill the server.
+"""One inference engine of the pool (`Replica`): start, adopt, check and kill its server process.
 
 `supervisor.py` decides when a replica is restarted and which weights it serves.
 """
@@ -30,23 +30,23 @@ class StartCancelled(Exception):
 
 
 class Replica(ABC):
-    """The interface to one engine that pool and supervisor use."""
+    """One inference engine, as seen by `EnginePool` and `Supervisor`."""
 
     index: int  # position in the pool
     adopted = False  # True if an earlier driver started the server
-    client: EngineClient
+    client: EngineClient  # for health checks and version queries only
 
     @abstractmethod
     def launch_server(self) -> None:
-        """Start a server without waiting until it is ready."""
+        """Start a new server without waiting until it is ready."""
 
     def finish_adoption(self) -> None:  # noqa: B027
-        """Start a new server if the server to be adopted is dead or was started with another spec."""
+        """Finish the adoption of a server that an earlier driver left: start a new server instead if the old one is
+        dead or was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
 
     @abstractmethod
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Wait until the server has started and return its address. After a failed start, the next call starts it
-        again.
+        """Wait until the server has started and return its address. The call after a failed start starts it again.
 
         Raises:
             RuntimeError: the server could not start; the message has the tail of its log.
@@ -56,7 +56,7 @@ class Replica(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """Return whether the server's process runs. Takes about a millisecond and sends no request to the server.
+        """Return whether the server's process is running. Takes about a millisecond and sends no request to the server.
 
         Raises:
             RuntimeError: another driver has adopted the server.
@@ -65,7 +65,7 @@ class Replica(ABC):
     def answers(self) -> bool:
         """Return whether the server runs and answers a request for its weight version.
 
-        This does not detect a stuck scheduler; `generates` does.
+        This does not detect a stuck scheduler, unlike `generates`.
         """
         if not self.alive():
             return False
@@ -80,6 +80,7 @@ class Replica(ABC):
         return self.alive() and self.client.health(self._address(), timeout)
 
     def _address(self) -> str:
+        """Return the address for health checks."""
         return self.wait_for_url()
 
     def weight_version(self) -> str:
@@ -92,23 +93,23 @@ class Replica(ABC):
 
     @abstractmethod
     def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last lines of the server's log."""
+        """Return the last `num_lines` lines of the server's log."""
 
     @abstractmethod
     def exit_report(self) -> str:
-        """Return one sentence on how the server ended (for instance its exit code), and the tail of its log."""
+        """Return why the server failed (for instance its exit code), and the tail of its log, for error messages."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the server (an external engine is only marked to be checked again)."""
+        """Kill the server. An external engine is not killed, but its model and health are checked again."""
 
     @abstractmethod
     def release(self) -> None:
-        """Stop using the server, and kill it unless it is external or another driver has adopted it."""
+        """Kill the server at the end of the run, unless it is external or another driver has adopted it."""
 
 
 class RayReplica(Replica):
-    """A server in a Ray actor.
+    """An engine whose server process is started by a Ray actor.
 
     The constructor starts a server without waiting, or adopts the server with this index that an earlier driver of the
     run left on an external Ray cluster.
@@ -118,7 +119,7 @@ class RayReplica(Replica):
         spec: model and settings of the server.
         index: position in the pool; part of the actor's name.
         slot: the server's GPUs and Ray options.
-        owner: id of the pool; a server that has since been adopted by another owner is neither used nor killed.
+        owner: id of the pool. A server that another pool has adopted since is neither used nor killed.
         backend: the engine implementation.
     """
 
@@ -168,7 +169,7 @@ class RayReplica(Replica):
         self._set_starting(self.actor.start.remote())
 
     def finish_adoption(self, timeout: float = 10.0) -> None:
-        # After `timeout` the server is still starting under the earlier driver's spec: `wait_for_url` waits for it.
+        # After `timeout` the old server is still starting with an unknown spec: `wait_for_url` waits for it.
         adopting = self.adopted and self._url is None and self._starting is not None
         if adopting and self.cluster.wait([self._starting], timeout)[0]:
             self._read_start_result()
@@ -233,13 +234,14 @@ class RayReplica(Replica):
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _set_starting(self, starting: Any) -> None:
+        """Set the actor's running `start` or `adopt` call (an object reference), and the deadline for its result."""
         self._url, self._starting = None, starting
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
     def _read_start_result(self) -> None:
-        """Read the result of the finished `start` or `adopt` call and store the server's address.
+        """Read the result of the actor's finished `start` or `adopt` call, and store the server's address.
 
-        If a server could not be adopted, start a new one. Raises RuntimeError if a start failed.
+        If the server could not be adopted, start a new one. Raises RuntimeError if the server could not start.
         """
         import ray
 
@@ -280,8 +282,8 @@ def actor_name(index: int) -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int) -> None:
-    """Kill the detached engines with numbers >= `index`, left on an external Ray cluster by an earlier driver of this
-    run that used more engines."""
+    """Kill the detached engines with this index or a higher one, which an earlier driver of this run that used more
+    engines left on an external Ray cluster."""
     import ray
 
     while (actor := cluster.find_actor(actor_name(index))) is not None:

@@ -1,4 +1,4 @@
-"""Check that the installed SGLang implements a model's architecture, from its source and without importing it.
+"""Check that the installed SGLang implements a model's architecture, by parsing SGLang's source without importing it.
 
 For other architectures SGLang falls back to the model code of transformers; the weights of such a model cannot be
 updated by their Hugging Face names, so Penstock rejects it.
@@ -21,7 +21,7 @@ READ_AT_TOP_LEVEL = ("LlamaForCausalLM",)
 
 
 def check_model(values: dict[str, Any]) -> None:
-    """Check that the installed SGLang implements the model of a config.json and reads its RoPE scaling correctly.
+    """Check that the installed SGLang implements the model that a config.json describes, with its RoPE scaling.
 
     Args:
         values: entries of config.json, from `families.read_config`.

@@ -1,8 +1,8 @@
 """Flags of SGLang's server (`--sglang-*` on Penstock's command line) and of its router (`--router-*`): check the names
 and build the command line.
 
-The names are parsed from the source of the installed SGLang, without importing torch or SGLang. The values are checked
-by SGLang's own parser when the server starts. SGLang 0.5.15.post1 declares the flags in one dataclass, 0.5.21 in
+Flag names are parsed from the source of the installed SGLang, without importing torch or SGLang. Values are checked by
+SGLang's own parser when the server starts. SGLang 0.5.15.post1 declares the flags in one dataclass, 0.5.21 in
 twelve.
 """
 
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
-# Flags of SGLang's server that Penstock sets -> the option or value that is used instead.
+# Flags of SGLang's server that Penstock sets -> the option or value from which Penstock sets them.
 RESERVED = {
     "model_path": "--hf-checkpoint",
     "model": "--hf-checkpoint",
@@ -58,7 +58,7 @@ class ServerFlag(BaseModel):
 
 @cache
 def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
-    """Return the server's flags by name; empty if SGLang is not installed.
+    """Return the flags of SGLang's server by name; empty if SGLang is not installed.
 
     A flag is listed under each of its spellings, with underscores and without leading dashes.
 
@@ -73,19 +73,19 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
 
 @cache
 def router_flags() -> dict[str, ServerFlag]:
-    """Return the router's flags by name, as `sglang_flags`; empty if sglang-router is not installed."""
+    """Return the flags of SGLang's router by name, as `sglang_flags`; empty if sglang-router is not installed."""
     root = package_directory("sglang_router")
     return _parse_flags([root / "router_args.py"]) if root else {}
 
 
 def package_directory(package: str) -> Path | None:
-    """Return the directory of an installed package, None if it is not installed."""
+    """Return the directory of a Python package, or None if the package is not installed."""
     spec = find_spec(package)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of server flags and return the flags with underscored names.
+    """Check the names of SGLang server flags; return the flags with underscores in their names.
 
     Raises:
         EngineError: SGLang does not have a flag (the message suggests the closest one), or Penstock sets the flag.
@@ -95,7 +95,7 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of router flags and return the flags with underscored names.
+    """Check the names of SGLang router flags; return the flags with underscores in their names.
 
     Raises:
         EngineError: sglang-router is not installed or does not have a flag, or Penstock sets the flag.
@@ -109,6 +109,7 @@ def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(
     args: Mapping[str, Any], prefix: str, known: dict[str, ServerFlag], reserved: dict[str, str]
 ) -> dict[str, Any]:
+    """Check the names of flags with this prefix ("sglang" or "router"); return the flags with underscored names."""
     program, module = {
         "sglang": ("SGLang", "sglang.launch_server"),
         "router": ("sglang-router", "sglang_router.launch_router"),
@@ -130,7 +131,7 @@ def _check_names(
 
 
 def add_return_experts_flag(args: dict[str, Any]) -> dict[str, Any]:
-    """Return `args` with the server flag that makes SGLang return the routed expert ids of every token.
+    """Return the server flags `args` plus the flag that makes SGLang return the routed expert ids of every token.
 
     Raises:
         EngineError: the installed SGLang does not have the flag.
@@ -145,14 +146,14 @@ def add_return_experts_flag(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
-    """Return flags as command-line arguments.
+    """Return a program's flags as a list of command-line arguments.
 
     `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
     JSON.
 
     Args:
-        args: underscored name -> value.
-        known: flags of the program by name; by default those of SGLang's server.
+        args: flag name with underscores -> value.
+        known: all flags of the program by name; by default those of SGLang's server.
     """
 
     def text(value: Any) -> str:
@@ -175,6 +176,7 @@ def command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = 
 
 
 def _parse_flags(sources: list[Path]) -> dict[str, ServerFlag]:
+    """Return the command-line flags that these Python files declare, by name."""
     flags: dict[str, ServerFlag] = {}
     for path in sources:
         for node in ast.walk(parse_source(path.read_text(encoding="utf-8"), str(path))):
@@ -183,8 +185,8 @@ def _parse_flags(sources: list[Path]) -> dict[str, ServerFlag]:
 
 
 def _flag_of_annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
-    """Return the flag that `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` in a class body declares, under each
-    spelling; {} for any other syntax node."""
+    """Return the flag that a dataclass field `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` declares, under
+    each spelling; {} for any other syntax node."""
     if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
         return {}
     annotation = node.annotation
@@ -221,7 +223,8 @@ def _flag_of_add_argument_call(node: ast.AST) -> dict[str, ServerFlag]:
 
 
 def _flag_names(node: ast.expr | None) -> list[str]:
-    """Return the flag names in a string literal or a list of them: without leading dashes, with underscores."""
+    """Return the flag names in a string literal or a list of string literals, without leading dashes, with
+    underscores."""
     items = node.elts if isinstance(node, ast.List) else [node]
     return [
         text.removeprefix("--").replace("-", "_")
@@ -231,6 +234,7 @@ def _flag_names(node: ast.expr | None) -> list[str]:
 
 
 def _string_value(node: ast.expr | None) -> str | None:
-    if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy"; without the prefix here
+    """Return the value of a string literal; None for any other syntax node."""
+    if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy": the prefix is omitted
         return "".join(_string_value(part) or "" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

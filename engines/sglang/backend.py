@@ -1,4 +1,4 @@
-"""The SGLang backend: implements `EngineBackend` (client, server, flags, router and preflight checks)."""
+"""The SGLang implementation of `EngineBackend`: client, server, command-line flags, router and preflight checks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-OLDEST_RELEASE = (0, 5, 15)  # the first with /model_info
-# Entries of config.json that must be equal for a model to load another model's weights.
+OLDEST_RELEASE = (0, 5, 15)  # the first SGLang release with the route /model_info
+# Entries of config.json that must be equal in the model of an external engine and the trained model.
 MODEL_SIZES = [
     "architectures",
     "vocab_size",
@@ -89,7 +89,7 @@ class SGLangBackend(EngineBackend):
         from penstock.engines.families import read_config
 
         spec, routed = options.spec, options.router is not None
-        if not options.external and spec.python is None:  # otherwise the engine's SGLang is not the installed one
+        if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
         check_sglang_args(spec.args)
         if options.router is not None:
@@ -124,7 +124,7 @@ class SGLangBackend(EngineBackend):
                 "0.5.15.post1 or later: upgrade SGLang there"
             )
         info = control.call_server(url, "/model_info")
-        # After an update over disk `model_path` is the temporary directory of that update, which has been removed.
+        # After a weight update with transport "disk", `model_path` is the update's temporary directory, now removed.
         config = Path(str(info["model_path"])) / "config.json"
         if config.is_file():
             served = json.loads(config.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume. Uses only the standard
-library."""
+"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume. Imports only the standard
+library and Penstock."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.engines.serving import keys
 def call_server(
     url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60, method: str | None = None
 ) -> dict[str, Any]:
-    """Send an HTTP request and return the JSON object of the response; {} if the response is not a JSON object.
+    """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
 
     Args:
         url: address of the server.
         path: route, for instance "/health".
-        body: JSON body; without it the method is GET, otherwise POST.
+        body: JSON body; the default method is POST with a body, otherwise GET.
         timeout: in seconds.
-        method: HTTP method, if neither GET nor POST.
+        method: HTTP method, if not the default.
 
     Raises:
         EngineGone: the server did not answer.
@@ -59,7 +59,7 @@ def get_succeeds(url: str, path: str, timeout: float) -> bool:
 
 
 def is_ready(url: str, timeout: float = 10) -> bool:
-    """Return whether the server has loaded its model. The server generates a token for this, which takes about a
+    """Return whether the server has loaded its model. The server generates a token for this check, which takes about a
     second."""
     return get_succeeds(url, "/health", timeout)
 
@@ -76,8 +76,8 @@ def generates(url: str, timeout: float = 30) -> bool:
 def weight_version(url: str, timeout: float = 30) -> str:
     """Return the weight version that the server reports with every response ("default" before any update).
 
-    It is read from `/model_info` (SGLang 0.5.15.post1 or later), because in 0.5.21 `/server_info` still has the version
-    of the start.
+    It is read from `/model_info` (SGLang 0.5.15.post1 or later), because `/server_info` of 0.5.21 always has the
+    version that was set when the server started.
     """
     return str(call_server(url, "/model_info", timeout=timeout)["weight_version"])
 
@@ -90,7 +90,7 @@ def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...],
 
 
 def pause(url: str, timeout: float = 120) -> None:
-    """Pause generation. Running requests return to the queue: they are kept, and the KV cache can be flushed."""
+    """Pause generation. Running requests are retracted to the waiting queue, so that the KV cache can be flushed."""
     call_server(url, "/pause_generation", {"mode": "retract"}, timeout)
 
 

@@ -1,4 +1,4 @@
-"""Build the command line of one SGLang server process, and check that the server is ready."""
+"""The SGLang implementation of `EngineServer`: command line and readiness check of a server process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import command_line
 
-LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it, its top level changes the process
+LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 
 
 class SGLangServer(EngineServer):
@@ -22,7 +22,7 @@ class SGLangServer(EngineServer):
     highest_port = HIGHEST - max(derived_ports)
 
     def command(self, port: int) -> list[str]:
-        """Return the command line, without the API key, because `ps` shows command lines to other users."""
+        """Return the server's command line, without the API key, because `ps` shows command lines to other users."""
         spec = self.spec
         ours = {
             "model_path": spec.model_path,
@@ -36,5 +36,5 @@ class SGLangServer(EngineServer):
         return [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(configured)]
 
     def is_ready(self) -> bool:
-        """Return whether the server has loaded its model and answers."""
+        """Return whether the server has loaded its model and accepts requests."""
         return control.is_ready(self.url())
