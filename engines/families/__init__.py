@@ -104,7 +104,7 @@ def shape_from_config(
 
 
 def family_of(shape: ModelShape) -> Family:
-    """Return the family of a model shape.
+    """Return the family to which a model of this shape belongs.
 
     Raises:
         ModelError: this version of Penstock does not have the family.
@@ -121,12 +121,13 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def tensor_layout(shape: ModelShape) -> TensorLayout:
-    """Return the tensor table of a model of this shape. Raises ModelError if its family is unknown."""
+    """Return the tensor names of a model of this shape in both formats, with the conversion between them. Raises
+    ModelError if the model's family is unknown."""
     return TensorLayout(shape, family_of(shape).rows(shape))
 
 
 def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
-    """Raise ModelError if sizes in config.json contradict each other."""
+    """Raise ModelError if model sizes in config.json contradict each other."""
     if not shape.head_dim:
         config.refuse(
             f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",

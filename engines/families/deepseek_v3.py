@@ -21,7 +21,7 @@ def read_deepseek_v3(config: ConfigEntries) -> dict[str, Any]:
 
 
 def read_glm4_moe_lite(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a GLM-4.7-Flash config.json. It gives the dense layers as
+    """Return the `ModelShape` fields of a GLM-4.7-Flash config.json, whose dense layers are given by
     `first_k_dense_replace`, `mlp_layer_types` or both."""
     kinds, dense = config["mlp_layer_types"], config["first_k_dense_replace"]
     if kinds is not None:
@@ -65,7 +65,7 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
 
 
 def read_experts(config: ConfigEntries, num_dense_layers: int) -> Experts:
-    """Return the experts of a DeepSeek-style router: sigmoid scores, a frozen score correction, expert groups and
+    """Return the MoE settings of a DeepSeek-style model: sigmoid scores, a frozen score correction, expert groups and
     shared experts."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config[name] not in (None, needed):
@@ -94,13 +94,13 @@ def read_experts(config: ConfigEntries, num_dense_layers: int) -> Experts:
 
 
 def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table. RoPE dimensions have the same order in both formats: the model itself applies
-    interleaved RoPE."""
+    """Return the tensor table of a DeepSeek-V3 model. RoPE dimensions have the same order in both formats, because the
+    Megatron model also applies interleaved RoPE."""
     return [*embedding_rows(shape), *norm_rows(shape), *mla_rows(shape), *mlp_rows(shape)]
 
 
 def expert_entries(num_dense: int, num_layers: int) -> dict[str, Any]:
-    """Return the config.json entries that set the number of dense layers before the layers with experts."""
+    """Return the config.json entries that set the number of dense layers before the MoE layers."""
     return {"first_k_dense_replace": num_dense}
 
 

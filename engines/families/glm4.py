@@ -23,7 +23,7 @@ def read_glm4(config: ConfigEntries) -> dict[str, Any]:
 
 
 def glm_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table. Both formats fuse the gate and up projections in the same order."""
+    """Return the tensor table of a GLM. Megatron and Hugging Face both fuse gate and up projections, in this order."""
     hidden, width = shape.hidden_size, shape.ffn_hidden_size
     fused_mlp = [
         layer_row(shape, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", (2 * width, hidden)),

@@ -11,7 +11,7 @@ from penstock.engines.families.family import Family
 
 
 def read_glm4_moe(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of the config.json of a GLM-4.5 or later."""
+    """Return the `ModelShape` fields of the config.json of GLM-4.5, 4.6 or 4.7."""
     return {
         "qkv_bias": bool(config["attention_bias"]),
         "qk_layernorm": bool(config["use_qk_norm"]),

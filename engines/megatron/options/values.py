@@ -26,15 +26,8 @@ CHOICES = {  # allowed values of options that Megatron's source annotates only a
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "outer_dp_sharding_strategy": ("no_shard", "optim"),
 }
-RECOMPUTABLE_MODULES = (
-    "core_attn",
-    "moe_act",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "moe",
-    "shared_experts",
-)  # of --recompute-modules
+# valid values of --recompute-modules
+RECOMPUTABLE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 NEEDED_PACKAGES = {  # (option, value) -> package that the value needs; Penstock does not install these packages
     ("transformer_impl", "transformer_engine"): "transformer_engine",
     ("cross_entropy_fusion_impl", "te"): "transformer_engine",
