@@ -50,9 +50,7 @@ def silent_ray(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("timeout", [None, 100.0, 0.5, 0.1, 0.0])
-def test_every_wait_ends_when_our_ray_dies_however_short_its_timeout(
-    silent_ray: list[float], timeout: float | None
-) -> None:
+def test_wait_raises_cluster_lost_when_the_local_ray_dies(silent_ray: list[float], timeout: float | None) -> None:
     cluster = Cluster(node=ScriptedNode(looks=7))
     with pytest.raises(ClusterLost) as lost:
         for _ in range(1000):
@@ -67,7 +65,7 @@ def test_a_wait_on_a_live_ray_ends_at_its_timeout(silent_ray: list[float]) -> No
     assert sum(silent_ray) == pytest.approx(3.2)
 
 
-def test_a_dead_ray_stays_dead_and_is_not_called(silent_ray: list[float]) -> None:
+def test_a_dead_local_ray_is_never_called_again(silent_ray: list[float]) -> None:
     node = ScriptedNode(looks=0)
     cluster = Cluster(node=node)
     assert not cluster.alive()
@@ -79,7 +77,7 @@ def test_a_dead_ray_stays_dead_and_is_not_called(silent_ray: list[float]) -> Non
     assert not silent_ray
 
 
-def test_a_call_that_never_returns_is_abandoned_when_our_ray_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_never_returns_is_abandoned_when_the_local_ray_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.engines.cluster, "POLL_SECONDS", 0.01)
     cluster, never = Cluster(node=ScriptedNode(looks=5)), threading.Event()
     with pytest.raises(ClusterLost):
@@ -99,7 +97,7 @@ def test_call_returns_or_raises_like_the_function() -> None:
             cluster.call_ray(fail)
 
 
-def test_the_start_of_an_engine_ends_when_our_ray_dies(
+def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
     silent_ray: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted engine starts, our Ray dies, and the wait must not last for the whole start timeout."""
@@ -142,7 +140,7 @@ def test_run_calls_in_another_process(cluster: Cluster) -> None:
 
 
 @pytest.mark.integration
-def test_slots_share_gpus_or_follow_each_other() -> None:
+def test_placed_processes_share_gpus_or_use_the_next_ones() -> None:
     """On GPUs that exist only in Ray's accounting."""
     program = """
 import signal
@@ -178,7 +176,7 @@ cluster.stop()
 
 
 @pytest.mark.integration
-def test_our_own_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
+def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
     cluster.run(cpu_count)  # a worker listens too
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = [

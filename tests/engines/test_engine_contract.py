@@ -102,7 +102,7 @@ def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
     assert ("contract/2", "contract/3") in {(g.first_weight_version, g.weight_version) for g in generations}
 
 
-def test_abort_ends_the_requests_of_its_client_alone(fleet: Fleet) -> None:
+def test_abort_ends_only_the_requests_of_its_client(fleet: Fleet) -> None:
     client, other = fleet.client(), fleet.client()
 
     async def use() -> Any:
@@ -122,7 +122,7 @@ def test_abort_ends_the_requests_of_its_client_alone(fleet: Fleet) -> None:
     assert (len(finished.token_ids), finished.finish_reason) == (LENGTH, "length")
 
 
-def test_an_update_that_fails_halfway_leaves_no_version(fleet: Fleet) -> None:
+def test_an_update_that_fails_halfway_does_not_set_the_version(fleet: Fleet) -> None:
     client = fleet.client()
 
     def broken() -> Named:
@@ -167,7 +167,7 @@ def test_every_backend_is_complete(name: str) -> None:
     assert not getattr(backend.server_class(), "__abstractmethods__", None)
 
 
-def test_stages_and_flows_use_the_interface_alone() -> None:
+def test_stages_and_flows_use_only_the_interface() -> None:
     """Only `penstock doctor` names an engine: it checks the installation of SGLang."""
     root = Path(__file__).parents[2]
     sources = [path for package in ("stages", "flows") for path in (root / package).rglob("*.py")]

@@ -216,12 +216,12 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
         ({"optimizer": {**OPTIMIZER, "lr_decay_style": "cosine"}}, "--lr-decay-iters"),
     ],
 )
-def test_error_of_a_wrong_option_names_it(options: dict[str, Any], named: str) -> None:
+def test_wrong_option_error_names_the_option(options: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError, match=named):
         make_engine(**options)
 
 
-def test_layout_must_divide_the_world() -> None:
+def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:
     assert ParallelLayout(tensor=2, context=2).data_parallel(12) == 3
     with pytest.raises(LayoutError, match=r"\b6\b.*\b4\b"):
         ParallelLayout(tensor=2, context=2).data_parallel(6)

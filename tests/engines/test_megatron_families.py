@@ -89,7 +89,7 @@ def test_parallel_sizes_that_do_not_divide_are_refused(
         transformer_config(shape, ParallelLayout(**sizes))
 
 
-def test_layouts_that_fit() -> None:
+def test_parallel_sizes_that_divide_are_accepted() -> None:
     check_model_parallel(
         SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4
     )  # every rank then has the one key head

@@ -54,7 +54,7 @@ def tmp_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
+def test_a_process_that_ends_removes_its_directory(tmp_path: Path) -> None:
     with owner(tmp_path) as (_, directory):
         assert directory.parent == tmp_path and (directory / "left").exists()
         assert abandoned_directories(tmp_path) == [] and not remove_abandoned(directory), "its owner is alive"
@@ -81,7 +81,7 @@ def test_the_logs_of_a_failed_process_are_kept_for_a_day_and_gc_finds_them(tmp_p
         assert not failed.exists()
 
 
-def test_a_child_uses_the_directory_of_its_living_owner(tmp_path: Path) -> None:
+def test_a_child_process_uses_the_directory_of_its_living_parent(tmp_path: Path) -> None:
     with owner(tmp_path) as (_, directory):
         with owner(directory) as (_, child):
             assert child == directory

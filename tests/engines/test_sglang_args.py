@@ -27,7 +27,7 @@ class ServerArgs:
 """
 
 
-def test_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
+def test_sglang_flags_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
     (tmp_path / "srt/arg_groups/fields").mkdir(parents=True)
     (tmp_path / "srt/server_args.py").write_text(DATACLASS)
     (tmp_path / "srt/arg_groups/fields/more.py").write_text(

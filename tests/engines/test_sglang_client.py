@@ -142,7 +142,7 @@ def test_a_request_is_sent_again_after_its_engine_died() -> None:
     assert asked == {"dying": 6, "new": 6}
 
 
-def test_a_request_leaves_an_engine_that_disappeared_from_the_list() -> None:
+def test_a_request_is_resent_when_its_engine_leaves_the_list() -> None:
     """The machine is lost, and the connection stays open."""
 
     async def silent(request: web.Request) -> web.Response:

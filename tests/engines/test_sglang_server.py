@@ -104,7 +104,7 @@ def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tin
     assert worst_difference(tiny_model, generations) < TOLERANCE
 
 
-def test_abort_ends_the_requests_of_its_client_alone(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_abort_ends_only_the_requests_of_its_client(engine_pool: EnginePool, tiny_model: Path) -> None:
     SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/5")
     long = {"max_new_tokens": 240, "ignore_eos": True}
 
@@ -152,7 +152,7 @@ def test_an_external_engine_gets_weights_and_survives_the_pool(
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
-def test_a_failed_update_leaves_no_version(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_a_failed_update_does_not_set_the_version(engine_pool: EnginePool, tiny_model: Path) -> None:
     def broken():
         yield from list(weights(tiny_model).items())[:3]
         raise RuntimeError("the trainer died")

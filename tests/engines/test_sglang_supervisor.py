@@ -168,7 +168,7 @@ def test_a_dead_engine_is_delisted_and_returns_with_the_weights(world: World) ->
         assert world.published[-1] == [world.urls[1]]
 
 
-def test_an_engine_without_tokens_is_restarted_after_failed_checks(world: World) -> None:
+def test_an_engine_that_generates_no_tokens_is_restarted_after_failed_checks(world: World) -> None:
     with world.supervisor() as running:
         hung = world.engines[0].server
         assert hung is not None
@@ -227,7 +227,7 @@ def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
         world.supervisor()
 
 
-def test_nothing_changes_after_the_block(world: World) -> None:
+def test_engines_are_not_restarted_after_the_supervisor_exits(world: World) -> None:
     with world.supervisor() as running:
         world.engines[0].start_seconds = 60
         world.engines[0].die()

@@ -123,7 +123,7 @@ def test_variants_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)
-def test_every_real_model_has_its_names_shapes_and_size(name: str) -> None:
+def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None:
     model = REAL_MODELS[name]
     shape, reference = real_shape(model), meta_model(model)
     layout, expected = tensor_layout(shape), hub_shapes(reference)
@@ -168,7 +168,7 @@ def cut(number: int, like: str) -> str:
     return f"{math.floor(number / 1e9 * 10**digits) / 10**digits:.{digits}f}"
 
 
-def test_there_is_a_file_for_every_model_and_it_is_complete() -> None:
+def test_every_model_has_a_complete_config_file() -> None:
     files = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.toml")}
     assert files.keys() == REAL_MODELS.keys()
     for name, path in files.items():
@@ -201,7 +201,7 @@ def test_there_is_a_file_for_every_model_and_it_is_complete() -> None:
         assert path.read_text().startswith("# "), f"{path} says which checkpoints it is for"
 
 
-def test_a_model_file_goes_beside_a_recipe(tmp_path: Path) -> None:
+def test_a_model_file_can_be_combined_with_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[train]\nlr = 1e-6\n[train.megatron]\nrecompute_granularity = "selective"\n')
     values = values_of(
@@ -266,7 +266,7 @@ def test_defaults_equal_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "glm4", "kimi-k2", "qwen3"])
-def test_both_spellings_of_rotary_settings(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_both_spellings_of_rope_settings_are_read(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     config = json.loads((checkpoints[name] / "config.json").read_text())
     settings = config.pop("rope_parameters")
     config["rope_theta"] = settings.pop("rope_theta")

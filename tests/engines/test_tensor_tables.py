@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
 @pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 2), (2, 3, 4), (4, 1, 3), (1, 5, 2)])
-def test_qkv_rows_go_group_by_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
+def test_qkv_rows_are_interleaved_by_query_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(groups * n * dim, *rest) for n in (heads, 1, 1))
     joined = InterleavedQKV(groups, heads, dim).join("qkv", [q, k, v])
     expected = []
@@ -137,7 +137,7 @@ def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, P
         }
 
 
-def test_only_prediction_layers_and_rotary_frequencies_are_untrained() -> None:
+def test_is_untrained_only_for_mtp_layers_and_rope_frequencies() -> None:
     layout = tensor_layout(shape(num_mtp_layers=1))
     assert layout.is_untrained("model.layers.3.eh_proj.weight") and layout.is_untrained(
         "model.layers.3.mlp.experts.0.up_proj.weight"

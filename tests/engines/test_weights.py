@@ -159,7 +159,7 @@ def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_a_refused_bucket_leaves_no_version_and_resumes(engine: FakeServer) -> None:
+def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: FakeServer) -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"
