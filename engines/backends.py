@@ -81,7 +81,7 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def router(self, options: EngineOptions) -> RequestRouter | None:
+    def create_router(self, options: EngineOptions) -> RequestRouter | None:
         """Return a router that has not been started, or None if no router is configured."""
 
     @abstractmethod

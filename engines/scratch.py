@@ -46,7 +46,7 @@ def own_temp_directory() -> Path:
     for directory in abandoned_directories(base, kept_for=KEEP_SECONDS):
         remove_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    _own = (directory, _lock(directory / LOCK, create=True), os.getpid())
+    _own = (directory, _lock_file(directory / LOCK, create=True), os.getpid())
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     atexit.register(_remove_own, directory, os.getpid())
     return directory
@@ -79,7 +79,7 @@ def abandoned_directories(base: Path | None = None, kept_for: float = 0.0) -> li
         if kept.exists() and time.time() - kept.stat().st_mtime < kept_for:
             continue
         try:
-            os.close(_lock(lock))
+            os.close(_lock_file(lock))
         except OSError:  # the lock is held by a living owner, or the directory has just been removed
             continue
         directories.append(directory)
@@ -95,7 +95,7 @@ def remove_abandoned(directory: Path) -> bool:
     """Remove a temporary directory whose owner is dead. Return whether it no longer exists; it
     is not removed if the owner is alive."""
     try:
-        descriptor = _lock(directory / LOCK)
+        descriptor = _lock_file(directory / LOCK)
     except OSError:
         return False
     try:
@@ -105,7 +105,7 @@ def remove_abandoned(directory: Path) -> bool:
     return not directory.exists()
 
 
-def _lock(path: Path, create: bool = False) -> int:
+def _lock_file(path: Path, create: bool = False) -> int:
     """Open and lock a file without blocking; return its descriptor. Raises OSError if another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     try:

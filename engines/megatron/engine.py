@@ -157,7 +157,7 @@ class MegatronEngine:
 
         None means all tokens, in order. Not collective.
         """
-        return self._stream(packed).pack_index if self.layout.context > 1 else None
+        return self._pack_stream(packed).pack_index if self.layout.context > 1 else None
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class MegatronEngine:
         self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Any], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
-        stream = self._stream(packed)
+        stream = self._pack_stream(packed)
         if routing is not None:
             if packed.routing is None:
                 packed.routing = RoutingRecord(len(packed.token_ids))
@@ -231,7 +231,7 @@ class MegatronEngine:
 
         return hidden, compute_loss
 
-    def _stream(self, packed: PackedTokens) -> PackedStream:
+    def _pack_stream(self, packed: PackedTokens) -> PackedStream:
         """Return the tokens of a micro-batch that this rank processes, padded and split."""
         rank, size = self.context_parallel
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
@@ -271,8 +271,8 @@ class MegatronEngine:
         return weights.named_weights(self._synced_chunks())
 
     def digest(self) -> dict[str, str]:
-        """Return a hash of each of this rank's weight shards, by name (see `weights.digest`). Not collective."""
-        return weights.digest(self._synced_chunks())
+        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
+        return weights.hash_weights(self._synced_chunks())
 
     def state_digest(self) -> dict[str, str]:
         """Return hashes of this rank's optimizer, scheduler and RNG states (see `RankState.digest`). Not collective."""
@@ -280,7 +280,7 @@ class MegatronEngine:
 
     def snapshot(self) -> weights.Snapshot:
         """Copy this rank's weight shards to host memory, for `using_weights`. Not collective."""
-        return weights.snapshot(self._synced_chunks())
+        return weights.copy_weights(self._synced_chunks())
 
     @contextmanager
     def using_weights(self, snapshot: weights.Snapshot) -> Iterator[None]:

@@ -48,7 +48,7 @@ class MomentOffload:
         groups = self.inner.param_groups
         try:
             for group in groups:
-                for chunk in _chunks(group["params"]):
+                for chunk in _split_params(group["params"]):
                     self.inner.param_groups = [group | {"params": chunk}]
                     with self._on_device([param for param in chunk if param in self.offloaded]):
                         self._step()
@@ -88,7 +88,7 @@ def offload_moments(inner: torch.optim.Optimizer, param: Tensor) -> None:
             inner.state[param][name] = host.copy_(moment)
 
 
-def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
+def _split_params(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter is a chunk of its own."""
     chunk: list[Tensor] = []
     for param in params:

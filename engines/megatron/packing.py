@@ -146,8 +146,8 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     real_rows = (pack_index >= 0).nonzero()[:, 0]
     token_ids = torch.where(pack_index >= 0, packed.token_ids.cpu()[pack_index.clamp_min(0)], 0)
     return PackedStream(
-        cu_seqlens_q=_cumulative(query_lengths).to(device),
-        cu_seqlens_kv=_cumulative(key_lengths).to(device),
+        cu_seqlens_q=_cumulative_lengths(query_lengths).to(device),
+        cu_seqlens_kv=_cumulative_lengths(key_lengths).to(device),
         max_seqlen_q=max(query_lengths),
         max_seqlen_kv=max(key_lengths),
         token_ids=token_ids.to(device),
@@ -158,7 +158,7 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     )
 
 
-def _cumulative(lengths: list[int]) -> Tensor:
+def _cumulative_lengths(lengths: list[int]) -> Tensor:
     """Return the cumulative lengths, starting with 0. [number of lengths + 1] int32"""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 

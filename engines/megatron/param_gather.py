@@ -39,15 +39,15 @@ class ParamGather:
 
     def wait_for_all(self) -> None:
         """Wait until the parameter all-gathers of all buckets are finished."""
-        _finish(self._buckets)
+        _finish_all_gathers(self._buckets)
 
     def wait_for_module(self, module: nn.Module) -> None:
         """Wait until the weights of a module are gathered. Call this before reading the weights without calling the
         module: Megatron's hooks wait only in the module's forward call."""
-        _finish(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)
+        _finish_all_gathers(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)
 
 
-def _finish(buckets: Iterable[Any]) -> None:
+def _finish_all_gathers(buckets: Iterable[Any]) -> None:
     for bucket in buckets:
         if bucket.param_gather_handle is not None:
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -153,7 +153,7 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     return experts
 
 
-def digest(chunks: list[PolicyModel]) -> dict[str, str]:
+def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     """Return the xxh3-64 hash of every weight shard of this rank.
 
     Keys are global names, for sharded weights with "@<tensor-parallel rank>/<size>". Different hashes prove different
@@ -168,7 +168,7 @@ def digest(chunks: list[PolicyModel]) -> dict[str, str]:
     return hashes
 
 
-def snapshot(chunks: list[PolicyModel]) -> Snapshot:
+def copy_weights(chunks: list[PolicyModel]) -> Snapshot:
     """Copy this rank's weight shards to host memory (pinned on a machine with a GPU), and return the copies."""
     pinned, tensors = torch.cuda.is_available(), _snapshot_tensors(chunks)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors]

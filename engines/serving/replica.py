@@ -62,10 +62,10 @@ class Replica(ABC):
             RuntimeError: another driver has adopted the server.
         """
 
-    def answers(self) -> bool:
+    def answers_requests(self) -> bool:
         """Return whether the server runs and answers a request for its weight version.
 
-        This does not detect a stuck scheduler, unlike `generates`.
+        This does not detect a stuck scheduler, unlike `generates_tokens`.
         """
         if not self.alive():
             return False
@@ -75,7 +75,7 @@ class Replica(ABC):
             return False
         return True
 
-    def generates(self, timeout: float) -> bool:
+    def generates_tokens(self, timeout: float) -> bool:
         """Return whether the server runs and generates tokens within `timeout` seconds."""
         return self.alive() and self.client.health(self._address(), timeout)
 

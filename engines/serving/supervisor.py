@@ -83,7 +83,7 @@ class Supervisor:
                 raise
             except ConnectionError as error:
                 problem = str(error)
-            dead = [replica for replica in stale if not replica.generates(self.health.timeout)]
+            dead = [replica for replica in stale if not replica.generates_tokens(self.health.timeout)]
             if not dead:
                 raise ConnectionError(f"{problem}; all engines are healthy: retry the weight update")
             for replica in dead:
@@ -133,7 +133,7 @@ class Supervisor:
                     self._restart(replica, replica.exit_report())
                 elif time.monotonic() < due:
                     continue
-                elif replica.generates(self.health.timeout):
+                elif replica.generates_tokens(self.health.timeout):
                     num_failures = 0
                 elif (num_failures := num_failures + 1) >= self.health.failures and replica.alive():
                     cause = f"generated no token in {num_failures} health checks in a row: {replica.exit_report()}"
@@ -177,7 +177,7 @@ class Supervisor:
             except ClusterLost:
                 raise
             except ConnectionError as error:
-                if replica.generates(self.health.timeout):
+                if replica.generates_tokens(self.health.timeout):
                     raise
                 cause = f"{error}\n{replica.exit_report()}"
         self._set_live({**self._live, replica.index: url})
@@ -214,7 +214,7 @@ def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
         replica.finish_adoption()
     for replica in replicas:
         replica.wait_for_url()
-    dead = [replica for replica in replicas if not replica.answers()]
+    dead = [replica for replica in replicas if not replica.answers_requests()]
     for replica in dead:
         replica.kill()
         replica.launch_server()

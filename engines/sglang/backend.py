@@ -77,7 +77,7 @@ class SGLangBackend(EngineBackend):
             args = {**args, "enable_deterministic_inference": True}
         return args
 
-    def router(self, options: EngineOptions) -> RequestRouter | None:
+    def create_router(self, options: EngineOptions) -> RequestRouter | None:
         if options.router is None:
             return None
         from penstock.engines.sglang.router import SGLangRouter

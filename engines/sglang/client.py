@@ -83,13 +83,13 @@ class SGLangClient(EngineClient):
         if not prompts:
             return []
         if all(sampling == samplings[0] for sampling in samplings):
-            return await self._request(prompts, samplings[0], session)
+            return await self._request_with_retries(prompts, samplings[0], session)
         if self.router is None:
-            return await self._request(prompts, samplings, session)
+            return await self._request_with_retries(prompts, samplings, session)
         # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
         # list of them), so each prompt becomes a request of its own; a common session sends them to the same engine.
         session = session or uuid.uuid4().hex
-        calls = [self._request([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
+        calls = [self._request_with_retries([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
         return [generation for answer in await asyncio.gather(*calls) for generation in answer]
 
     async def abort(self) -> None:
@@ -106,7 +106,7 @@ class SGLangClient(EngineClient):
         update_weights(self.urls, named, version, transport)
 
     def health(self, url: str, timeout: float = 30) -> bool:
-        return control.generates(url, timeout)
+        return control.generates_tokens(url, timeout)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         return control.weight_version(url, timeout)
@@ -128,7 +128,9 @@ class SGLangClient(EngineClient):
         async def abort_sample(request: str, url: str, sample: str) -> None:
             async with gate:
                 if request in self._running:
-                    with suppress(aiohttp.ClientError, _RetryableError):  # `_request` handles a dead engine
+                    with suppress(
+                        aiohttp.ClientError, _RetryableError
+                    ):  # `_request_with_retries` handles a dead engine
                         await self._post(url, "/abort_request", {"rid": sample})
 
         calls = [
@@ -139,7 +141,7 @@ class SGLangClient(EngineClient):
         ]
         await asyncio.gather(*calls)
 
-    async def _request(
+    async def _request_with_retries(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
     ) -> list[Generation]:
         """Send a generation request, with retries, and return one generation per prompt; empty ones if the client is
@@ -151,7 +153,7 @@ class SGLangClient(EngineClient):
         async with asyncio.timeout(self.timeout):
             while url := await self._choose_engine(session):
                 try:
-                    answers = await self._send(url, body, session)
+                    answers = await self._send_once(url, body, session)
                     self._backoff.pop(url, None)
                     return [
                         parse_generation(answer, self.experts, len(ids))
@@ -167,7 +169,7 @@ class SGLangClient(EngineClient):
                         ) from error
         return [Generation([], [], "abort", "", "", 0) for _ in prompts]
 
-    async def _send(self, url: str, body: dict[str, Any], session: str | None) -> Any:
+    async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> Any:
         """Send a generation request once and return the JSON response. Meanwhile it is counted in `_load` and listed in
         `_running`."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
@@ -233,8 +235,7 @@ class SGLangClient(EngineClient):
     async def _post(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
         """Send a POST request and return the response: parsed JSON or text."""
         if self._session is None:
-            # No limits here: the caller limits the number of requests in flight, `_request` the total time of a
-            # request.
+            # No limits here: the caller limits the number of requests, `_request_with_retries` their time.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         headers = {**keys.auth_headers(url), **(headers or {})}

@@ -64,7 +64,7 @@ def is_ready(url: str, timeout: float = 10) -> bool:
     return get_succeeds(url, "/health", timeout)
 
 
-def generates(url: str, timeout: float = 30) -> bool:
+def generates_tokens(url: str, timeout: float = 30) -> bool:
     """Return whether the server generates tokens: for its running requests or, if it is idle, one token for this check.
 
     Takes about a second. SGLang waits up to 20 s (SGLANG_HEALTH_CHECK_TIMEOUT) for output of its scheduler; the output

@@ -116,7 +116,7 @@ class WeightUpdate:
             self._call_all(self._begin_session, self._in_session)
         flat = FlatBucket(bucket)
         # One payload per tensor-parallel rank: unpickling a payload twice would corrupt the sender's reference counts.
-        payloads = {url: [flat.payload() for _ in range(tp_size)] for url, (_, tp_size) in self._servers.items()}
+        payloads = {url: [flat.serialize() for _ in range(tp_size)] for url, (_, tp_size) in self._servers.items()}
         body = {"load_format": "flattened_bucket", "flush_cache": last}
         self._call_all(
             lambda url: self._post(
@@ -223,7 +223,7 @@ class FlatBucket:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another CUDA stream
 
-    def payload(self) -> str:
+    def serialize(self) -> str:
         """Return a base64-encoded pickle with a memory handle of the bucket, for one tensor-parallel rank of one
         server.
 

@@ -87,7 +87,7 @@ class Processes:
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend().router(self._options)
+        router = engine_backend().create_router(self._options)
         return None if router is None else self._entered.enter_context(router)
 
     @property

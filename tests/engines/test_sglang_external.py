@@ -114,7 +114,7 @@ def test_an_external_engine_that_stays_dead_is_named_in_the_error(external_serve
         running.restart_and_publish()
     external_server.start()
     engine.launch_server()
-    assert engine.wait_for_url() == f"http://{external_server.address}" and engine.alive() and engine.answers()
+    assert engine.wait_for_url() == f"http://{external_server.address}" and engine.alive() and engine.answers_requests()
 
 
 def test_another_model_is_refused(external_server: ExternalServer, model: Path, tmp_path: Path) -> None:

@@ -180,16 +180,16 @@ def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path)
 def test_a_hung_scheduler_is_unhealthy_although_the_server_answers(engine_pool: EnginePool) -> None:
     url = engine_pool.urls[0]
     family = psutil.Process(engine_pool.pids()[0]).children(recursive=True)
-    assert control.generates(url, timeout=30)
+    assert control.generates_tokens(url, timeout=30)
     for child in family:
         child.suspend()
     try:
         assert control.weight_version(url, timeout=5)
-        assert not control.generates(url, timeout=3)
+        assert not control.generates_tokens(url, timeout=3)
     finally:
         for child in family:
             child.resume()
-    assert control.generates(url, timeout=60)
+    assert control.generates_tokens(url, timeout=60)
 
 
 def test_supervision_has_no_measurable_cost(engine_pool: EnginePool, tiny_model: Path) -> None:

@@ -79,7 +79,7 @@ class SmallReplica(Replica):
     def answers(self) -> bool:
         return self.alive()
 
-    def generates(self, timeout: float) -> bool:
+    def generates_tokens(self, timeout: float) -> bool:
         return self.alive() and self.client.health(self.wait_for_url(), timeout)
 
     def weight_version(self) -> str:

@@ -47,8 +47,8 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
     monkeypatch.setattr(weight_update, "ForkingPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
-        assert bucket.payload()
+        assert bucket.serialize()
     else:
         with pytest.raises(RuntimeError, match=message):
-            bucket.payload()
+            bucket.serialize()
     assert len(tries) == num_tries

@@ -51,7 +51,7 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     flat = FlatBucket(named)
     for _ in range(2):  # one for each receiver
-        content = MultiprocessingSerializer.deserialize(flat.payload())
+        content = MultiprocessingSerializer.deserialize(flat.serialize())
         received = FlattenedTensorBucket(
             flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
         ).reconstruct_tensors()
