@@ -229,14 +229,14 @@ def write_random_checkpoint(directory: Path, config: dict[str, Any]) -> None:
     """Write a Hugging Face checkpoint with random weights, one tensor at a time."""
     import torch
 
-    from penstock.engines.families import layout_for, read_shape
+    from penstock.engines.families import read_shape, tensor_layout
     from penstock.stages.convert.hf.weights import TensorInfo, plan_shards, write_index, write_shard
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    layout = layout_for(read_shape(directory))
+    layout = tensor_layout(read_shape(directory))
     groups = [
-        [(name, TensorInfo(torch.bfloat16, layout.hf_shapes[name])) for name in layout.hf_of(megatron)]
+        [(name, TensorInfo(torch.bfloat16, layout.hf_shapes[name])) for name in layout.hf_names_of(megatron)]
         for megatron in layout.megatron_names()
     ]
     parts = plan_shards(groups, SHARD_BYTES)

@@ -194,7 +194,7 @@ async def flush_prefix_cache(url: str) -> None:
     """Empty the server's prefix cache."""
     from penstock.engines.sglang import control
 
-    await asyncio.to_thread(control.call, url, "/flush_cache", {})
+    await asyncio.to_thread(control.call_server, url, "/flush_cache", {})
 
 
 async def send_requests(url: str, bodies: list[dict]) -> int:
@@ -206,7 +206,7 @@ async def send_requests(url: str, bodies: list[dict]) -> int:
     ) as session:
 
         async def send(body: dict) -> int:
-            async with session.post(f"{url}/generate", json=body, headers=keys.headers(url)) as response:
+            async with session.post(f"{url}/generate", json=body, headers=keys.auth_headers(url)) as response:
                 return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
 
         return sum(await asyncio.gather(*map(send, bodies)))

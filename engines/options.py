@@ -1,4 +1,4 @@
-"""Options of a run's engines, and the values derived from them: number of engines, GPUs, and weight transport."""
+"""Options of a run's inference engines, and values derived from them: number of engines, GPUs and weight transport."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.engines.serving.server import ServerSpec
 
 
 class HealthCheck(BaseModel):
-    """Health-check settings: interval, timeout, and limits on failures and restarts."""
+    """Health-check settings of engines: interval, timeout, and limits on failures and restarts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates
+    interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates tokens
     timeout: float = Field(default=30.0, gt=0)  # seconds for one check; SGLang waits up to 20 s for its scheduler
     failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
     max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
@@ -25,10 +25,11 @@ class HealthCheck(BaseModel):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The configured engine options of a run. Secrets in them may be references that are not resolved yet."""
+    """The configured engine options of a run. Secrets may still be references (`env:NAME`), which `start_pool`
+    resolves."""
 
-    spec: ServerSpec  # of every server; `spec.args` are the configured flags of the engine
-    num_engines: int = 1  # on a cluster without GPUs; otherwise the number follows from the GPUs (`count`)
+    spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
+    num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
     gpus_per_engine: int = 1
     trainer_gpus: int = 1
@@ -36,13 +37,14 @@ class EngineOptions:
     health: HealthCheck = field(default_factory=HealthCheck)
     transport: Transport | None = None  # None: chosen by `weight_transport`
     router: dict[str, Any] | None = None  # flags of the router; None: no router
-    router_restarts: int = 3
+    router_restarts: int = 3  # maximum number of restarts of the router
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
-    sampling_seeds: bool = False
-    return_experts: bool = False
+    sampling_seeds: bool = False  # --rollout-sampling-seeds
+    return_experts: bool = False  # request the routed expert ids of every token
 
-    def count(self, has_gpus: bool) -> int:
-        """Return the number of engines to start."""
+    def num_engines_to_start(self, has_gpus: bool) -> int:
+        """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /
+        `gpus_per_engine`."""
         if not has_gpus:
             return self.num_engines
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
@@ -54,10 +56,10 @@ class EngineOptions:
         return 0 if self.num_gpus is None else self.trainer_gpus
 
     def weight_transport(self, has_gpus: bool, directory: str) -> WeightTransport:
-        """Return the configured weight transport, or choose one.
+        """Return the weight transport: the configured one, or by default one that works for this placement.
 
-        "tensor" is chosen if trainer and engines can share memory: on one machine without GPUs, or on the same GPUs.
-        Otherwise "disk" is chosen, and weights are written to `directory`.
+        "tensor" is the default if trainer and engines can share memory: on one machine without GPUs, or on the same
+        GPUs. Otherwise it is "disk". With "disk" weights are written to `directory`.
         """
         if self.external:
             shares_memory = not has_gpus and all(map(is_on_this_machine, self.external))
@@ -66,6 +68,6 @@ class EngineOptions:
         kind = self.transport or ("tensor" if shares_memory else "disk")
         return WeightTransport(kind, self.spec.model_path, directory)
 
-    def with_spec(self, **fields: Any) -> EngineOptions:
+    def replace_spec_fields(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options with these fields of `spec` replaced."""
         return replace(self, spec=self.spec.model_copy(update=fields))

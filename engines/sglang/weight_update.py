@@ -1,8 +1,8 @@
-"""SGLang's weight update: serialize tensors and call the servers' update routes in the required order.
+"""Update the weights of SGLang servers: serialize tensors and call the servers' update routes in the required order.
 
 Only this module knows the wire format. A payload is a pickle that may contain only classes on SGLang's allowlist.
-Tensor data is not sent over HTTP: the payload has handles (CUDA IPC on a GPU, shared memory on CPU), and the server
-copies the data from the trainer's memory.
+Tensor data is not sent over HTTP: the payload contains handles (CUDA IPC on a GPU, shared memory on CPU), and the
+server copies the data from the trainer's memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 
 from penstock.engines.generation import EngineGone, WeightTransport
 from penstock.engines.sglang import control
-from penstock.engines.weights.buckets import NamedTensor, buckets, num_bytes
+from penstock.engines.weights.buckets import NamedTensor, num_bytes, split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
-NEEDS_SESSION = (0, 5, 21)  # first release that needs /begin_weight_update before and /end_weight_update after
-SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
+NEEDS_SESSION = (0, 5, 21)  # first SGLang release with /begin_weight_update and /end_weight_update around an update
+SHARING_TIMEOUT = 60.0  # seconds within which torch's shared-memory manager must answer
 logger = logging.getLogger(__name__)
 
 
@@ -56,10 +56,10 @@ def update_weights(urls: list[str], named: Iterable[NamedTensor], version: str, 
                 update.load_from_disk(str(target))
         finally:
             shutil.rmtree(target, ignore_errors=True)
-    else:  # at most one bucket is in memory in addition to the weights
+    else:  # memory holds at most one bucket in addition to the weights
         with WeightUpdate(urls, version) as update:
-            for bucket, last in buckets(named, transport.bucket_bytes):
-                update.send(bucket, last=last)
+            for bucket, last in split_into_buckets(named, transport.bucket_bytes):
+                update.send_bucket(bucket, last=last)
     failpoint("publish-after")
 
 
@@ -67,8 +67,8 @@ class WeightUpdate:
     """One weight update of several servers. A context manager: entering pauses the servers, leaving resumes them.
 
     During the update the servers report the weight version `updating:<version>`; they report `version` only after all
-    weights are loaded. An update that fails halfway therefore leaves `updating:<version>`, and the supervisor sends the
-    weights again.
+    weights are loaded. After an update that failed halfway they therefore report `updating:<version>`, and the
+    supervisor sends the weights again.
     """
 
     def __init__(self, urls: list[str], version: str, timeout: float = 600) -> None:
@@ -77,13 +77,13 @@ class WeightUpdate:
         self.version = version
         self.timeout = timeout
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix="weights")
-        self._facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
-        self._in_session: list[str] = []  # URLs with an open /begin_weight_update
+        self._servers: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
+        self._in_session: list[str] = []  # URLs of servers between /begin_weight_update and /end_weight_update
 
     def __enter__(self) -> WeightUpdate:
         try:
-            self._facts = dict(zip(self.urls, self._on_all(control.server_facts)))
-            self._on_all(lambda url: control.pause(url, timeout=self.timeout))
+            self._servers = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
+            self._call_all(lambda url: control.pause(url, timeout=self.timeout))
             self._set_version(f"updating:{self.version}")
         except BaseException:
             self._resume()
@@ -95,13 +95,13 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                self._on_all(lambda url: self._call(url, "/end_weight_update", {}), self._in_session)
+                self._call_all(lambda url: self._post(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
                 self._set_version(self.version)
         finally:
             self._resume()
 
-    def send(self, bucket: list[NamedTensor], *, last: bool) -> None:
+    def send_bucket(self, bucket: list[NamedTensor], *, last: bool) -> None:
         """Load one bucket of full (unsharded) tensors into every server; the last bucket also flushes the prefix
         cache."""
         if bucket[0][1].device.type == "cpu":  # full shared memory would kill this process with SIGBUS
@@ -112,14 +112,14 @@ class WeightUpdate:
                     "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
                 )
         if not self._in_session:
-            self._in_session = [url for url, (release, _) in self._facts.items() if release >= NEEDS_SESSION]
-            self._on_all(self._begin_session, self._in_session)
+            self._in_session = [url for url, (release, _) in self._servers.items() if release >= NEEDS_SESSION]
+            self._call_all(self._begin_session, self._in_session)
         flat = FlatBucket(bucket)
         # One payload per tensor-parallel rank: unpickling a payload twice would corrupt the sender's reference counts.
-        payloads = {url: [flat.payload() for _ in range(tp_size)] for url, (_, tp_size) in self._facts.items()}
+        payloads = {url: [flat.serialize() for _ in range(tp_size)] for url, (_, tp_size) in self._servers.items()}
         body = {"load_format": "flattened_bucket", "flush_cache": last}
-        self._on_all(
-            lambda url: self._call(
+        self._call_all(
+            lambda url: self._post(
                 url, "/update_weights_from_tensor", body | {"serialized_named_tensors": payloads[url]}
             )
         )
@@ -128,27 +128,28 @@ class WeightUpdate:
     def load_from_disk(self, directory: str) -> None:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
         body = {"model_path": directory, "flush_cache": True}
-        self._on_all(lambda url: self._call(url, "/update_weights_from_disk", body))
+        self._call_all(lambda url: self._post(url, "/update_weights_from_disk", body))
 
     def _begin_session(self, url: str) -> None:
+        """Call /begin_weight_update of one server, after ending an update that a dead trainer left open."""
         try:
-            self._call(url, "/begin_weight_update", {})
+            self._post(url, "/begin_weight_update", {})
         except RuntimeError as error:
             if "already open" not in str(error):
                 raise
-            self._call(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self._call(url, "/begin_weight_update", {})
+            self._post(url, "/end_weight_update", {})
+            self._post(url, "/begin_weight_update", {})
 
     def _resume(self) -> None:
         """Resume generation on all servers, also after a failed update.
 
-        A server that cannot resume is only logged; the supervisor will restart it.
+        If a server cannot resume, this is only logged, because the supervisor will restart the server.
         """
 
         def resume(url: str) -> None:
             try:
                 if url in self._in_session:
-                    self._call(url, "/end_weight_update", {})
+                    self._post(url, "/end_weight_update", {})
                 control.resume(url)
             except (EngineGone, RuntimeError) as error:
                 logger.warning(
@@ -156,24 +157,27 @@ class WeightUpdate:
                     error,
                 )
 
-        self._on_all(resume)
+        self._call_all(resume)
         self._pool.shutdown()
 
     def _set_version(self, version: str) -> None:
+        """Set the weight version that all servers report."""
         body = {"new_version": version, "abort_all_requests": False}
-        self._on_all(lambda url: self._call(url, "/update_weight_version", body))
+        self._call_all(lambda url: self._post(url, "/update_weight_version", body))
 
-    def _call(self, url: str, path: str, body: dict[str, Any]) -> None:
-        answer = control.call(url, path, body, self.timeout)
+    def _post(self, url: str, path: str, body: dict[str, Any]) -> None:
+        """Call a route of one server. Raises RuntimeError if the response does not report success."""
+        answer = control.call_server(url, path, body, self.timeout)
         if not answer.get("success", True):
             raise RuntimeError(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
-    def _on_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
-        """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
+    def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
+        """Call `fn` for every server in parallel and return the results; wait for all calls, then raise the first
+        error.
 
         Args:
-            fn: called with a URL.
-            urls: by default all servers.
+            fn: function of a server's URL.
+            urls: URLs of the servers; by default all servers of the update.
         """
         futures = [self._pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -183,9 +187,9 @@ class WeightUpdate:
 
 
 class FlatBucket:
-    """A bucket of tensors of any dtypes, concatenated into one byte tensor.
+    """A bucket of named tensors of any dtypes, concatenated into one byte tensor that is shared with SGLang.
 
-    `content` holds that tensor and the metadata (name, shape, dtype, byte range) from which SGLang restores each
+    `content` holds the byte tensor and the metadata (name, shape, dtype, byte range) from which SGLang restores each
     tensor.
     """
 
@@ -194,7 +198,7 @@ class FlatBucket:
         if self.device.type == "cuda":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            # The handle then identifies the GPU by its UUID: sender and server may number their GPUs differently.
+            # The CUDA IPC handle then has the GPU's UUID: trainer and server may number their GPUs differently.
             monkey_patch_torch_reductions()
         # SGLang creates views of the bytes, which must be aligned: widest dtypes first, so that for instance a float32
         # does not start at an odd multiple of 2 bytes after a bfloat16.
@@ -217,10 +221,11 @@ class FlatBucket:
             ],
         }
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
+            torch.cuda.synchronize(self.device)  # the server reads the tensor on another CUDA stream
 
-    def payload(self) -> str:
-        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
+    def serialize(self) -> str:
+        """Return a base64-encoded pickle with a memory handle of the bucket, for one tensor-parallel rank of one
+        server.
 
         On CPU torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts
         are retried for SHARING_TIMEOUT seconds.
@@ -242,7 +247,7 @@ class FlatBucket:
             torch.multiprocessing.set_sharing_strategy(strategy)
 
     def free(self) -> None:
-        """Free the flat tensor. Call it once every server has answered."""
+        """Free the byte tensor. Call this after every server has copied the data."""
         self.content = {}
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()

@@ -82,12 +82,12 @@ class Processes:
     def _options(self) -> EngineOptions:
         """Return the engine options. New engines load the initial weights, policy version 0."""
         log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
-        return engine_options(self.config).with_spec(weight_version=self.weight_version(0), log_dir=log_dir)
+        return engine_options(self.config).replace_spec_fields(weight_version=self.weight_version(0), log_dir=log_dir)
 
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend().router(self._options)
+        router = engine_backend().create_router(self._options)
         return None if router is None else self._entered.enter_context(router)
 
     @property
@@ -200,7 +200,7 @@ class Processes:
 
     def publish(self, version: int) -> None:
         """Load policy `version` into every engine."""
-        self.start_engines().bring_to(self.weight_version(version), partial(self._publish, version))
+        self.start_engines().update_to_version(self.weight_version(version), partial(self._publish, version))
 
     def _publish(self, version: int, urls: list[str]) -> None:
         trainer = self.trainer_at(version)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.engines.ports import free_port, is_free, is_reserved_here, reserve
+from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
 
 HOST = "127.0.0.1"
@@ -152,14 +152,14 @@ def choose_port(name: str, requested: int | None, default: int) -> int:
         OptionError: the requested port is taken.
     """
     if requested:
-        if not (reserve([requested]) or (is_reserved_here(requested) and is_free(requested))):
+        if not (reserve_ports([requested]) or (is_reserved_here(requested) and is_free(requested))):
             raise OptionError(
                 f"port {requested} on {HOST} is taken: give another --{name}-port, or leave it out to use a free port"
             )
         return requested
-    if requested is None and reserve([default]):
+    if requested is None and reserve_ports([default]):
         return default
-    return free_port()
+    return reserve_free_port()
 
 
 def log_directory(port: int) -> Path:

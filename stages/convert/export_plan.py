@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
-from penstock.engines.families.ops import Layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.config import ExportDtype, Mtp
@@ -100,7 +100,7 @@ class ExportPlan:
         self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, checkpoint: CheckpointLayout | None = None
     ) -> None:
         self.origin, shape = origin, origin.shape()
-        self.layout: Layout = layout_for(shape)
+        self.layout: TensorLayout = tensor_layout(shape)
         self.checkpoint = checkpoint or checkpoint_layout(shape)
         self.weights = TorchDistWeights(source, self.checkpoint)
         self.carried = _carried_weights(origin, self.layout)
@@ -203,7 +203,7 @@ class ExportPlan:
         return changes
 
 
-def _carried_weights(origin: Origin, layout: Layout) -> HFWeights | None:
+def _carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | None:
     """Return the tensors that are copied from the origin, because Megatron's model does not have them; None if there
     are none."""
     if (origin.directory / CARRIED).is_file():

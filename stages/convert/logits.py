@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from penstock.engines.families import family_of, layout_for, read_config, read_shape, shape_of
+from penstock.engines.families import family_of, read_config, read_shape, shape_from_config, tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
@@ -69,11 +69,13 @@ class PartialModel:
 
     def hf_sources(self, whole: ModelShape) -> dict[str, str]:
         """Return the name in the whole model of every Hugging Face tensor of this partial model, by its name here."""
-        layout, whole_layout = layout_for(self.shape), layout_for(whole)
+        layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
         return {
             name: source
             for megatron in layout.megatron_names()
-            for name, source in zip(layout.hf_of(megatron), whole_layout.hf_of(self.whole_name(megatron)), strict=True)
+            for name, source in zip(
+                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.whole_name(megatron)), strict=True
+            )
         }
 
     def __str__(self) -> str:
@@ -151,7 +153,7 @@ def choose_part(
     """
     values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
     values |= {"num_nextn_predict_layers": 0} if values.get("num_nextn_predict_layers") else {}
-    whole = shape_of(values, family_path=family_path)
+    whole = shape_from_config(values, family_path=family_path)
     if whole.num_parameters <= max_whole or (whole.experts and not family_of(whole).expert_entries):
         return PartialModel(values, whole, tuple(range(whole.num_layers)), True)
     first_sparse = whole.experts.num_dense_layers if whole.experts else 0
@@ -177,7 +179,7 @@ def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int
         name = "num_experts" if "num_experts" in family.defaults else "n_routed_experts"
         num_experts = min(experts.num_experts, experts.num_groups * group_size)
         values |= dict.fromkeys((name, "num_local_experts"), num_experts)
-    return PartialModel(values, shape_of(values, family_path=whole.family_path), layers, False)
+    return PartialModel(values, shape_from_config(values, family_path=whole.family_path), layers, False)
 
 
 @torch.no_grad()
@@ -187,7 +189,7 @@ def _transformers_log_probs(
     """Return the log-probabilities that transformers computes, [T, V]."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
-    sizes, sources = layout_for(part.shape).hf_shapes, part.hf_sources(shape)
+    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_sources(shape)
     with HFWeights(directory) as weights:
         tensors = {name: weights.fetch(sources[name], size[0]).float() for name, size in sizes.items()}
     model, report = model_class.from_pretrained(

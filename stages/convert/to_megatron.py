@@ -116,7 +116,7 @@ def copy_weights(
     """
     assets_dir, shape = origin.directory, origin.shape()
     layout = checkpoint_layout(shape)
-    weights, result = TorchDistWeights(source, layout), layout.with_names(names)
+    weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
     slices: dict[Slice, tuple[str, ShardSlice]] = {
         Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
         for name, pieces in result.slices.items()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
@@ -138,7 +138,7 @@ def prepare_conversion(
     hf_dir = Path(hf_dir).resolve()
     shape = read_shape(hf_dir, options.family_path)
     with HFWeights(hf_dir) as weights:
-        layout, stat = layout_for(shape), stat_hash(hf_dir)
+        layout, stat = tensor_layout(shape), stat_hash(hf_dir)
         untrained = tuple(sorted(name for name in weights.info if layout.is_untrained(name)))
         form = f"{options.mtp if untrained else ''}{'' if options.names == 'local' else f' {options.names}'}"
         form += f" {source_hash(shape.family_path)}" if shape.family_path else ""
@@ -158,7 +158,7 @@ def prepare_conversion(
         weights.read_ahead()
         checkpoint = checkpoint_layout(shape)
         check_source(layout, checkpoint, weights)
-        checkpoint = checkpoint.with_names(options.names)
+        checkpoint = checkpoint.with_key_names(options.names)
         units = plan_units(layout, checkpoint, weights, options.unit_bytes)
         items = _work_items(weights, units, with_hashes=source.fingerprint is None)
     work = Conversion(hf_dir, shape, checkpoint, target, WorkItems(target, items), source, options)
@@ -295,7 +295,7 @@ def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBy
     progress = Progress(2 * total, on_progress)
     progress.add(total)
     with HFWeights(work.hf_dir) as weights:
-        report = verify_conversion(weights, directory, layout_for(work.shape), work.checkpoint, progress.add)
+        report = verify_conversion(weights, directory, tensor_layout(work.shape), work.checkpoint, progress.add)
     return commit.model_copy(
         update={
             "seconds": {**commit.seconds, "verify": time.time() - start},

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.engines.families.ops import Layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
 from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
@@ -96,7 +96,7 @@ class WorkUnit:
 
 
 def plan_units(
-    layout: Layout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
+    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
 ) -> list[WorkUnit]:
     """Plan the work units of a conversion. Deterministic: every process plans the same units for the same source.
 
@@ -109,7 +109,7 @@ def plan_units(
     runs = _RunFinder(layout, weights.info)
     placed: list[tuple[tuple[int, int], Slice]] = []
     for name, pieces in checkpoint.slices.items():
-        dtype, shape, whole = weights.info[layout.hf_of(name)[0]].dtype, checkpoint.shape(name), runs.find(name)
+        dtype, shape, whole = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name), runs.find(name)
         for piece in pieces:
             columns = [(part.start, part.stop) for part in piece.part[1:]]
             assert columns == [(0, size) for size in shape[1:]], (
@@ -145,13 +145,13 @@ class _RunFinder:
     """Finds the source rows that a parameter is joined from. Results are cached for all layers and experts with the
     same shapes."""
 
-    def __init__(self, layout: Layout, info: dict[str, TensorInfo]) -> None:
+    def __init__(self, layout: TensorLayout, info: dict[str, TensorInfo]) -> None:
         self.layout, self.info = layout, info
         self._known: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
 
     def find(self, name: str) -> tuple[RowRange, ...]:
         """Return the source rows that the Megatron parameter `name` is joined from, in order."""
-        sources = self.layout.hf_of(name)
+        sources = self.layout.hf_names_of(name)
         shapes = tuple(self.info[source].shape for source in sources)
         kind = (re.sub(r"\d+", "#", name), shapes)
         if kind not in self._known:

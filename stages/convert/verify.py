@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
-from penstock.engines.families.ops import Layout
+from penstock.engines.families import read_shape, tensor_layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.hf.headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
@@ -65,7 +65,7 @@ def verify_existing(
         if "convert/num_tensors" in summary:
             report = ConversionReport(int(summary["convert/num_tensors"]), int(summary["convert/num_bytes"]))
         else:
-            layout, checkpoint = layout_for(shape), checkpoint_layout(shape)
+            layout, checkpoint = tensor_layout(shape), checkpoint_layout(shape)
             check_source(layout, checkpoint, weights)
             report = verify_conversion(weights, directory, layout, checkpoint)
         if "convert/logits_difference" in summary:
@@ -73,7 +73,7 @@ def verify_existing(
         return replace(report, logits=str(compare_logits(directory, Path(hf_dir), family_path=family_path)))
 
 
-def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
+def check_source(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
     """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
     duplicates of tensors (a tied head), whose contents are compared.
 
@@ -96,8 +96,8 @@ def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeight
         expected = dtypes.setdefault(pieces[0].key, joined.dtype)
         if expected != joined.dtype:
             raise ModelError(
-                f"{weights.directory}: {layout.hf_of(name)[0]} has {joined.dtype}, but other layers have {expected}: "
-                "save the checkpoint in one dtype"
+                f"{weights.directory}: {layout.hf_names_of(name)[0]} has {joined.dtype}, but other layers have "
+                f"{expected}: save the checkpoint in one dtype"
             )
     for copy, original in layout.copies.items():
         if copy not in weights.info:
@@ -113,15 +113,15 @@ def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeight
 def verify_conversion(
     weights: HFWeights,
     directory: Path,
-    layout: Layout,
+    layout: TensorLayout,
     checkpoint: CheckpointLayout,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> ConversionReport:
     """Read every parameter back from the checkpoint, split it into Hugging Face tensors, and compare these with the
     source bit for bit.
 
-    Verification is independent of writing: it reads torch's index of the checkpoint and uses `Layout.to_hf`, whereas
-    writing uses `Layout.to_megatron`.
+    Verification is independent of writing: it reads torch's index of the checkpoint and uses `TensorLayout.to_hf`,
+    whereas writing uses `TensorLayout.to_megatron`.
 
     Args:
         weights: weights of the Hugging Face source.

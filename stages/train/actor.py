@@ -213,11 +213,11 @@ class TrainActor:
     def save(self, attempt: str) -> SaveResult:
         """Write this rank's part of a checkpoint (weights, optimizer, scheduler and RNG states) under the key
         `attempt`; the files are durable on return."""
-        from penstock.engines.megatron.checkpoints.torch_dist import written_by
+        from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
         from penstock.stages.train.build import save_models
 
         assert self._state.clean, f"asked to save, but this rank holds {self._state}"
-        with self.store.writing(attempt, owns=partial(written_by, self.rank)) as out:
+        with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
             save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
@@ -225,14 +225,14 @@ class TrainActor:
         """Send the policy's weights, under their Hugging Face names, to the engines at `urls`: all ranks gather the
         weights, and rank 0 sends them. `keys` maps the URL of an engine to its API key."""
         from penstock.engines.backends import connect
-        from penstock.engines.serving.keys import use_keys
+        from penstock.engines.serving.keys import set_api_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version == own_version, (
             f"asked to publish {version}, but this rank holds {self._state}"
         )
         if self.rank == 0:
-            use_keys(keys)
+            set_api_keys(keys)
             connect(urls).update_weights(self._hf_weights(), version, transport)
         else:
             deque(self._hf_weights(), maxlen=0)
@@ -246,8 +246,8 @@ class TrainActor:
         self._state = self._state.model_copy(update={"version": version, "clean": True})
 
     def _hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from penstock.engines.families import layout_for
+        from penstock.engines.families import tensor_layout
 
-        layout = layout_for(self.spec.shape)
+        layout = tensor_layout(self.spec.shape)
         for name, tensor in self.models.policy.named_weights():
             yield from layout.to_hf(name, tensor)

@@ -43,7 +43,7 @@ class Models:
         if self.critic is not None:
             digest |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
         if self.refreshed and self.reference is not None:
-            with self.policy.using(self.reference):
+            with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
         return digest
 
@@ -108,7 +108,7 @@ def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> 
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
     if models.refreshed and models.reference is not None:
-        with models.policy.using(models.reference):
+        with models.policy.using_weights(models.reference):
             models.policy.save_weights(directory / "reference")
 
 

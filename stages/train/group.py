@@ -23,7 +23,7 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
-from penstock.engines.serving.keys import keys_of
+from penstock.engines.serving.keys import known_api_keys
 from penstock.stages.train.spec import (
     AuxiliaryModel,
     Build,
@@ -79,7 +79,7 @@ class TrainerGroup:
             build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
-            for rank, slot in enumerate(self.cluster.place(build.num_ranks)):
+            for rank, slot in enumerate(self.cluster.place_processes(build.num_ranks)):
                 # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
                 # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
                 # processes survives a killed rank (seen with torch 2.11).
@@ -87,7 +87,7 @@ class TrainerGroup:
                 options = actor.options(
                     **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
                 )
-                actors.append(self.cluster.call(options.remote, build, rank, incarnation, self._owner))
+                actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
             self._actors = actors
             self._ranks = self._call("info")
             self._call("connect_and_build", self._rendezvous())
@@ -158,7 +158,7 @@ class TrainerGroup:
         """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
         `num_ranks`, because an earlier driver may have started more ranks."""
         actors: list[Any] = []
-        while (actor := self.cluster.find(_actor_name(len(actors)))) is not None or len(
+        while (actor := self.cluster.find_actor(_actor_name(len(actors)))) is not None or len(
             actors
         ) < self.spec.config.num_ranks:
             actors.append(actor)
@@ -239,7 +239,7 @@ class TrainerGroup:
     def publish(self, urls: list[str], version: str, transport: WeightTransport = OVER_MEMORY) -> None:
         """Send the policy's weights to the engines at `urls`, which then report `version` (`<run>/<policy
         version>`)."""
-        self._call("publish", urls, version, transport, keys_of(urls))
+        self._call("publish", urls, version, transport, known_api_keys(urls))
 
     # ---- internals ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class TrainerGroup:
         import ray
 
         for actor in actors:
-            self.cluster.call(ray.kill, actor)
+            self.cluster.call_ray(ray.kill, actor)
 
     def _find_dead_rank(self, calls: list[Any]) -> int | None:
         """Return the first rank whose process has died, or None. Another rank often reports the death first, as a

@@ -44,7 +44,10 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
             own_bins = list(range(rank, len(bins), size))
         microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
         steps.append(
-            [packed.to_local(engine.device, engine.rows_of(packed), engine.context_group) for packed in microbatches]
+            [
+                packed.to_local(engine.device, engine.loss_token_indices(packed), engine.context_group)
+                for packed in microbatches
+            ]
         )
     return steps
 

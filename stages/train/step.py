@@ -105,7 +105,7 @@ def gather_experience(
         return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
 
     def compute_logprobs(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
-        with nullcontext() if snapshot is None else models.policy.using(snapshot):
+        with nullcontext() if snapshot is None else models.policy.using_weights(snapshot):
             return forward_all_tokens(models.policy, steps, len(batch.trained), logprobs, routing)
 
     if models.reference is not None:
@@ -247,7 +247,7 @@ def run_optimizer_steps(
         engine.zero_grad()
         outputs = engine.forward_backward(microbatches, weighted_loss, forward_only=False, routing=routing)
         learning_rate = engine.lr
-        updated, grad_norm = engine.step()
+        updated, grad_norm = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
         assert updated, "Megatron's optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs

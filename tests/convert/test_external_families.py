@@ -12,7 +12,7 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 
 from penstock.engines.cluster import Cluster
-from penstock.engines.families import family_of, layout_for, read_shape
+from penstock.engines.families import family_of, read_shape, tensor_layout
 from penstock.engines.families.external import load_family
 from penstock.engines.families.shape import ModelShape
 from penstock.flows.config import config_hash
@@ -224,15 +224,15 @@ def test_another_process_finds_the_table_of_a_shape(acorn: str, source: Path) ->
     shape = read_shape(source, acorn)
     assert ModelShape.model_validate_json(shape.model_dump_json()) == shape
     code = (
-        "import sys\nfrom penstock.engines.families import layout_for\n"
+        "import sys\nfrom penstock.engines.families import tensor_layout\n"
         "from penstock.engines.families.shape import ModelShape\n"
-        "print(*layout_for(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
+        "print(*tensor_layout(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
     )
     command = [sys.executable, "-c", code, shape.model_dump_json()]
     child = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert set(child.stdout.split()) == layout_for(shape).hf_names(), child.stderr
+    assert set(child.stdout.split()) == tensor_layout(shape).hf_names(), child.stderr
 
 
 def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(

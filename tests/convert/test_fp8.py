@@ -10,7 +10,7 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.fp8 import dequantize, quantize, should_quantize
 from penstock.stages.convert.hf.weights import HFWeights
@@ -119,7 +119,7 @@ def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path
     assets = Path(model.uri) / "hf_assets"
     stored = load_file(quantized / "model.safetensors")
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)
-    layout = layout_for(read_shape(back))
+    layout = tensor_layout(read_shape(back))
     with HFWeights(back) as weights:
         assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {
             torch.bfloat16,

@@ -16,7 +16,7 @@ from plain_megatron import plain_model, weight
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.checkpoints import layout as checkpoint_layouts
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_common, read_metadata
@@ -82,7 +82,7 @@ def loaded_model(source: Path, directory: Path, names: str, monkeypatch: pytest.
 
 def check_weights(model: Any, source: Path, names: str) -> None:
     shape = read_shape(source)
-    layout = layout_for(shape)
+    layout = tensor_layout(shape)
     with HFWeights(source) as weights:
         for name in layout.megatron_names():
             assert torch.equal(weight(model, shape, names, name), layout.to_megatron(name, weights.fetch)), name
@@ -122,7 +122,7 @@ def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
         own, local, layout = (
             TorchDistWeights(directory, checkpoint_layout(shape)),
             checkpoint_layout(shape),
-            layout_for(shape),
+            tensor_layout(shape),
         )
         assert set(own.tensors) == {piece.key for piece in local.all_slices()}
         for name in layout.megatron_names():

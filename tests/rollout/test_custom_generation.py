@@ -48,8 +48,8 @@ class ScriptedTurns(ScriptedClient):
         ids, whole = ids[: sampling["max_new_tokens"]], len(ids) <= sampling["max_new_tokens"]
         logprobs = [-(turn + 1.0) for _ in ids]
         if self._aborted:
-            return [Generation(ids[:1], logprobs[:1], "abort", self.weight_version, self.weight_version, 0)]
-        return [Generation(ids, logprobs, "stop" if whole else "length", self.weight_version, self.weight_version, 3)]
+            return [Generation(ids[:1], logprobs[:1], "abort", self.served_version, self.served_version, 0)]
+        return [Generation(ids, logprobs, "stop" if whole else "length", self.served_version, self.served_version, 3)]
 
 
 class Bench:
@@ -501,7 +501,7 @@ def test_engine_failures_end_round(bench: Bench, caught: bool) -> None:
     code = f"""
     async def generate(args, sample, engine):
         try:
-            engine.client.weight_version = "run/3"
+            engine.client.served_version = "run/3"
             await engine.generate(sample)
         except RuntimeError:
             if {caught}:

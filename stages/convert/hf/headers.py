@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from penstock.engines.families import layout_for
-from penstock.engines.families.ops import Layout
+from penstock.engines.families import tensor_layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import ModelError
 
@@ -187,7 +187,7 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
     """
     directory = Path(directory)
     tensors = stored_tensors(directory, weight_files(directory))
-    block, layout = block_size(directory), layout_for(shape)
+    block, layout = block_size(directory), tensor_layout(shape)
     scales = {name for name in tensors if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors}
     check_tensors(directory, {name: tensor.shape for name, tensor in tensors.items() if name not in scales}, layout)
     for name in layout.hf_names():
@@ -204,7 +204,7 @@ def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
     )
 
 
-def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
     """Check that a checkpoint has exactly the tensors of its model, in the expected shapes.
 
     Args:
