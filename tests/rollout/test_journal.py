@@ -127,7 +127,7 @@ def test_groups_of_other_policy_are_not_adopted(bench: Bench) -> None:
     """An evaluation's prefix says the version, a rollout's too; the journal checks nevertheless."""
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
-    commit = bench.round(0, policy_version=1, weight_version="run/1")
+    commit = bench.round(0, policy_version=1, served_version="run/1")
     assert commit.summary["rollout/num_adopted_groups"] == 0
     assert {sample.policy_versions for sample in read_samples(bench.store, commit)} == {(1, 1)}
 
