@@ -168,9 +168,7 @@ def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
             work = {"requests": lambda: asyncio.run(send_requests(pool.urls[0], bodies)), "stage": stage}
             speeds: dict[str, list[float]] = {name: [] for name in work}
             for name in [*work, *reversed(work)] * repeats:  # alternate, so that a slow minute affects both
-                asyncio.run(
-                    flush_prefix_cache(pool.urls[0])
-                )  # a full cache would slow the second measurement by evictions
+                asyncio.run(flush_prefix_cache(pool.urls[0]))  # evictions would slow the second measurement
                 start = time.perf_counter()
                 tokens = work[name]()
                 speeds[name].append(tokens / (time.perf_counter() - start))
@@ -180,10 +178,8 @@ def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
             f"{statistics.median(stage_seconds):.1f} s per stage)"
         )
         for name, values in speeds.items():
-            print(
-                f"  {name:<9}{statistics.median(values):10,.0f} tokens/s   "
-                f"(each: {', '.join(f'{value:,.0f}' for value in values)})"
-            )
+            each = ", ".join(f"{value:,.0f}" for value in values)
+            print(f"  {name:<9}{statistics.median(values):10,.0f} tokens/s   (each: {each})")
         print(f"  ratio    {ratio:10.3f}")
         pool.stop()
     finally:

@@ -78,20 +78,18 @@ def rescore_stage(
     """Grade a stored evaluation again and commit the result; return the existing commit if this was done before.
 
     Args:
-        store: the run's store.
+        store: store of the run.
         source: evaluation whose samples are graded again.
         scoring: new scoring settings; their hash names the new commit.
         grader: grader with the settings of `scoring`.
-        max_response_len: response limit of the evaluation in tokens: a sample whose earlier grading failed counts as
-            truncated if its response has this length.
+        max_response_len: tokens; an ungraded sample with a response of this length counts as truncated.
         require_pass_rate: raise an error if the rewards do not define pass@k.
         code_version: recorded in the commit.
 
     Raises:
         RunError: the evaluation does not exist.
         RewardError: the reward is invalid or fails for every sample.
-        OptionError: pass@k is required, but the rewards do not define it.
-        StoreError: the stored samples are damaged.
+        OptionError, StoreError: pass@k is required but not defined; the stored samples are damaged.
     """
     old = store.committed(source.prefix)
     if old is None:

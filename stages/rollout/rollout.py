@@ -10,10 +10,9 @@ A sample with the built-in generation and reward passes through these files, all
     journal.py              finished groups are stored before the round is committed
     rollout.py              keep, drop or buffer the group; write shards; commit
 
-The stage is idempotent: if the round is already committed, its commit is returned. Otherwise the round starts at the
-data position in the commit of the previous round, so no prompt is lost or used twice. Every attempt writes its shards
-under a private prefix; they become valid when the commit, written last, names them: `part-*` holds the samples to train
-on, `buffer-*` the groups buffered for a later round.
+The round starts at the data position in the commit of the previous round, so no prompt is lost or used twice. Every
+attempt writes its shards under a private prefix; they become valid when the commit, written last, names them: `part-*`
+holds the samples to train on, `buffer-*` the groups buffered for a later round.
 """
 
 from __future__ import annotations
@@ -137,16 +136,14 @@ def rollout_stage(
         prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout(12)`.
         round: number and kind of the round, and the policy version that generates it.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
-        num_prompts: number of groups to keep; default: `rollout_batch_size` (an evaluation passes `len(prompts)`).
+        num_prompts: number of groups to keep, by default `rollout_batch_size`.
         summarize: computes the metrics of the samples (metric name -> value) that the commit records.
 
     Raises:
-        ValueError: rows of the prompt data changed since an earlier round, or the reward or another user-defined
-            function is invalid.
-        RuntimeError, ConnectionError: the engines failed, all samples failed, or the dynamic sampling filter dropped
-            nearly all groups.
+        ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
+        RuntimeError, ConnectionError: the engines failed, all samples failed, or nearly all groups were dropped.
         TimeoutError: generation took longer than `config.rollout_timeout`.
-        Preempted: a stop was requested, and the round cannot finish within the grace period.
+        Preempted: a stop was requested, and the round cannot finish in the grace period.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -159,11 +156,9 @@ def rollout_stage(
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
         journal.read()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
-        result = run_blocking(
-            generate_round(context, intake, journal, grader, num_prompts or config.rollout_batch_size)
-        )
-        seconds |= result.seconds
-        groups = result.groups
+        num_groups = num_prompts or config.rollout_batch_size
+        result = run_blocking(generate_round(context, intake, journal, grader, num_groups))
+        seconds, groups = seconds | result.seconds, result.groups
         samples = samples_to_train(groups.kept, config)
         intake.source.add_samples(groups.buffered)
         groups.dropped += [(group, DISCARDED) for group in intake.discarded_groups(groups.kept, groups.dropped_groups)]
