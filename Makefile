@@ -15,13 +15,13 @@ setup:  ## create .venv with all dependencies, for CPU or CUDA
 demo: setup  ## train a tiny model: convert, SFT, eval, GRPO, eval, export
 	@$(BIN)/penstock demo
 
-test: test-unit  ## the tests for every change: unit, then one run and one kill per mode with real engines
+test: test-unit  ## the tests for every change: unit tests, then integration tests with real engines, including kills
 	$(BIN)/python -m pytest -m "integration and not gpu and not full" -n 2 --dist loadfile
 
 test-unit: setup  ## only the tests without engines
 	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
 
-test-all: test  ## `make test`, then the long tests: full matrices, pairs of faults, S3, all bad inputs
+test-all: test  ## `make test`, then the long tests: all parallel layouts, all kills, pairs of kills, S3, all bad inputs
 	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist load
 
 lint: setup  ## formatter, linter, import boundaries, types
@@ -33,7 +33,7 @@ lint: setup  ## formatter, linter, import boundaries, types
 up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the links
 	@$(BIN)/python -m penstock.flows.services.stack up $(if $(STORE),--store $(STORE))
 
-bench: setup  ## time of each stage of a round; throughput of the rollout stage against the engine alone
+bench: setup  ## measure the time of each stage of a round, and the throughput of the rollout stage against the bare engine
 	@$(BIN)/python benchmarks/run.py
 
 clean:  ## remove the virtual environment and the demo's store

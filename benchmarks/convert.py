@@ -1,10 +1,11 @@
-"""`python benchmarks/convert.py`: what a conversion costs beside copying the same bytes on the same disk, and beside
-transformers + torch.save.
+"""Compare the speed of model conversion with copying the same files, and with transformers + torch.save.
 
-A synthetic checkpoint (random bf16 weights, layers of a real model's sizes, few of them) lies on the disk. In turns it
-is copied, converted, converted, copied, and so on; every turn begins with files that are not in memory and ends when
-what was written is safe (fsync). Each conversion runs in a process of its own, which also says how much memory it took
-at most. Only the ratios travel to other machines.
+    python benchmarks/convert.py
+
+The source is a synthetic checkpoint on disk: random bf16 weights, a few layers with the sizes of a real model. It is
+copied and converted alternately. Every measurement starts with the source files evicted from the page cache, and ends
+after fsync of the output. Each conversion runs in a new process, whose peak memory is reported. Compare only the ratios
+between machines.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHARD_BYTES = 1_000_000_000  # small ones, so that the memory that is allowed (1.5 shards and 1 GiB) is little
-MODELS: dict[str, dict[str, Any]] = {  # layers of these sizes; see models.md of the hub's configs
+SHARD_BYTES = 1_000_000_000  # small, because a conversion may use 1.5 shards + 1 GiB of memory
+MODELS: dict[str, dict[str, Any]] = {  # title -> config.json with the layer sizes of the named model
     "dense (Qwen3-4B's layers)": dict(
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",
@@ -64,53 +65,54 @@ COMMON = dict(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--directory", help="on the disk to measure; it needs room for three copies (default: a temporary one)"
+        "--directory",
+        help="scratch directory on the disk to measure, with space for three copies of a model (default: in /tmp)",
     )
-    parser.add_argument("--turns", type=int, default=5, help="of copying and of converting")
+    parser.add_argument("--turns", type=int, default=5, help="number of times that each model is copied and converted")
     options = parser.parse_args()
     print(
-        "| model | GB | copy GB/s | convert GB/s | ratio | bits read back | back to HF "
-        "| transformers + torch.save: times slower | peak memory, of allowed |"
+        "| model | GB | copy GB/s | convert GB/s | copy / convert time | copy / convert + verify time "
+        "| copy / export time | transformers + torch.save / convert time | peak memory of limit |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for title, config in MODELS.items():
         with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=options.directory) as scratch:
-            print(row(title, Path(scratch), {**COMMON, **config}, options.turns), flush=True)
+            print(benchmark_model(title, Path(scratch), {**COMMON, **config}, options.turns), flush=True)
 
 
-def row(title: str, root: Path, config: dict[str, Any], turns: int) -> str:
-    """Measure one model."""
+def benchmark_model(title: str, root: Path, config: dict[str, Any], turns: int) -> str:
+    """Benchmark one model with `config` as its config.json, and return its row of the Markdown table."""
     source = root / "hf"
-    make_checkpoint(source, config)
+    write_random_checkpoint(source, config)
     files = sorted(source.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     allowed = 1.5 * max(path.stat().st_size for path in files) + (1 << 30)
     copied, converted, peaks = [], [], []
     for turn in range(turns):
         work: list[Callable[[], None]] = [
-            lambda: copied.append(timed(root, copy, source, root / "out")),
-            lambda: converted.append(in_process(root, convert, source, root / "out", peaks)),
+            lambda: copied.append(measure(root, copy, source, root / "out")),
+            lambda: converted.append(measure_in_process(root, convert, source, root / "out", peaks)),
         ]
         for step in work if turn % 2 == 0 else reversed(work):
             step()
-    verified = in_process(root, convert_and_verify, source, root / "out", [])
-    back = export_after_conversion(root, source)
-    loaded = in_process(root, load_and_save, source, root / "out", [])
+    verified = measure_in_process(root, convert_and_verify, source, root / "out", [])
+    exported = measure_export(root, source)
+    loaded = measure_in_process(root, load_and_save, source, root / "out", [])
     copy_s, convert_s = statistics.median(copied), statistics.median(converted)
     return (
         f"| {title} | {size / 1e9:.1f} | {size / 1e9 / copy_s:.2f} | {size / 1e9 / convert_s:.2f} "
         f"| **{copy_s / convert_s:.2f}** "
         f"({min(copied):.1f}-{max(copied):.1f} s, {min(converted):.1f}-{max(converted):.1f} s) "
         f"| {copy_s / verified:.2f} "
-        f"| {copy_s / back:.2f} | {loaded / convert_s:.1f} | {max(peaks) / 1e9:.2f} of {allowed / 1e9:.2f} GB |"
+        f"| {copy_s / exported:.2f} | {loaded / convert_s:.1f} | {max(peaks) / 1e9:.2f} of {allowed / 1e9:.2f} GB |"
     )
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- measured operations ---------------------------------------------------------------------------------------------
 
 
 def copy(source: Path, target: Path) -> None:
-    """The kernel's own copy, made safe."""
+    """Copy all files with `shutil.copyfile`, and fsync them."""
     target.mkdir()
     for path in source.iterdir():
         shutil.copyfile(path, target / path.name)
@@ -119,6 +121,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def convert(source: Path, target: Path, verify: bool = False) -> None:
+    """Convert a Hugging Face directory to torch_dist, into a store in `target`."""
     from penstock.stages.convert.to_torch_dist import convert_hf
     from penstock.storage.store import Store
 
@@ -129,7 +132,8 @@ def convert_and_verify(source: Path, target: Path) -> None:
     convert(source, target, verify=True)
 
 
-def back_to_hf(source: Path, target: Path) -> None:
+def export_to_hf(source: Path, target: Path) -> None:
+    """Export a converted model to Hugging Face format."""
     from penstock.stages.convert.export_plan import Origin
     from penstock.stages.convert.to_hf import export_to
     from penstock.storage.store import Store
@@ -138,7 +142,7 @@ def back_to_hf(source: Path, target: Path) -> None:
 
 
 def load_and_save(source: Path, target: Path) -> None:
-    """What one would write without Penstock."""
+    """Load a model with transformers and write it with `torch.save`: a conversion without Penstock."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -150,20 +154,22 @@ def load_and_save(source: Path, target: Path) -> None:
     sync(target / "model.pt")
 
 
-def export_after_conversion(root: Path, source: Path) -> float:
+def measure_export(root: Path, source: Path) -> float:
+    """Convert a model, and return the seconds of exporting it to Hugging Face format."""
     convert(source, root / "store")
     model = next(path for path in (root / "store" / "models").glob("attempt-*") if path.is_dir())
-    seconds = in_process(root, back_to_hf, model, root / "out", [])
+    seconds = measure_in_process(root, export_to_hf, model, root / "out", [])
     shutil.rmtree(root / "store")
     return seconds
 
 
-# ---- how it is measured ----------------------------------------------------------------------------------------------
+# ---- measurement -----------------------------------------------------------------------------------------------------
 
 
-def timed(root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> float:
-    """Seconds, from files that are not in memory; what was written is removed."""
-    forget(source)
+def measure(root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> float:
+    """Return the wall-clock seconds of `work(source, target)`, with `source` evicted from the page cache at the start.
+    Delete `target` afterwards."""
+    evict(source)
     start = time.monotonic()
     work(source, target)
     seconds = time.monotonic() - start
@@ -172,19 +178,22 @@ def timed(root: Path, work: Callable[[Path, Path], None], source: Path, target: 
     return seconds
 
 
-def in_process(root: Path, work: Callable[[Path, Path], None], source: Path, target: Path, peaks: list[int]) -> float:
-    """The same in a new process, its imports not counted; `peaks` gets the most memory that it had."""
+def measure_in_process(
+    root: Path, work: Callable[[Path, Path], None], source: Path, target: Path, peaks: list[int]
+) -> float:
+    """Return the seconds of `work(source, target)` in a new process, without imports. Append the peak memory of the
+    process, in bytes, to `peaks`."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, root, work, source, target))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_run_child, args=(sender, root, work, source, target))
     process.start()
-    seconds, peak = ours.recv()
+    seconds, peak = receiver.recv()
     process.join()
     peaks.append(peak)
     return seconds
 
 
-def _child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+def _run_child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> None:
     for module in (
         "transformers.models.auto",
         "penstock.stages.convert.to_torch_dist",
@@ -196,37 +205,38 @@ def _child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source: Pa
 
     import_megatron()
     importlib.import_module("penstock.engines.megatron.engine")
-    seconds = timed(root, work, source, target)
+    seconds = measure(root, work, source, target)
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
 
-def forget(directory: Path) -> None:
-    """Take files out of the page cache."""
+def evict(directory: Path) -> None:
+    """Evict the files of a directory from the page cache."""
     for path in directory.rglob("*"):
         if path.is_file():
-            sync(path, forget=True)
+            sync(path, evict=True)
 
 
-def sync(path: Path, forget: bool = False) -> None:
+def sync(path: Path, evict: bool = False) -> None:
+    """Write a file to disk (fsync), and optionally evict it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
-    if forget:
+    if evict:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
-def make_checkpoint(directory: Path, config: dict[str, Any]) -> None:
-    """Random weights under the hub's names, written as they are made."""
+def write_random_checkpoint(directory: Path, config: dict[str, Any]) -> None:
+    """Write a Hugging Face checkpoint with random weights, one tensor at a time."""
     import torch
 
-    from penstock.engines.families import layout_for, read_shape
+    from penstock.engines.families import read_shape, tensor_layout
     from penstock.stages.convert.hf.weights import TensorInfo, plan_shards, write_index, write_shard
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    layout = layout_for(read_shape(directory))
+    layout = tensor_layout(read_shape(directory))
     groups = [
-        [(name, TensorInfo(torch.bfloat16, layout.hf_shapes[name])) for name in layout.hf_of(megatron)]
+        [(name, TensorInfo(torch.bfloat16, layout.hf_shapes[name])) for name in layout.hf_names_of(megatron)]
         for megatron in layout.megatron_names()
     ]
     parts = plan_shards(groups, SHARD_BYTES)

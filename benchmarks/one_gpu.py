@@ -1,10 +1,10 @@
-"""The whole loop on one GPU: a Qwen3-0.6B shape with random bf16 weights, trainer and engine on the same device,
-weights over CUDA IPC.
+"""Run the whole loop on one GPU: the shape of Qwen3-0.6B with random bf16 weights, trainer and engine on the same GPU,
+weights sent over CUDA IPC.
 
     python benchmarks/one_gpu.py DIRECTORY [further `penstock train` options]
 
-Prints seconds per stage, tokens per second and the gap between the trainer's and the engine's log-probs, from the run's
-commits.
+Prints the seconds and metrics of every round from the run's commits, among them tokens per second and the difference
+between the trainer's and the engine's log-probs.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime import environment
-from penstock.flows.runtime.runner import start
+from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
 
@@ -24,8 +24,8 @@ QWEN3_0_6B = {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim"
 PROMPT_TOKENS = 128
 
 
-def main(directory: Path, words: list[str]) -> int:
-    environment.prepare()
+def main(directory: Path, train_options: list[str]) -> int:
+    environment.set_default_variables()
     model, prompts = directory / "model", directory / "prompts.jsonl"
     if not model.exists():
         make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
@@ -44,22 +44,23 @@ def main(directory: Path, words: list[str]) -> int:
                 "--hf-checkpoint",
                 str(model),
             ),
-            *("--prompt-data", str(prompts), "--rollout-sampling", "ignore_eos=true", *words),
+            *("--prompt-data", str(prompts), "--rollout-sampling", "ignore_eos=true", *train_options),
         ]
     )
-    code = start("post_train", config)
-    report(config)
+    code = run_flow("post_train", config)
+    print_rounds(config)
     return code
 
 
-def report(config) -> None:
+def print_rounds(config) -> None:
+    """Print the phase seconds and metrics in the rollout and step commits of every round."""
     store, keys = open_store(config.run), RunKeys(config.run.run)
     for r in store.committed_indices(f"{keys.prefix}/steps"):
         rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
         print(f"\nround {r}")
         for commit in (rollout, step):
             print("  seconds ", {name: round(value, 3) for name, value in commit.seconds.items()})
-            print("  numbers ", {name: round(value, 6) for name, value in commit.summary.items()})
+            print("  metrics ", {name: round(value, 6) for name, value in commit.summary.items()})
 
 
 if __name__ == "__main__":

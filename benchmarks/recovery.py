@@ -1,10 +1,10 @@
-"""What a crash costs: loading the last checkpoint and replaying the committed rounds after it, against generating those
-rounds again.
+"""Compare the time of recovery after a crash (load a checkpoint, replay training of the committed rounds after it) with
+the time of generating and training these rounds again.
 
     python benchmarks/recovery.py      12 rounds of the tiny recipe, recovery from versions 8, 4 and 0
-    python benchmarks/recovery.py --store S --run R --versions 0   of a run that is there already
+    python benchmarks/recovery.py --store S --run R --versions 0   recovery of an existing run
 
-A fresh trainer is brought to the last version of the run from each of the versions in turn.
+For each version, a new trainer loads its checkpoint and replays all later rounds of the run.
 """
 
 from __future__ import annotations
@@ -20,35 +20,39 @@ from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validated
 from penstock.flows.runtime import environment
-from penstock.flows.runtime.runs import open_store, recorded
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.refs import CheckpointRef, RunKeys
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store")
-    parser.add_argument("--run")
+    parser.add_argument("--store", help="store of --run")
+    parser.add_argument("--run", help="existing run to recover; default: run the tiny recipe first")
     parser.add_argument(
-        "--versions", type=int, nargs="+", default=[8, 4, 0], help="checkpoints to begin at; 0: the starting weights"
+        "--versions",
+        type=int,
+        nargs="+",
+        default=[8, 4, 0],
+        help="policy versions whose checkpoints are loaded; 0: the starting weights",
     )
     options = parser.parse_args()
-    environment.prepare()
+    environment.set_default_variables()
     if options.run:
-        recover(recorded(RunConfig(store=options.store), options.run)[1], options.versions)
+        measure_recovery(read_flow_and_config(RunConfig(store=options.store), options.run)[1], options.versions)
         return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
-        config = recipe(root, rounds=12, save_interval=4)
-        from penstock.flows.runtime.runner import start
+        config = tiny_config(root, rounds=12, save_interval=4)
+        from penstock.flows.runtime.runner import run_flow
 
-        assert start("post_train", config) == 0
-        recover(config, options.versions)
+        assert run_flow("post_train", config) == 0
+        measure_recovery(config, options.versions)
 
 
-def recipe(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
-    """The demo's GRPO with responses of 128 tokens, so that generating costs something."""
+def tiny_config(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
+    """Return the demo's GRPO recipe with responses of 128 tokens, so that generation takes measurable time."""
     values = read_toml(RECIPES / "demo-grpo.toml")
     del values["eval"]
     values["convert"] = {"hf_checkpoint": str(root / "model")}
@@ -63,8 +67,9 @@ def recipe(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
     return validated(values)
 
 
-def recover(config: PostTrainConfig, versions: list[int]) -> None:
-    """Print seconds and ratios for every version to begin at."""
+def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
+    """Recover the run's last policy from each of the `versions`; print the seconds, and the ratio to generating and
+    training the rounds again."""
     from penstock.engines.cluster import Cluster
     from penstock.engines.families import read_shape
     from penstock.stages.train.group import TrainerGroup
@@ -82,10 +87,10 @@ def recover(config: PostTrainConfig, versions: list[int]) -> None:
         store=store.uri,
     )
     cluster = Cluster.start()
-    print(f"\nRecovery at round {rounds}: a fresh trainer, seconds")
+    print(f"\nRecovery of policy version {rounds} in a new trainer, in seconds")
     print(
-        f"  {'from':<18}{'start':>8}{'load':>8}{'replay':>8}{'a round':>9}"
-        f"{'generating and training them again':>36}{'ratio':>8}"
+        f"  {'from':<18}{'start':>8}{'load':>8}{'replay':>8}{'per round':>11}"
+        f"{'generate and train again':>26}{'ratio':>8}"
     )
     for version in versions:
         group = TrainerGroup(cluster, spec)
@@ -110,14 +115,14 @@ def recover(config: PostTrainConfig, versions: list[int]) -> None:
         again = sum(sum(commit.seconds.values()) for commit in commits)
         name = f"checkpoint {version}" if version else "starting weights"
         print(
-            f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):9.2f}{again:36.1f}"
+            f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):11.2f}{again:26.1f}"
             f"{(loaded + replayed) / again:8.2f}"
         )
     train = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step(r))))
     rollout = statistics.median(
         sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r)))
     )
-    print(f"  a round: {rollout:.2f} s of generating, {train:.2f} s of training (medians)")
+    print(f"  medians per round: rollout {rollout:.2f} s, training {train:.2f} s")
     cluster.stop()
 
 

@@ -1,7 +1,7 @@
-"""`make bench`: what the pipeline costs beside the work itself, always as a ratio or a share measured in the same run.
+"""`make bench`: measure the overhead of the pipeline, as ratios of times from the same run.
 
-1. Where a round's time goes with the tiny recipe: generation, grading and training, and everything else.
-2. The rollout stage with its commit against the same requests sent straight to the same SGLang server.
+1. Breakdown of a round of the tiny recipe: generation, grading, training, and overhead.
+2. Throughput of the rollout stage, with its commit, compared with the same requests sent directly to the SGLang server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 WARM_UP_ROUNDS = 5
-WORK = {
+WORK = {  # phase in a commit -> label in the breakdown; the other phases are overhead
     "generate": "generation",
     "reward": "grading",
     "update": "training",
@@ -36,27 +36,35 @@ WORK = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="of the tiny recipe; 0 leaves this part out")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="rounds of the tiny recipe; 0 skips the breakdown of a round"
+    )
     parser.add_argument(
         "--prompts",
         type=int,
         default=64,
-        help="of the rollout comparison, 8 samples of 256 tokens each; 0 leaves this part out",
+        help="prompts of the rollout comparison, with 8 samples of 256 tokens each; 0 skips the comparison",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="of the rollout comparison: bare, stage, stage, bare")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="repetitions of the rollout comparison; each measures requests, stage, stage, requests",
+    )
     options = parser.parse_args()
-    environment.prepare()
+    environment.set_default_variables()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
         if options.rounds:
-            round_breakdown(root, options.rounds)
+            print_round_breakdown(root, options.rounds)
         if options.prompts:
-            rollout_against_engine(root, options.prompts, options.repeats)
+            compare_rollout_with_engine(root, options.prompts, options.repeats)
 
 
-def recipe(root: Path, **sections: dict) -> object:
+def tiny_config(root: Path, **sections: dict) -> object:
+    """Return the demo's GRPO recipe without evaluation and checkpoints. `sections` overrides options of a section."""
     values = read_toml(RECIPES / "demo-grpo.toml")
     values["convert"] = {"hf_checkpoint": str(root / "model")}
     values["rollout"]["prompt_data"] = [str(root / "data" / "train.jsonl")]
@@ -69,14 +77,14 @@ def recipe(root: Path, **sections: dict) -> object:
 # ---- 1. a round ------------------------------------------------------------------------------------------------------
 
 
-def round_breakdown(root: Path, rounds: int) -> None:
-    """Run the tiny recipe through the real flow and take its commits apart."""
-    from penstock.flows.runtime.runner import start
+def print_round_breakdown(root: Path, rounds: int) -> None:
+    """Run the tiny recipe with the real flow, and print the median seconds of each phase of a round."""
+    from penstock.flows.runtime.runner import run_flow
 
-    config = recipe(root, run={"run": "bench", "store": str(root / "store"), "num_rollout": rounds})
-    assert start("post_train", config) == 0
+    config = tiny_config(root, run={"run": "bench", "store": str(root / "store"), "num_rollout": rounds})
+    assert run_flow("post_train", config) == 0
     store, keys = open_store(config.run), RunKeys("bench")
-    published = publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
+    published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
     shares: dict[str, list[float]] = {}
     for r in range(WARM_UP_ROUNDS, rounds):
         before, step, rollout = (
@@ -90,24 +98,22 @@ def round_breakdown(root: Path, rounds: int) -> None:
         for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
             label = WORK.get(name, name)
             parts[label] = parts.get(label, 0.0) + seconds
-        parts["Prefect, commits, the rest"] = wall - sum(parts.values())
+        parts["Prefect, commits, other"] = wall - sum(parts.values())
         work = sum(parts[label] for label in ("generation", "grading", "training"))
-        for label, seconds in {**parts, "round": wall, "outside the work": wall - work}.items():
+        for label, seconds in {**parts, "round": wall, "overhead": wall - work}.items():
             shares.setdefault(label, []).append(seconds)
-    print(
-        f"\nWhere a round's time goes (tiny recipe, 256 samples, median of {rounds - WARM_UP_ROUNDS} rounds, seconds)"
-    )
+    print(f"\nSeconds of a round by phase (tiny recipe, 256 samples, median of {rounds - WARM_UP_ROUNDS} rounds)")
     medians = {label: statistics.median(values) for label, values in shares.items()}
     for label in [
-        *(name for name in medians if name not in ("round", "outside the work")),
+        *(name for name in medians if name not in ("round", "overhead")),
         "round",
-        "outside the work",
+        "overhead",
     ]:
         print(f"  {label:<28}{medians[label]:8.3f}  {medians[label] / medians['round']:6.1%}")
 
 
-def publish_seconds(outbox: Path) -> dict[int, float]:
-    """Round -> seconds of the weight publish after it."""
+def read_publish_seconds(outbox: Path) -> dict[int, float]:
+    """Return round -> seconds of the weight publish after the round, from the tracker's outbox file."""
     lines = [json.loads(line) for line in outbox.read_text().splitlines()]
     key = "perf/update_weights_time"
     return {
@@ -118,8 +124,9 @@ def publish_seconds(outbox: Path) -> dict[int, float]:
 # ---- 2. the rollout stage --------------------------------------------------------------------------------------------
 
 
-def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
-    """Tokens per second of the whole stage and of the bare requests, in turns on one server."""
+def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
+    """Print the tokens per second of the rollout stage and of the same requests without the stage, measured alternately
+    on one server."""
     from penstock.engines.cluster import Cluster
     from penstock.engines.serving.pool import EnginePool
     from penstock.engines.serving.server import ServerSpec
@@ -130,7 +137,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
     long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
-    config = recipe(root, rollout=long, train={"global_batch_size": None}).rollout
+    config = tiny_config(root, rollout=long, train={"global_batch_size": None}).rollout
     source, tokenizer = PromptSource.open(config), PromptTokenizer(root / "model", apply_chat_template=True)
     at = RolloutRound("bench", 0, 0)
     store = Store(str(root / "store"))
@@ -148,7 +155,7 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
                 source.take(source.restore(None), prompts)[0], tokenizer, at, config.n_samples_per_prompt
             )
         ]
-        asyncio.run(bare(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
+        asyncio.run(send_requests(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
         stage_seconds: list[float] = []
         with make_grader(config) as grader:
             context = RolloutContext(store, config, source, tokenizer, pool.urls, grader)
@@ -158,49 +165,47 @@ def rollout_against_engine(root: Path, prompts: int, repeats: int) -> None:
                 stage_seconds.append(sum(commit.seconds.values()))
                 return round(commit.summary["rollout/response_len/mean"] * commit.summary["rollout/num_samples"])
 
-            work = {"bare": lambda: asyncio.run(bare(pool.urls[0], bodies)), "stage": stage}
+            work = {"requests": lambda: asyncio.run(send_requests(pool.urls[0], bodies)), "stage": stage}
             speeds: dict[str, list[float]] = {name: [] for name in work}
-            for name in [*work, *reversed(work)] * repeats:  # in turns, so that a slow minute hits both
-                asyncio.run(flush(pool.urls[0]))  # a full cache makes whoever comes second evict
+            for name in [*work, *reversed(work)] * repeats:  # alternate, so that a slow minute affects both
+                asyncio.run(flush_prefix_cache(pool.urls[0]))  # evictions would slow the second measurement
                 start = time.perf_counter()
                 tokens = work[name]()
                 speeds[name].append(tokens / (time.perf_counter() - start))
-        ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["bare"])
+        ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["requests"])
         print(
-            f"\nThe rollout stage against the bare engine ({prompts} x 8 samples of 256 tokens, "
-            f"{statistics.median(stage_seconds):.1f} s a stage)"
+            f"\nRollout stage compared with direct requests ({prompts} x 8 samples of 256 tokens, "
+            f"{statistics.median(stage_seconds):.1f} s per stage)"
         )
         for name, values in speeds.items():
-            print(
-                f"  {name:<8}{statistics.median(values):10,.0f} tokens/s   "
-                f"(each: {', '.join(f'{value:,.0f}' for value in values)})"
-            )
-        print(f"  ratio   {ratio:10.3f}")
+            each = ", ".join(f"{value:,.0f}" for value in values)
+            print(f"  {name:<9}{statistics.median(values):10,.0f} tokens/s   (each: {each})")
+        print(f"  ratio    {ratio:10.3f}")
         pool.stop()
     finally:
         cluster.stop()
 
 
-async def flush(url: str) -> None:
+async def flush_prefix_cache(url: str) -> None:
     """Empty the server's prefix cache."""
     from penstock.engines.sglang import control
 
-    await asyncio.to_thread(control.call, url, "/flush_cache", {})
+    await asyncio.to_thread(control.call_server, url, "/flush_cache", {})
 
 
-async def bare(url: str, bodies: list[dict]) -> int:
-    """All requests at once, as raw as they come. Returns the number of generated tokens."""
+async def send_requests(url: str, bodies: list[dict]) -> int:
+    """Send all /generate requests to the server at once, and return the number of generated tokens."""
     from penstock.engines.serving import keys
 
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
     ) as session:
 
-        async def one(body: dict) -> int:
-            async with session.post(f"{url}/generate", json=body, headers=keys.headers(url)) as response:
+        async def send(body: dict) -> int:
+            async with session.post(f"{url}/generate", json=body, headers=keys.auth_headers(url)) as response:
                 return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
 
-        return sum(await asyncio.gather(*map(one, bodies)))
+        return sum(await asyncio.gather(*map(send, bodies)))
 
 
 if __name__ == "__main__":

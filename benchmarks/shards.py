@@ -1,11 +1,12 @@
-"""Sample shards against plain pyarrow: time to write, time to read, bytes per token; and what each encoding of a column
-would cost.
+"""Compare sample shards with Parquet files that pyarrow writes by default, and the possible encodings of each large
+column: CPU time to write and read, bytes per token.
 
     python benchmarks/shards.py [--groups 128] [--turns 9]
 
-All in CPU seconds, in turns, medians: others on the machine hit all alike. Samples are made up: groups of 8 with a
-prompt of 60 to 300 tokens and responses of about 900, ids of a vocabulary of 150,000 by Zipf's law, text of about five
-letters a token, log-probs of random mantissa (nothing compresses worse), and tool tokens in every third response.
+Times are medians of CPU seconds, measured alternately, so that other load on the machine affects all alike. The samples
+are synthetic: groups of 8 with a prompt of 60 to 300 tokens and responses of about 900, token ids from a vocabulary of
+150,000 with Zipf's law, about five letters of text per token, log-probs with random mantissa (the worst case for
+compression), and tool tokens in every third response.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ GROUP_SIZE = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--groups", type=int, default=128, help="number of groups of 8 samples")
+    parser.add_argument("--turns", type=int, default=9, help="repetitions of every measurement")
     options = parser.parse_args()
-    samples = made_up(options.groups)
+    samples = make_samples(options.groups)
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     letters = sum(len(sample.response) for sample in samples) / sum(sum(sample.loss_mask) for sample in samples)
-    print(f"{len(samples)} samples, {num_tokens:,} tokens, {letters:.1f} letters of text for each that is trained\n")
+    print(f"{len(samples)} samples, {num_tokens:,} tokens, {letters:.1f} letters of text per trained token\n")
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        whole_shards(samples, num_tokens, Path(scratch), options.turns)
-        encodings(to_table(samples), num_tokens, Path(scratch), options.turns)
+        compare_shards(samples, num_tokens, Path(scratch), options.turns)
+        compare_encodings(to_table(samples), num_tokens, Path(scratch), options.turns)
 
 
-def made_up(num_groups: int) -> list[Sample]:
+def make_samples(num_groups: int) -> list[Sample]:
+    """Return `num_groups` groups of synthetic samples, as the module docstring describes them."""
     rng = np.random.default_rng(0)
     shares = np.cumsum(1 / (np.arange(VOCABULARY) + 2.7) ** 1.05)  # Zipf's law with Mandelbrot's shift
     lengths = (
@@ -56,14 +58,14 @@ def made_up(num_groups: int) -> list[Sample]:
     ]
     ids = rng.permutation(VOCABULARY)
 
-    def ranks(count: int) -> np.ndarray:
+    def draw_ranks(count: int) -> np.ndarray:
         return np.searchsorted(shares, rng.random(count) * shares[-1])
 
     samples = []
     for group in range(num_groups):
-        prompt = ranks(int(rng.integers(60, 300)))
+        prompt = draw_ranks(int(rng.integers(60, 300)))
         for number in range(GROUP_SIZE):
-            response = ranks(int(np.clip(rng.lognormal(6.6, 0.7), 16, 8192)))
+            response = draw_ranks(int(np.clip(rng.lognormal(6.6, 0.7), 16, 8192)))
             trained = np.ones(len(response), dtype=bool)
             if number % 3 == 2:
                 trained[len(response) // 3 : len(response) // 2] = False
@@ -89,36 +91,36 @@ def made_up(num_groups: int) -> list[Sample]:
     return samples
 
 
-def whole_shards(samples: list[Sample], num_tokens: int, scratch: Path, turns: int) -> None:
-    """`write_shards` against what pyarrow does by default, from Python lists and from a table that is already there."""
+def compare_shards(samples: list[Sample], num_tokens: int, scratch: Path, turns: int) -> None:
+    """Print times and sizes of `write_shards`, and of pyarrow with default options, from lists and from a table."""
     table = to_table(samples)
     lists = {name: table[name].to_pylist() for name in SCHEMA.names}
-    plain, ours = scratch / "plain.parquet", scratch / "ours-00000.parquet"
-    seconds = in_turns(
+    plain, shard = scratch / "plain.parquet", scratch / "shard-00000.parquet"
+    seconds = measure_alternately(
         {
             "write: plain pyarrow, a table": lambda: pq.write_table(table, plain, compression="zstd"),
             "write: plain pyarrow, lists": lambda: pq.write_table(pa.table(lists, SCHEMA), plain, compression="zstd"),
-            "write: write_shards, samples": lambda: write_shards(scratch, samples, "ours"),
-            "read: plain shard, a table": lambda: pq.ParquetFile(plain).read(),
-            "read: ours, a table": lambda: pq.ParquetFile(ours).read(),
-            "read: ours, samples": lambda: from_table(pq.ParquetFile(ours).read()),
+            "write: write_shards, samples": lambda: write_shards(scratch, samples, "shard"),
+            "read: plain pyarrow, a table": lambda: pq.ParquetFile(plain).read(),
+            "read: shard, a table": lambda: pq.ParquetFile(shard).read(),
+            "read: shard, samples": lambda: from_table(pq.ParquetFile(shard).read()),
         },
         turns,
     )
     for name, value in seconds.items():
-        print(f"  {name:<32}{value / num_tokens * 1e9:7.1f} ns a token")
+        print(f"  {name:<32}{value / num_tokens * 1e9:7.1f} ns per token")
     for other in ("lists", "a table"):
         print(
             "  write_shards has "
-            f"{seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} of "
-            f"the rate with {other}"
+            f"{seconds[f'write: plain pyarrow, {other}'] / seconds['write: write_shards, samples']:.2f} "
+            f"times the speed of plain pyarrow from {other}"
         )
-    for name, path in (("plain", plain), ("ours", ours)):
-        print(f"  {name:<8}{path.stat().st_size / num_tokens:6.2f} bytes a token")
+    for name, path in (("plain", plain), ("shard", shard)):
+        print(f"  {name:<8}{path.stat().st_size / num_tokens:6.2f} bytes per token")
 
 
-def encodings(table: pa.Table, num_tokens: int, scratch: Path, turns: int) -> None:
-    """Each large column by itself, in every encoding that fits it."""
+def compare_encodings(table: pa.Table, num_tokens: int, scratch: Path, turns: int) -> None:
+    """Print size, write and read time of each large column in every encoding that supports its type."""
     numbers = {"plain": None, "byte stream split": "BYTE_STREAM_SPLIT"}
     choices: dict[str, dict[str, str | None]] = {
         "token_ids": {**numbers, "delta": "DELTA_BINARY_PACKED"},
@@ -138,15 +140,15 @@ def encodings(table: pa.Table, num_tokens: int, scratch: Path, turns: int) -> No
                 ways[name] = {"use_dictionary": False, "column_encoding": encoding and {leaf: encoding}}
             for name, way in ways.items():
                 write = partial(pq.write_table, one, path, compression="zstd", compression_level=level, **way)
-                seconds = in_turns({"write": write, "read": partial(pq.read_table, path)}, turns)
+                seconds = measure_alternately({"write": write, "read": partial(pq.read_table, path)}, turns)
                 print(
-                    f"  {column:<18}{name:<18} zstd {level}{path.stat().st_size / num_tokens:8.3f} bytes a token"
+                    f"  {column:<18}{name:<18} zstd {level}{path.stat().st_size / num_tokens:8.3f} bytes per token"
                     + "".join(f", {what} {value / num_tokens * 1e9:5.1f} ns" for what, value in seconds.items())
                 )
 
 
-def in_turns(work: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Median CPU seconds of each."""
+def measure_alternately(work: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Call all functions one after the other, `turns` times, and return name -> median CPU seconds of a call."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(turns):
         for name, once in work.items():

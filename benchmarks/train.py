@@ -1,13 +1,14 @@
-"""Our train step against a bare Megatron-core loop: the same packs, model, optimizer and process, in turns.
+"""Compare the speed of Penstock's training step with a plain Megatron-core loop, on the same packed micro-batches and
+model, in one process.
 
     python benchmarks/train.py                               # a small model on this machine's CPU
-    python benchmarks/train.py --device cuda       # Qwen3-0.6B's shape in bf16, packs of 8 sequences of 2,048 tokens
+    python benchmarks/train.py --device cuda                 # Qwen3-0.6B in bf16, micro-batches of 8 x 2,048 tokens
 
-Ours is `train_rollout` with GRPO, log-probs, entropy and metrics included, at the tokens per second that it reports
-itself. The bare loop is what one would write with Megatron-core alone where TransformerEngine is absent: its GPT model
-with our attention (its own refuses packs), its cross-entropy over whole logits, its gradient buffers, optimizer and
-schedule; its packs are ready on the device before the clock starts. Before anything is timed both make one step of
-supervised fine-tuning from the same weights: loss and norm of the gradient must agree.
+Penstock's step is `train_rollout` with GRPO, including log-probs, entropy and metrics; its speed is the metric
+`perf/actor_train_tok_per_s`. The plain loop uses Megatron-core without TransformerEngine: its GPT model with Penstock's
+attention (Megatron's does not support packed sequences), its cross-entropy over all logits, gradient buffers, optimizer
+and schedule. Its micro-batches are moved to the device before the measurement. First, both run one SFT step from the
+same weights, and must get the same loss and gradient norm. Then they are measured alternately.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Work:
-    """A model, and the packs of one optimizer step."""
+    """Sizes of the model and of the micro-batches of one optimizer step."""
 
     layers: int
     hidden: int
@@ -38,39 +39,44 @@ class Work:
     ffn: int
     vocab: int
     length: int  # tokens of a sequence
-    num_sequences: int  # of a pack
+    num_sequences: int  # sequences of a micro-batch
     dtype: Literal["fp32", "bf16"]
 
 
 MODELS = {
-    "tiny": Work(2, 128, 4, 2, 32, 384, 64, length=12, num_sequences=256, dtype="fp32"),  # the demo's
+    "tiny": Work(2, 128, 4, 2, 32, 384, 64, length=12, num_sequences=256, dtype="fp32"),  # the demo's model
     "small": Work(
         4, 256, 4, 2, 64, 768, 4096, length=256, num_sequences=8, dtype="fp32"
-    ),  # 0.6b's share of the head: a quarter
+    ),  # the LM head has a quarter of the parameters, as in 0.6b
     "0.6b": Work(28, 1024, 16, 8, 128, 3072, 151936, length=2048, num_sequences=8, dtype="bf16"),
     "1.7b": Work(28, 2048, 16, 8, 128, 6144, 151936, length=2048, num_sequences=4, dtype="bf16"),
 }
-Turn = Callable[[], tuple[float, Any]]  # one optimizer step: its seconds, and what came of it
+Step = Callable[[], tuple[float, Any]]  # run one optimizer step; return its seconds and its metrics
 OPTIMIZER: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1, "adam_beta2": 0.98, "clip_grad": 1.0}
-AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; the two round logits and their gradients at different places
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; the two loops round logits and gradients at different points
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=MODELS, help="default: small on a CPU, 0.6b on a GPU")
-    parser.add_argument("--packs", type=int, default=2, help="micro-batches of an optimizer step")
-    parser.add_argument("--turns", type=int, default=10, help="timed steps of each")
+    parser.add_argument("--packs", type=int, default=2, help="micro-batches per optimizer step")
+    parser.add_argument("--turns", type=int, default=10, help="measured optimizer steps of each loop")
     parser.add_argument(
-        "--warm-up", type=int, default=3, help="steps of each before them; the first ones compile kernels"
+        "--warm-up",
+        type=int,
+        default=3,
+        help="optimizer steps of each loop before the measurement, in which kernels are compiled",
     )
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
-    parser.add_argument("--chunk", type=int, help="--log-probs-chunk-size, if not the default")
-    parser.add_argument("--profile", action="store_true", help="print where the time of one more step of each goes")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--chunk", type=int, help="--log-probs-chunk-size; default: its default")
+    parser.add_argument("--profile", action="store_true", help="print a profile of one more step of each loop")
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # two users of one cache
+    os.environ.setdefault(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    )  # both loops share the allocator's cache
     work = MODELS[options.model or ("small" if options.device == "cpu" else "0.6b")]
 
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
@@ -78,46 +84,46 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         init_parallel(0, 1, f"file://{Path(scratch) / 'world'}", threads=options.threads)
         try:
-            compare(work, options)
+            compare_loops(work, options)
         finally:
             shutdown_parallel()
 
 
-def compare(work: Work, options: argparse.Namespace) -> None:
-    """Check that both do the same, then time them in turns."""
+def compare_loops(work: Work, options: argparse.Namespace) -> None:
+    """Check that both loops compute the same SFT step, then measure them alternately and print the speeds."""
     import torch
 
     assert torch.cuda.is_available() == (options.device == "cuda"), "no CUDA device is visible"
-    batch = rollout(work, options.packs)
-    ours = Ours(work, batch, options.chunk)
-    bare = Bare(work, batch, ours)
-    turns: dict[str, Turn] = {"ours": ours.turn, "bare": bare.turn}
-    (our_loss, our_norm), (bare_loss, bare_norm) = ours.fine_tune(), bare.turn()[1]
-    print(f"{torch.__version__}, {ours.engine.fingerprint()['device']}, {work}")
-    print(f"one step of fine-tuning: loss {our_loss:.6f} and {bare_loss:.6f}, norm {our_norm:.6f} and {bare_norm:.6f}")
-    assert np.allclose((our_loss, our_norm), (bare_loss, bare_norm), rtol=AGREE[work.dtype]), (
-        "the two do not do the same work"
+    batch = make_batch(work, options.packs)
+    penstock = PenstockLoop(work, batch, options.chunk)
+    plain = PlainLoop(work, batch, penstock)
+    steps: dict[str, Step] = {"penstock": penstock.step, "plain": plain.step}
+    (loss, norm), (plain_loss, plain_norm) = penstock.sft_step(), plain.step()[1]
+    print(f"{torch.__version__}, {penstock.engine.fingerprint()['device']}, {work}")
+    print(f"one SFT step: loss {loss:.6f} and {plain_loss:.6f}, gradient norm {norm:.6f} and {plain_norm:.6f}")
+    assert np.allclose((loss, norm), (plain_loss, plain_norm), rtol=TOLERANCE[work.dtype]), (
+        "the two loops compute different losses or gradients"
     )
 
-    seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    whole: list[float] = []  # calls of train_rollout, planning and packing included
-    peaks = dict.fromkeys(turns, 0.0)
+    seconds: dict[str, list[float]] = {"penstock": [], "plain": []}
+    whole: list[float] = []  # seconds of train_rollout, including planning and packing
+    peaks = dict.fromkeys(steps, 0.0)
     for turn in range(options.warm_up + options.turns):
-        for name in ("ours", "bare") if turn % 2 else ("bare", "ours"):
-            taken, wall, peak = measured(turns[name])
+        for name in ("penstock", "plain") if turn % 2 else ("plain", "penstock"):
+            step_seconds, wall, peak = measure(steps[name])
             if turn >= options.warm_up:
-                seconds[name].append(taken)
+                seconds[name].append(step_seconds)
                 peaks[name] = max(peaks[name], peak)
-                whole += [wall] if name == "ours" else []
-    report(len(batch.token_ids), seconds, whole, peaks)
+                whole += [wall] if name == "penstock" else []
+    print_speeds(len(batch.token_ids), seconds, whole, peaks)
     if options.profile:
-        for name, turn_of in turns.items():
-            profile(name, turn_of)
+        for name, step in steps.items():
+            print_profile(name, step)
 
 
-def measured(turn: Turn) -> tuple[float, float, float]:
-    """Seconds of the step by its own account, seconds of the whole call, and GiB at the GPU's peak above what lay
-    there before."""
+def measure(step: Step) -> tuple[float, float, float]:
+    """Return the seconds that the step reports, the seconds of the whole call, and the peak GPU memory in GiB above the
+    memory that was allocated before."""
     import torch
 
     before = 0
@@ -126,14 +132,26 @@ def measured(turn: Turn) -> tuple[float, float, float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     start = time.perf_counter()
-    taken = turn()[0]
+    step_seconds = step()[0]
     wall = time.perf_counter() - start
-    return taken, wall, (torch.cuda.max_memory_allocated() - before) / 2**30 if torch.cuda.is_available() else 0.0
+    return (
+        step_seconds,
+        wall,
+        (torch.cuda.max_memory_allocated() - before) / 2**30 if torch.cuda.is_available() else 0.0,
+    )
 
 
-def report(tokens: int, seconds: dict[str, list[float]], whole: list[float], peaks: dict[str, float]) -> None:
-    speeds = {name: [tokens / taken for taken in values] for name, values in seconds.items()}
-    speeds["ours, planning and packing included"] = [tokens / taken for taken in whole]
+def print_speeds(tokens: int, seconds: dict[str, list[float]], whole: list[float], peaks: dict[str, float]) -> None:
+    """Print tokens per second of each loop and their ratio, from the seconds of every step.
+
+    Args:
+        tokens: tokens of an optimizer step.
+        seconds: loop -> seconds of each step.
+        whole: seconds of each call of `train_rollout`.
+        peaks: loop -> peak GPU memory in GiB above weights and optimizer.
+    """
+    speeds = {name: [tokens / step_seconds for step_seconds in values] for name, values in seconds.items()}
+    speeds["penstock, with planning and packing"] = [tokens / step_seconds for step_seconds in whole]
     for name, values in speeds.items():
         memory = f", {peaks[name]:.1f} GiB above weights and optimizer" if peaks.get(name) else ""
         print(
@@ -141,13 +159,14 @@ def report(tokens: int, seconds: dict[str, list[float]], whole: list[float], pea
             f"({min(values):,.0f} to {max(values):,.0f}){memory}"
         )
     ratio, whole_ratio = (
-        statistics.median(bare / own for bare, own in zip(seconds["bare"], values, strict=True))
-        for values in (seconds["ours"], whole)
+        statistics.median(plain / own for plain, own in zip(seconds["plain"], values, strict=True))
+        for values in (seconds["penstock"], whole)
     )
-    print(f"{'ratio, median of the turns':<36}{ratio:12.3f}   (whole call: {whole_ratio:.3f})")
+    print(f"{'median ratio penstock / plain':<36}{ratio:12.3f}   (with planning and packing: {whole_ratio:.3f})")
 
 
-def profile(name: str, turn: Turn) -> None:
+def print_profile(name: str, step: Step) -> None:
+    """Print the operators of one optimizer step that take the most time."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -155,18 +174,18 @@ def profile(name: str, turn: Turn) -> None:
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
     ) as profiler:
-        turn()
+        step()
     print(
         f"\n{name}\n"
         + profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30, max_name_column_width=70)
     )
 
 
-# ---- the work --------------------------------------------------------------------------------------------------------
+# ---- the data and the model ------------------------------------------------------------------------------------------
 
 
-def rollout(work: Work, num_packs: int) -> Any:
-    """Random samples in groups of eight, every token trained but the first of each, which nothing predicts."""
+def make_batch(work: Work, num_packs: int) -> Any:
+    """Return a rollout of random samples in groups of eight; all tokens are trained except the first of each sample."""
     from penstock.stages.train.batching import Batch
     from penstock.storage.samples.sample import Sample, to_table
 
@@ -181,7 +200,7 @@ def rollout(work: Work, num_packs: int) -> Any:
         )
         for i in range(num_packs * work.num_sequences)
     ]
-    return Batch.from_table(to_table(samples), graded=True)
+    return Batch.from_table(to_table(samples), needs_rewards=True)
 
 
 def model_shape(work: Work) -> Any:
@@ -206,8 +225,8 @@ def model_shape(work: Work) -> Any:
     )
 
 
-class Ours:
-    """The trainer of one rank, without Ray."""
+class PenstockLoop:
+    """Penstock's trainer on one rank, without Ray."""
 
     def __init__(self, work: Work, batch: Any, chunk: int | None) -> None:
         from penstock.engines.megatron.engine import MegatronEngine
@@ -218,13 +237,13 @@ class Ours:
         self.config = TrainConfig(params_dtype=work.dtype, max_tokens_per_gpu=self.capacity, **OPTIMIZER, **chosen)
         self.engine = MegatronEngine(model_shape(work), dtype=work.dtype, optimizer=self.config.optimizer_options)
 
-    def turn(self) -> tuple[float, Any]:
-        """One round of GRPO with one optimizer step. Seconds of its update, and all metrics."""
+    def step(self) -> tuple[float, Any]:
+        """Train one GRPO round with one optimizer step, and return the seconds of the update and the metrics."""
         metrics = self.train(self.config)
         return len(self.batch.token_ids) / metrics["perf/actor_train_tok_per_s"], metrics
 
-    def fine_tune(self) -> tuple[float, float]:
-        """One step of the loss that the bare loop has. Loss and norm of the gradient."""
+    def sft_step(self) -> tuple[float, float]:
+        """Train one optimizer step with the SFT loss, as the plain loop does, and return loss and gradient norm."""
         metrics = self.train(self.config.model_copy(update={"loss_type": "sft_loss", "calculate_per_token_loss": True}))
         return metrics["train/loss"], metrics["train/grad_norm"]
 
@@ -234,13 +253,13 @@ class Ours:
         return train_rollout(Models(policy=self.engine), self.batch, config, temperature=1.0).metrics
 
 
-# ---- the bare loop ---------------------------------------------------------------------------------------------------
+# ---- the plain loop --------------------------------------------------------------------------------------------------
 
 
-class Bare:
-    """Megatron-core by its own functions, with the weights that ours has now."""
+class PlainLoop:
+    """A training loop of Megatron-core's own functions, starting from a copy of Penstock's current weights."""
 
-    def __init__(self, work: Work, batch: Any, ours: Ours) -> None:
+    def __init__(self, work: Work, batch: Any, penstock: PenstockLoop) -> None:
         from penstock.engines.megatron.model.layers import block_spec
         from penstock.engines.megatron.model.transformer_config import transformer_config
 
@@ -260,11 +279,11 @@ class Bare:
         embedding = {
             "position_embedding_type": "none",
             "share_embeddings_and_output_weights": True,
-        }  # our attention turns
+        }  # Penstock's attention applies RoPE
         model = GPTModel(config, block_spec(shape, config, None), work.vocab, work.length, **embedding).to(
-            ours.engine.device
+            penstock.engine.device
         )
-        model.load_state_dict(ours.engine.chunks[0].state_dict())
+        model.load_state_dict(penstock.engine.chunks[0].state_dict())
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(config, buffers, model)
         bf16 = work.dtype == "bf16"
@@ -287,14 +306,14 @@ class Bare:
                 "wd_incr_style": "constant",
             },
         )
-        self.packs = [
-            pack(work, tokens, shape, ours.engine)
-            for tokens in np.split(batch.token_ids, len(batch.token_ids) // ours.capacity)
+        self.microbatches = [
+            make_microbatch(work, tokens, shape, penstock.engine)
+            for tokens in np.split(batch.token_ids, len(batch.token_ids) // penstock.capacity)
         ]
         self.synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
-    def turn(self) -> tuple[float, tuple[float, float]]:
-        """One optimizer step. Its seconds; mean loss of a token and norm of the gradient."""
+    def step(self) -> tuple[float, tuple[float, float]]:
+        """Run one optimizer step, and return its seconds, and (mean loss per token, gradient norm)."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         start = time.perf_counter()
@@ -302,10 +321,10 @@ class Bare:
         self.optimizer.zero_grad()
         sums = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(self.packs),
+            data_iterator=iter(self.microbatches),
             model=[self.model],
-            num_microbatches=len(self.packs),
-            seq_length=self.packs[0][0].shape[1],
+            num_microbatches=len(self.microbatches),
+            seq_length=self.microbatches[0][0].shape[1],
             micro_batch_size=1,
             forward_only=False,
         )
@@ -317,9 +336,9 @@ class Bare:
         return time.perf_counter() - start, (loss, float(norm))
 
 
-def pack(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> tuple[Any, ...]:
-    """A micro-batch on the device: tokens, positions, labels and mask of the loss, [1, t] each, and what our
-    attention needs."""
+def make_microbatch(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> tuple[Any, ...]:
+    """Return a micro-batch on the device: tokens, positions, labels and loss mask, [1, t] each, and the packed stream
+    that Penstock's attention needs."""
     import torch
 
     from penstock.engines.megatron.model.rotary import rope_cos_sin, rope_dim
@@ -336,17 +355,19 @@ def pack(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> tuple[Any, 
     labels, counted = (
         ids.roll(-1),
         (positions != work.length - 1).float(),
-    )  # the last of a sequence has nothing to predict
+    )  # the last token of a sequence predicts nothing
     return (*(x[None].to(engine.device) for x in (ids, positions, labels, counted)), stream)
 
 
-def forward_step(packs: Iterator[tuple[Any, ...]], model: Any) -> tuple[Any, Any]:
-    ids, positions, labels, counted, stream = next(packs)
-    return model(ids, positions, None, labels=labels, packed_seq_params=stream), partial(mean_loss, counted)
+def forward_step(microbatches: Iterator[tuple[Any, ...]], model: Any) -> tuple[Any, Any]:
+    """Run the model on the next micro-batch, and return its losses [1, t] and the function that reduces them."""
+    ids, positions, labels, counted, stream = next(microbatches)
+    return model(ids, positions, None, labels=labels, packed_seq_params=stream), partial(sum_losses, counted)
 
 
-def mean_loss(counted: Any, losses: Any) -> tuple[Any, ...]:
-    """Sum and number; Megatron divides the gradients of a step by the step's number (`calculate_per_token_loss`)."""
+def sum_losses(counted: Any, losses: Any) -> tuple[Any, ...]:
+    """Return the sum of the losses of counted tokens, their number, and both for the report. Megatron divides the
+    gradients of a step by the number of tokens of the step (`calculate_per_token_loss`)."""
     loss, number = (losses * counted).sum(), counted.sum().int()
     return loss, number, (loss.detach(), number)
 

@@ -1,8 +1,8 @@
 """The interface of a generation backend (`EngineBackend`), and the table of the available backends.
 
-To add an engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`), `EngineClient`
-and `EngineServer`, and add a row to `BACKENDS`. Placement, supervision, restarts and external engines are shared by all
-backends (`engines/serving`).
+To add an inference engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`),
+`EngineClient` and `EngineServer`, and add a row to `BACKENDS`. All backends share the code for placement, supervision,
+restarts and external engines (`engines/serving`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class RequestRouter(Protocol):
         """
 
     def address(self) -> str | None:
-        """Return the router's address, or None while the router cannot accept requests."""
+        """Return the router's URL, or None while the router cannot accept requests."""
 
 
 class EngineBackend(ABC):
-    """One engine implementation: creates clients, servers and routers, and checks options."""
+    """An inference engine implementation: creates clients, servers and routers, and checks engine options."""
 
     @abstractmethod
     def connect(
@@ -60,20 +60,20 @@ class EngineBackend(ABC):
 
         Args:
             urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function,
-                a request whose engine died waits for a live engine and is sent again.
+                a request whose engine died is sent again to a live engine.
             timeout: seconds for one request, including the time spent waiting for an engine.
             experts: if given, request the routed expert ids of every token and encode them in this format.
-            router: if given, returns the address of the router, which generation requests are sent to instead of
-                directly to an engine.
+            router: if given, returns the router's address; generation requests are then sent to the router instead of
+                to an engine.
         """
 
     @abstractmethod
     def server_class(self) -> type[EngineServer]:
-        """Return the class that runs one server process."""
+        """Return the class that starts and stops one server process."""
 
     @abstractmethod
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
-        """Return the server's flags: `options.spec.args` and the flags that other options imply.
+        """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply.
 
         Raises:
             EngineError: an option needs a server flag that the installed engine does not have.
@@ -81,12 +81,12 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def router(self, options: EngineOptions) -> RequestRouter | None:
+    def create_router(self, options: EngineOptions) -> RequestRouter | None:
         """Return a router that has not been started, or None if no router is configured."""
 
     @abstractmethod
     def check_options(self, options: EngineOptions) -> None:
-        """Check the options before anything is started.
+        """Check the engine options before any process is started.
 
         Raises:
             EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
@@ -103,8 +103,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def biased_sampling(self, params: Mapping[str, Any]) -> list[str]:
-        """Return the sampling parameters, as `name=value`, with which the engine samples from a distribution that
-        differs from the distribution of the returned log-probs."""
+        """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution
+        other than that of the log-probs it returns."""
 
 
 @cache

@@ -5,8 +5,8 @@ address the driver joins an external (long-running) Ray cluster, where trainer a
 they survive a killed driver, and the next driver finds them by name and reuses them if they match its configuration.
 Ray only holds processes; the state of a run is in the store.
 
-Every blocking call to Ray goes through `wait`, `get` or `call`, which check twice a second that the local Ray is alive.
-Ray's own functions would wait forever for a dead Ray, or end this process after a minute.
+Every blocking Ray call goes through `Cluster.wait`, `get` or `call_ray`, which check twice a second that the local Ray
+is alive. Ray's own functions would wait forever for a dead Ray, or end this process after a minute.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.engines.local_ray import ClusterLost, import_ray, sigterm_handler_kept, start_ray
-from penstock.engines.scratch import kept, own_directory
+from penstock.engines.local_ray import ClusterLost, import_ray, preserve_sigterm_handler, start_ray
+from penstock.engines.scratch import is_kept_at_exit, own_temp_directory
 from penstock.storage.errors import EngineError, LayoutError
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.5  # interval at which a waiting call checks that the local Ray is alive
+POLL_SECONDS = 0.5  # interval at which a blocking Ray call checks that the local Ray is alive
 GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
 
 
@@ -40,12 +40,13 @@ class Slot:
     gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
 
     def with_env(self, **variables: str) -> dict[str, Any]:
-        """Return `options` plus environment variables of the process (Ray sets OMP_NUM_THREADS=1 by default)."""
+        """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
+        default)."""
         return {**self.options, "runtime_env": {"env_vars": variables}}
 
 
 class Cluster:
-    """A connection to Ray, created with `Cluster.start`. `stop` ends the processes placed through this connection."""
+    """A connection to Ray, created with `Cluster.start`. `stop` kills the processes placed through this connection."""
 
     def __init__(self, namespace: str = "penstock", node: Any | None = None) -> None:
         self.owned = node is not None
@@ -66,7 +67,7 @@ class Cluster:
         num_cpus: int | None = None,
         num_gpus: int | None = None,
     ) -> Cluster:
-        """Start a local Ray that ends with this process, or join the external Ray cluster at `address`.
+        """Start a local Ray that ends with this process, or connect to the external Ray cluster at `address`.
 
         Args:
             address: "auto", "host:port" or "ray://..."; None starts a local Ray.
@@ -84,7 +85,7 @@ class Cluster:
         if address is None and "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         if address is None:
-            own_directory()  # sets TMPDIR, which the processes started below inherit
+            own_temp_directory()  # sets TMPDIR, which the processes started below inherit
             import_ray()
         import ray
 
@@ -92,7 +93,7 @@ class Cluster:
         quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             try:
-                with sigterm_handler_kept():
+                with preserve_sigterm_handler():
                     ray.init(address=address, **quiet)
             except (ConnectionError, ray.exceptions.RayError) as error:
                 raise EngineError(
@@ -101,14 +102,15 @@ class Cluster:
                     "Ray that ends with this process"
                 ) from error
             return cls(namespace)
-        with sigterm_handler_kept():
+        with preserve_sigterm_handler():
             start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
         return cls(namespace, ray._private.worker._global_node)
 
     def stop(self) -> None:
-        """Remove the placement groups, which ends their processes, and disconnect; a local Ray is stopped.
+        """Remove the placement groups, which kills the processes in them, and disconnect from Ray; a local Ray is
+        stopped.
 
-        Safe to call twice. Threads that are waiting in `wait`, `get` or `call` get ClusterLost.
+        Safe to call twice. Threads that are waiting in `wait`, `get` or `call_ray` get ClusterLost.
         """
         import ray
 
@@ -117,38 +119,41 @@ class Cluster:
         self._stopped = True
         with suppress(ClusterLost):
             for group in self._groups:
-                self.call(ray.util.remove_placement_group, group)
+                self.call_ray(ray.util.remove_placement_group, group)
         self._lost.set()
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         ray.shutdown()
-        if self._node is not None and not kept():
+        if self._node is not None and not is_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self._groups, self._gpus = [], []
 
     def alive(self) -> bool:
-        """Return whether the processes of the local Ray run.
+        """Return whether the daemons of the local Ray (GCS, raylet) are running.
 
-        Always True for an external Ray cluster: its failure shows only as an error of the next call.
+        Always True for an external Ray cluster, whose failure only becomes visible as an error of the next Ray call.
         """
         if self._node is not None and not self._lost.is_set() and self._node.dead_processes():
             self._lost.set()
         return not self._lost.is_set()
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raise ClusterLost if the local Ray has died."""
         if not self.alive():
-            raise ClusterLost("the run's local Ray died, and with it the trainer and the engines; restarting them")
+            raise ClusterLost(
+                "the run's local Ray died, and with it the trainer and the engines; restarting all of them"
+            )
 
     def detached_options(self, name: str) -> dict[str, Any]:
-        """Return the Ray options of a named, detached actor, which outlives the driver; {} on a local Ray, which ends
-        with the driver."""
+        """Return the Ray options that make an actor named and detached, so that it outlives the driver; {} on a local
+        Ray, which ends with the driver."""
         return {} if self.owned else {"name": name, "lifetime": "detached"}
 
-    def find(self, name: str) -> Any | None:
-        """Return the detached actor named `name` of an earlier driver of this run.
+    def find_actor(self, name: str) -> Any | None:
+        """Return the detached actor with this name, created by an earlier driver of this run; None if it does not
+        exist.
 
-        None if there is none, and always None on a local Ray.
+        Always None on a local Ray.
         """
         import ray
 
@@ -160,24 +165,24 @@ class Cluster:
             return None
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Wait until one of `calls` is done or `timeout` seconds have passed (`ray.wait`).
+        """Wait until one of the object references `calls` is ready or `timeout` seconds have passed (`ray.wait`).
 
         Returns:
-            The object references that are done (empty after a timeout) and those still running.
+            The ready object references (empty after a timeout), and the pending ones.
 
         Raises:
-            ClusterLost: the local Ray died while this call waited.
+            ClusterLost: the local Ray died while waiting.
         """
         import ray
 
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
-            with self._in_ray():
+            with self._count_call():
                 done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
-            self.check()  # also if the timeout is over, for callers that poll with short timeouts
+            self.check_alive()  # also if the timeout is over, for callers that poll with short timeouts
             if left <= POLL_SECONDS:
                 return done, waiting
 
@@ -191,11 +196,11 @@ class Cluster:
         import ray
 
         self.wait([call], timeout)
-        with self._in_ray():
+        with self._count_call():
             return ray.get(call, timeout=0)
 
-    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a Ray function that has no timeout of its own (create or kill an actor, count GPUs).
+    def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result.
 
         The function runs in a thread; if the local Ray dies before it returns, the thread is abandoned.
 
@@ -206,7 +211,7 @@ class Cluster:
 
         def run() -> None:
             try:
-                with self._in_ray():
+                with self._count_call():
                     result.set_result(function(*args, **kwargs))
             except BaseException as error:
                 result.set_exception(error)
@@ -216,15 +221,16 @@ class Cluster:
             try:
                 return result.result(POLL_SECONDS)
             except TimeoutError:
-                if result.done():  # raised by the function
+                if result.done():  # `function` raised the TimeoutError
                     raise
-                self.check()
+                self.check_alive()
 
     @contextmanager
-    def _in_ray(self) -> Iterator[None]:
-        """Count the block as a running Ray call, which `stop` waits for. Raises ClusterLost if the local Ray died."""
+    def _count_call(self) -> Iterator[None]:
+        """Count the block as a running Ray call; `stop` waits for running calls. Raises ClusterLost if the local Ray
+        died."""
         with self._idle:
-            self.check()
+            self.check_alive()
             self._num_calls += 1
         try:
             yield
@@ -235,30 +241,30 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Return the number of GPUs of the whole cluster."""
+        """Return the number of GPUs of the whole Ray cluster."""
         import ray
 
-        return int(self.call(ray.cluster_resources).get("GPU", 0))
+        return int(self.call_ray(ray.cluster_resources).get("GPU", 0))
 
-    def place(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
-        """Return slots for `count` processes, on consecutive GPUs starting with GPU number `offset` of the cluster.
+    def place_processes(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
+        """Return placements for `count` processes, on consecutive GPUs from GPU number `offset` of the cluster on.
 
         Trainer and engines placed at the same offset share GPUs (colocated). Without GPUs in the cluster, or with
-        `gpus_each=0`, a slot reserves no resources, and the caller divides the CPU threads (`cpu_threads`).
+        `gpus_each=0`, a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads`).
 
         Args:
             count: number of processes.
-            gpus_each: GPUs of one process.
-            offset: first GPU; GPUs are ordered by node, then by GPU id.
+            gpus_each: number of GPUs of one process.
+            offset: index of the first GPU; GPUs are ordered by node, then by GPU id.
 
         Raises:
-            LayoutError: the cluster has too few GPUs, or the GPUs of one slot are on different nodes.
+            LayoutError: the cluster has too few GPUs, or the GPUs of one process would be on different nodes.
         """
         if gpus_each == 0 or self.num_gpus == 0:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
-        self._reserve(offset + count * gpus_each)
+        self._reserve_gpus(offset + count * gpus_each)
         starts = range(offset, offset + count * gpus_each, gpus_each)
-        return [self._slot(self._gpus[start : start + gpus_each]) for start in starts]
+        return [self._make_slot(self._gpus[start : start + gpus_each]) for start in starts]
 
     def run(
         self,
@@ -280,23 +286,24 @@ class Cluster:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        reference = self.call(remote(**options)(fn).remote, *args, **kwargs)
+        reference = self.call_ray(remote(**options)(fn).remote, *args, **kwargs)
         try:
             return self.get(reference, timeout)
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(reference, force=True)
             raise TimeoutError(
-                f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or reduce its "
-                "input"
+                f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or reduce the "
+                "size of its input"
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
-    def _slot(self, gpus: list[tuple[Any, int, str]]) -> Slot:
+    def _make_slot(self, gpus: list[tuple[Any, int, str]]) -> Slot:
+        """Return the placement of one process on these GPUs: (placement group, bundle index, GPU id) of each."""
         from ray.util.placement_group import placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        nodes = {self.call(placement_group_table, group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
+        nodes = {self.call_ray(placement_group_table, group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
         if len(nodes) > 1:
             raise LayoutError(
                 f"the {len(gpus)} GPUs of one process are on {len(nodes)} nodes, but must be on one: use fewer GPUs "
@@ -307,11 +314,11 @@ class Cluster:
         options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
         return Slot(options, tuple(gpu_id for _, _, gpu_id in gpus))
 
-    def _reserve(self, needed: int) -> None:
-        """Reserve GPUs until `needed` are reserved in total. On an external Ray cluster the placement groups of an
-        earlier driver of this run are reused first."""
-        for name in self._existing_groups():
-            self._add_group(name, 0)
+    def _reserve_gpus(self, needed: int) -> None:
+        """Reserve GPUs with placement groups until `needed` are reserved in total. On an external Ray cluster the
+        placement groups of an earlier driver of this run are reused first."""
+        for name in self._existing_placement_groups():
+            self._add_placement_group(name, 0)
         missing = needed - len(self._gpus)
         if missing <= 0:
             return
@@ -320,11 +327,11 @@ class Cluster:
                 f"the cluster has {self.num_gpus} GPUs, but {needed} are needed: use fewer GPUs, or colocate trainer "
                 "and engines"
             )
-        self._add_group(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
+        self._add_placement_group(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
 
-    def _existing_groups(self) -> list[str]:
-        """Return the names of this run's placement groups on the external Ray cluster that are not in `self._groups`
-        yet, oldest first."""
+    def _existing_placement_groups(self) -> list[str]:
+        """Return the names of the placement groups that earlier drivers of this run left on the external Ray cluster
+        and that this driver has not taken over yet, oldest first."""
         from ray.util.placement_group import placement_group_table
 
         if self.owned:
@@ -334,21 +341,21 @@ class Cluster:
         names = {group["name"] for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"}
         return sorted(names)[first:]
 
-    def _add_group(self, name: str, missing: int) -> None:
-        """Reserve `missing` GPUs in a new placement group named `name`; with 0 take over the existing group."""
+    def _add_placement_group(self, name: str, missing: int) -> None:
+        """Reserve `missing` GPUs in a new placement group named `name`; with `missing=0` reuse the existing group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if missing:
             options = self.detached_options(name)
-            group = self.call(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **options)
+            group = self.call_ray(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **options)
         else:
             group = ray.util.get_placement_group(name)
             missing = group.bundle_count
         self._groups.append(group)
         try:
-            self.get(self.call(group.ready), timeout=60)
+            self.get(self.call_ray(group.ready), timeout=60)
         except ray.exceptions.GetTimeoutError as error:
             raise LayoutError(
                 f"could not reserve {missing} GPUs within 60 s, because other processes of this Ray cluster use them: "

@@ -1,4 +1,4 @@
-"""The client interface of a generation engine: the only interface through which stages and flows call engines.
+"""The client interface of inference engines (`EngineClient`); stages and flows call engines only through it.
 
 An implementation is a package under `engines/`, for instance `engines/sglang`, with a row in `backends.BACKENDS`.
 """
@@ -21,7 +21,7 @@ BUCKET_BYTES = 512 << 20
 
 
 class EngineGone(ConnectionError):
-    """An engine did not answer a call in time, or closed the connection during it."""
+    """An engine did not answer a request in time, or closed the connection while it was being answered."""
 
 
 class EngineRefused(RuntimeError):
@@ -36,7 +36,9 @@ class Generation:
     logprobs: list[float]  # [R], of the sampled tokens at the sampling temperature
     finish_reason: FinishReason
     weight_version: str  # of the weights that sampled the last token
-    first_weight_version: str  # of the first token; differs from the above if weights were updated in between
+    first_weight_version: (
+        str  # of the weights that sampled the first token; differs if weights were updated during generation
+    )
     cached_tokens: int  # prompt tokens found in the prefix cache
     # Routed expert ids of all prompt and response tokens except the last one, encoded as in
     # storage/samples/routed_experts.py; None if they were not requested.
@@ -100,14 +102,15 @@ class EngineClient(ABC):
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
     ) -> list[Generation]:
-        """Sample `n` responses to one prompt; `session` and errors as in `generate_each`."""
+        """Sample `n` responses to the prompt `input_ids`; `sampling`, `session` and errors as in `generate_each`."""
         return await self.generate_each([input_ids] * n, [sampling] * n, session=session)
 
     @abstractmethod
     async def generate_each(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
     ) -> list[Generation]:
-        """Sample one response to each prompt, in one request. If the engine dies, the request is sent to another one.
+        """Sample one response to each prompt, in one request. If the engine dies, the request is sent to another
+        engine.
 
         Args:
             prompts: token ids of each prompt.
@@ -118,13 +121,13 @@ class EngineClient(ABC):
         Raises:
             EngineError: the engine rejected the request, for instance because the prompt is too long.
             TimeoutError: there was no answer within the client's time limit.
-            ConnectionError: every try failed with a connection error or a retryable HTTP status.
+            ConnectionError: the request failed in every try, with a connection error or a retryable HTTP status.
             RuntimeError: routed experts were requested, but the engine did not return them.
         """
 
     @abstractmethod
     async def abort(self) -> None:
-        """Abort all requests of this client and return when all have ended. Requests of other clients continue.
+        """Abort all requests of this client and wait until they have ended. Requests of other clients continue.
 
         The aborted requests, and all later requests of this client, return with finish reason "abort" and the tokens
         generated so far. A request that was never sent returns no tokens and the weight version "".
@@ -176,7 +179,7 @@ class EngineClient(ABC):
         """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check."""
 
     @abstractmethod
-    def version(self, url: str, timeout: float = 30) -> str:
+    def weight_version(self, url: str, timeout: float = 30) -> str:
         """Return the weight version that the engine at `url` reports.
 
         Raises:
@@ -185,14 +188,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Pause generation in all engines; requests in flight wait for `resume`."""
+        """Pause generation in all engines; requests in flight wait until `resume` is called."""
 
     @abstractmethod
     def resume(self) -> None:
         """Resume generation in all engines after `pause`."""
 
     async def close(self) -> None:  # noqa: B027
-        """Close the connections; engines abort the requests that are in flight on them."""
+        """Close the HTTP connections to the engines; engines abort the requests that are in flight on these
+        connections."""
 
     async def __aenter__(self) -> EngineClient:
         return self

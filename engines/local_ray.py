@@ -1,5 +1,5 @@
-"""Start a local Ray for this process: retry if one of Ray's processes dies during the start, and skip the Ray processes
-that a run does not need."""
+"""Start a local Ray that ends with this process: retry if one of Ray's daemons dies during the start, and do not start
+the daemons that a run does not need."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from typing import Any
 
 import psutil
 
-from penstock.engines.scratch import MAX_RAY_PATH, own_directory
+from penstock.engines.scratch import MAX_RAY_PATH, own_temp_directory
 from penstock.storage.errors import PenstockError
 
-OBJECT_STORE_BYTES = 200 << 20  # small: samples and weights are not passed through Ray, only references and numbers
+OBJECT_STORE_BYTES = (
+    200 << 20
+)  # small: no samples or weights are passed through Ray, only keys of stored objects and numbers
 START_TRIES = 3
 RAY_PROCESSES = ("gcs_server", "raylet")
-UNUSED_STARTERS = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
+UNUSED_STARTERS = (
+    "start_monitor",
+    "start_log_monitor",
+    "start_api_server",
+)  # methods of Ray's class Node that start daemons a run does not need
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 logger = logging.getLogger(__name__)
 
 
 class ClusterLost(PenstockError, ConnectionError):
-    """The driver's local Ray died, and with it all its processes; a new `Cluster` must be started."""
+    """The driver's local Ray died, and with it all actors; the driver must start a new `Cluster`."""
 
     code = "cluster-lost"
 
 
 def import_ray() -> None:
-    """Import Ray with a setting that keeps its C++ client from ending this process.
+    """Import Ray with a setting that prevents its C++ client from ending this process when Ray's GCS dies.
 
-    By default the client ends the process 60 s after the GCS (Ray's control service) of a Ray to which it was connected
-    has died, if a call to that GCS is still waiting, even if another Ray has been started since (seen with Ray 2.60).
-    The setting is read at import. It is removed from the environment afterwards, because Ray's own processes must end
-    when their GCS dies.
+    By default the client ends the process 60 s after the GCS (Ray's control service) to which it was connected has
+    died, if a call to that GCS is still pending, even if another Ray has been started since (seen with Ray 2.60). The
+    setting is read at import. It is removed from the environment afterwards, because Ray's own processes must end when
+    their GCS dies.
     """
     was_unset = RECONNECT not in os.environ
     os.environ.setdefault(RECONNECT, str(10 * 24 * 3600))
@@ -48,12 +54,12 @@ def import_ray() -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Start a local Ray, in up to START_TRIES tries.
+    """Start a local Ray and connect to it; retry if the start fails.
 
-    If one of Ray's processes is killed during the start, `ray.init` fails after 30 to 50 s.
+    If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
 
     Raises:
-        ClusterLost: every try failed.
+        ClusterLost: Ray did not start in START_TRIES tries.
     """
     import ray
 
@@ -74,7 +80,7 @@ def start_ray(**options: Any) -> None:
             raise
         except Exception as error:  # Ray raises RuntimeErrors and bare Exceptions
             ray.shutdown()
-            _kill_half_started(others)
+            _kill_half_started_ray(others)
             reason = str(error).partition("\n")[0]
             if not tries_left:
                 raise ClusterLost(
@@ -84,28 +90,29 @@ def start_ray(**options: Any) -> None:
 
 
 def _ray_directory() -> str:
-    """Return Ray's directory for sockets and logs: `ray` in this process's temporary directory, or /tmp/ray if that
-    path is too long for sockets."""
-    directory = str(own_directory() / "ray")
+    """Return the directory for Ray's sockets and logs: `ray` in this process's temporary directory, or /tmp/ray if the
+    path of the former is too long for sockets."""
+    directory = str(own_temp_directory() / "ray")
     return directory if len(directory) <= MAX_RAY_PATH else "/tmp/ray"
 
 
-def _kill_half_started(others: set[int]) -> None:
-    """Kill the Ray processes that a failed `ray.init` left running: children of this process except `others` (pids)."""
+def _kill_half_started_ray(keep_pids: set[int]) -> None:
+    """Kill the Ray daemons that a failed `ray.init` left running: those child processes not in `keep_pids`."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if child.pid not in others and child.name() in RAY_PROCESSES:
+            if child.pid not in keep_pids and child.name() in RAY_PROCESSES:
                 for process in [*child.children(recursive=True), child]:
                     process.kill()
 
 
 @contextmanager
 def _patched_ray() -> Iterator[None]:
-    """Make `ray.init` start fewer processes and listen on 127.0.0.1 only. Ray 2.60 has no options for either.
+    """Make `ray.init` start fewer processes and listen on 127.0.0.1 only. Ray 2.60 has no options for this.
 
     A single-node Ray does not need the autoscaler's monitor, the log monitor, and the dashboard's API server, which
     starts even with `include_dashboard=False`; they cost 2.4 s of CPU time, and 4 s of the start on 2 cores. Without
-    the second patch Ray replaces 127.0.0.1 by the machine's network address and listens on all interfaces.
+    the patch of `resolve_ip_for_localhost` Ray replaces 127.0.0.1 by the machine's network address and listens on all
+    interfaces.
     """
     from ray._private import services
     from ray._private.node import Node
@@ -124,10 +131,10 @@ def _patched_ray() -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_handler_kept() -> Iterator[None]:
+def preserve_sigterm_handler() -> Iterator[None]:
     """Restore this process's SIGTERM handler after the block.
 
-    `ray.init` replaces it by a Python handler that exits at once and a C++ handler that also prints a stack trace.
+    `ray.init` replaces the handler by a Python handler that exits at once and a C++ handler that prints a stack trace.
     """
     handler = signal.getsignal(signal.SIGTERM)
     try:

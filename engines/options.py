@@ -1,4 +1,4 @@
-"""Options of a run's engines, and the values derived from them: number of engines, GPUs, and weight transport."""
+"""Options of a run's inference engines, and values derived from them: number of engines, GPUs and weight transport."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.engines.weights.routes import ProcessPlace, incarnation_of, memory
 
 
 class HealthCheck(BaseModel):
-    """Health-check settings: interval, timeout, and limits on failures and restarts."""
+    """Health-check settings of engines: interval, timeout, and limits on failures and restarts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates
+    interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates tokens
     timeout: float = Field(default=30.0, gt=0)  # seconds for one check; SGLang waits up to 20 s for its scheduler
     failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
     max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
@@ -27,10 +27,11 @@ class HealthCheck(BaseModel):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The configured engine options of a run. Secrets in them may be references that are not resolved yet."""
+    """The configured engine options of a run. Secrets may still be references (`env:NAME`), which `start_pool`
+    resolves."""
 
-    spec: ServerSpec  # of every server; `spec.args` are the configured flags of the engine
-    num_engines: int = 1  # on a cluster without GPUs; otherwise the number follows from the GPUs (`count`)
+    spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
+    num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
     gpus_per_engine: int = 1
     trainer_gpus: int = 1
@@ -39,13 +40,14 @@ class EngineOptions:
     transport: Transport | None = None  # None: chosen by `weight_transport`
     offload: bool = False  # release the GPU memory of weights and KV cache while the trainer works
     router: dict[str, Any] | None = None  # flags of the router; None: no router
-    router_restarts: int = 3
+    router_restarts: int = 3  # maximum number of restarts of the router
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
-    sampling_seeds: bool = False
-    return_experts: bool = False
+    sampling_seeds: bool = False  # --rollout-sampling-seeds
+    return_experts: bool = False  # request the routed expert ids of every token
 
-    def count(self, has_gpus: bool) -> int:
-        """Return the number of engines to start."""
+    def num_engines_to_start(self, has_gpus: bool) -> int:
+        """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /
+        `gpus_per_engine`."""
         if not has_gpus:
             return self.num_engines
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
@@ -81,6 +83,6 @@ class EngineOptions:
             routes = {url: EngineRoute(incarnation=incarnation_of(place)) for url, place in engines.items()}
         return WeightTransport(kind, routes, self.spec.model_path, directory)
 
-    def with_spec(self, **fields: Any) -> EngineOptions:
+    def replace_spec_fields(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options with these fields of `spec` replaced."""
         return replace(self, spec=self.spec.model_copy(update=fields))

@@ -17,12 +17,12 @@ HIGHEST = 65_535
 _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
 
 
-def free_port(highest: int = HIGHEST, derived: Sequence[int] = ()) -> int:
-    """Return a TCP port up to `highest` that is free and not reserved by another run, and reserve it.
+def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = ()) -> int:
+    """Reserve a free TCP port up to `highest` that no other run has reserved, and return it.
 
     Args:
         highest: largest allowed port.
-        derived: offsets (port + offset) of further ports that the server binds; they are also free and get reserved.
+        extra_offsets: offsets (port + offset) of further ports that the server binds; these ports are reserved, too.
 
     Raises:
         RuntimeError: no free port was found in 100 tries.
@@ -34,16 +34,16 @@ def free_port(highest: int = HIGHEST, derived: Sequence[int] = ()) -> int:
                 port = int(probe.getsockname()[1])
         else:
             port = random.randint(20_000, highest)
-        if reserve([port, *(port + distance for distance in derived)]):
+        if reserve_ports([port, *(port + distance for distance in extra_offsets)]):
             return port
     raise RuntimeError(f"tried 100 ports up to {highest}, and none is free: stop some of the servers on this machine")
 
 
-def reserve(ports: Sequence[int]) -> bool:
-    """Reserve all these ports for this process, or none of them.
+def reserve_ports(ports: Sequence[int]) -> bool:
+    """Reserve all these TCP ports for this process, or none of them.
 
     Returns:
-        False if one of the ports is in use, or already reserved by another process or by this one.
+        whether they are reserved now: False if one is in use, or already reserved by another process or by this one.
     """
     locks: dict[int, socket.socket] = {}
     for port in ports:
@@ -63,12 +63,12 @@ def reserve(ports: Sequence[int]) -> bool:
 
 
 def is_reserved_here(port: int) -> bool:
-    """Return whether this process has reserved the port."""
+    """Return whether this process has reserved the TCP port."""
     return port in _reserved
 
 
 def is_free(port: int) -> bool:
-    """Return whether a server could bind the port on loopback now. A port in TIME_WAIT counts as free."""
+    """Return whether a server could bind this TCP port on loopback now. A port in TIME_WAIT counts as free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,10 +1,10 @@
-"""A temporary directory for each process that starts child processes, removed when the owning process ends.
+"""A temporary directory for each process that starts Ray or servers, removed when that process ends.
 
 Ray, torch, ZeroMQ and SGLang write sockets, session folders, logs and empty files to TMPDIR and do not remove them when
-they are killed, and Penstock always ends them with a kill. So a process that starts them first creates its own
-directory, sets TMPDIR to it, and removes it at exit. The process holds a lock on a file in the directory. If the
-process is killed, the kernel frees the lock: a free lock proves that the owner is dead, and the next start or
-`penstock gc` removes the directory.
+they are killed, and Penstock always ends them with SIGKILL. So a process that starts them (the owner) first creates its
+own directory, sets TMPDIR to it, and removes it at exit. The owner holds a lock on a file in the directory. If the
+owner is killed, the kernel frees the lock: a free lock proves that the owner is dead, and the next owner or `penstock
+gc` removes the directory.
 """
 
 from __future__ import annotations
@@ -19,56 +19,58 @@ from pathlib import Path
 
 PREFIX = "penstock-"
 LOCK = "owner.lock"
-KEPT = "kept"  # marker file beside the lock: the owner failed, and its logs may be needed
-KEEP_SECONDS = 24 * 3600  # age up to which a start does not remove a directory with KEPT; `penstock gc` removes it
+KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
+KEEP_SECONDS = (
+    24 * 3600
+)  # a new owner removes a directory with the file KEPT only after this time; `penstock gc` at once
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
-MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in our directory has at most 107
+MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
 
-_own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock, pid of the owner
+_own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
 
 
-def own_directory() -> Path:
+def own_temp_directory() -> Path:
     """Return this process's temporary directory.
 
-    The first call creates the directory, sets TMPDIR, and removes the directories of dead owners. If TMPDIR already is
-    the directory of a living owner (an engine's actor inherits it on a local Ray), that directory is returned.
+    The first call creates the directory, sets TMPDIR, and removes the directories of dead processes. If TMPDIR is
+    already the directory of a living process (on a local Ray, actors inherit the driver's), that one is returned.
     """
     global _own
     if _own is not None and _own[2] == os.getpid():
         return _own[0]
     base = Path(tempfile.gettempdir())
-    if (base / LOCK).is_file() and base not in abandoned(base.parent):
+    if (base / LOCK).is_file() and base not in abandoned_directories(base.parent):
         return base
     if len(str(base)) > MAX_BASE_PATH:
         base = Path("/tmp")
-    for directory in abandoned(base, kept_for=KEEP_SECONDS):
-        remove(directory)
+    for directory in abandoned_directories(base, kept_for=KEEP_SECONDS):
+        remove_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    _own = (directory, _lock(directory / LOCK, create=True), os.getpid())
+    _own = (directory, _lock_file(directory / LOCK, create=True), os.getpid())
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     atexit.register(_remove_own, directory, os.getpid())
     return directory
 
 
-def keep() -> None:
-    """Keep this process's directory at exit, because the process failed and the logs may be needed."""
+def keep_at_exit() -> None:
+    """Do not remove this process's temporary directory at exit; called after a failure, when the logs may be needed."""
     if _own is not None and _own[2] == os.getpid() and _own[0].is_dir():
         (_own[0] / KEPT).touch()
 
 
-def kept() -> bool:
-    """Return whether `keep` was called, so that this process's directory is kept at exit."""
+def is_kept_at_exit() -> bool:
+    """Return whether `keep_at_exit` was called, so that this process's temporary directory is not removed at exit."""
     return _own is not None and (_own[0] / KEPT).exists()
 
 
-def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
+def abandoned_directories(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
     """Return the temporary directories of this user whose owner process is dead.
 
     Args:
-        base: parent directory to search; by default the one in which `own_directory` creates directories.
-        kept_for: skip directories for which `keep` was called less than this many seconds ago.
+        base: parent directory to search; by default the one in which `own_temp_directory` creates directories.
+        kept_for: do not return directories for which `keep_at_exit` was called less than this many seconds ago.
     """
-    base = base or base_directory()
+    base = base or temp_base_directory()
     directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):
         lock, kept = directory / LOCK, directory / KEPT
@@ -77,22 +79,23 @@ def abandoned(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
         if kept.exists() and time.time() - kept.stat().st_mtime < kept_for:
             continue
         try:
-            os.close(_lock(lock))
+            os.close(_lock_file(lock))
         except OSError:  # the lock is held by a living owner, or the directory has just been removed
             continue
         directories.append(directory)
     return directories
 
 
-def base_directory() -> Path:
-    """Return the parent of the processes' temporary directories: TMPDIR as set by the user."""
+def temp_base_directory() -> Path:
+    """Return the parent directory of the temporary directories of all processes: TMPDIR as set by the user."""
     return _own[0].parent if _own is not None else Path(tempfile.gettempdir())
 
 
-def remove(directory: Path) -> bool:
-    """Remove a temporary directory whose owner is dead. Return False if the owner is alive or files are left."""
+def remove_abandoned(directory: Path) -> bool:
+    """Remove a temporary directory whose owner is dead. Return whether it no longer exists; it
+    is not removed if the owner is alive."""
     try:
-        descriptor = _lock(directory / LOCK)
+        descriptor = _lock_file(directory / LOCK)
     except OSError:
         return False
     try:
@@ -102,8 +105,8 @@ def remove(directory: Path) -> bool:
     return not directory.exists()
 
 
-def _lock(path: Path, create: bool = False) -> int:
-    """Open and lock a file; return its descriptor. Raises OSError if another process holds the lock."""
+def _lock_file(path: Path, create: bool = False) -> int:
+    """Open and lock a file without blocking; return its descriptor. Raises OSError if another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,5 +117,5 @@ def _lock(path: Path, create: bool = False) -> int:
 
 
 def _remove_own(directory: Path, pid: int) -> None:
-    if pid == os.getpid() and not (directory / KEPT).exists():  # not in a fork of the owner
+    if pid == os.getpid() and not (directory / KEPT).exists():  # a fork of the owner must not remove it
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Parse the Python sources of installed packages, to read names without importing the package."""
+"""Parse the Python sources of installed packages, to read names from a package without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RETRY_SECONDS = 0.02
 
 
 def parse_source(source: str | bytes, name: str = "<source>") -> ast.Module:
-    """Return the syntax tree of a Python source; safe if other threads parse at the same time.
+    """Return the syntax tree of Python source code; safe if other threads parse at the same time.
 
     CPython 3.11 has one recursion counter of the parser for all threads, so two threads that parse at the same time can
     fail with "SystemError: AST constructor recursion depth mismatch" although the source is valid

@@ -89,11 +89,11 @@ def run_command(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         from penstock.flows.options.argv import short_repr
-        from penstock.flows.options.flags import nearest
+        from penstock.flows.options.flags import did_you_mean
 
-        hint = nearest(name, list(COMMANDS)) or ": `penstock --help` lists them"
+        hint = did_you_mean(name, list(COMMANDS)) or ": `penstock --help` lists them"
         raise OptionError(f"unknown command {short_repr(name)}{hint}")
-    environment.prepare(verbose="--verbose" in rest)
+    environment.set_default_variables(verbose="--verbose" in rest)
     return COMMANDS[name]([argument for argument in rest if argument != "--verbose"])
 
 
@@ -110,12 +110,12 @@ def _flow_command(name: str) -> Command:
 
     def call(argv: list[str]) -> int:
         from penstock.flows.options import flags
-        from penstock.flows.runtime.runner import start
+        from penstock.flows.runtime.runner import run_flow
 
         if asks_for_help(argv):
             print(flags.help_text(name))
             return 0
-        return start(name, flags.parse(argv))
+        return run_flow(name, flags.parse(argv))
 
     return call
 

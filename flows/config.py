@@ -27,7 +27,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
-from penstock.storage.secret_references import hide, is_hidden, reveal
+from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, reveal
 from penstock.storage.secrets import has_credentials
 
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
@@ -46,7 +46,7 @@ class RunConfig(StageConfig):
     """Passed to the fsspec file system (endpoint, credentials, ...); give a secret as env:NAME or secret-file:PATH."""
 
     store_single_writer: bool = option(False, mutability="placement")
-    """Declare that only one process writes, for stores without conditional create."""
+    """Declare that only one process writes to the store; required for stores without conditional create."""
 
     num_rollout: int = option(0, mutability="schedule", ge=0)
     """Number of generate -> train rounds; 0 evaluates without training."""
@@ -64,13 +64,13 @@ class RunConfig(StageConfig):
     """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
 
     grace_period: float = option(30.0, mutability="placement", ge=0)
-    """Seconds a stage may continue after SIGTERM; it is then cancelled, and the next start runs it again."""
+    """Seconds a stage may continue after SIGTERM; it is then cancelled and reruns on resume."""
 
     ray_address: str | None = option(None, mutability="placement")
     """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
 
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
-    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file beside the store."""
+    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
@@ -120,7 +120,7 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
-        """Check that --keep-best names an evaluation metric and that checkpoints are removed at all."""
+        """Check that --keep-best names an evaluation metric of the run and is given with --keep-checkpoints."""
         best, names = self.run.keep_best, [f"eval/{name}" for name, _ in self.eval.eval_prompt_data]
         if best is not None and self.run.keep_checkpoints is None:
             raise OptionError(
@@ -149,7 +149,8 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _derive_batch_size(self) -> PostTrainConfig:
-        """Fill in global_batch_size or num_steps_per_rollout from the other, and check that both match the rollout."""
+        """Derive global_batch_size or num_steps_per_rollout if not given, and check that their product is the number of
+        samples of a rollout."""
         samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
         steps, batch = self.train.num_steps_per_rollout, self.train.global_batch_size
         if batch is None:
@@ -199,27 +200,27 @@ def validated(values: dict[str, Any]) -> PostTrainConfig:
         for section, name in secret_fields():
             options_of_section = sections.get(section)
             if isinstance(options_of_section, dict) and name in options_of_section:
-                options_of_section[name] = hide(name, options_of_section[name])
+                options_of_section[name] = hide_literal_secrets(name, options_of_section[name])
         return PostTrainConfig.model_validate(sections)
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         raise (type(cause) if isinstance(cause, InputError) else OptionError)(describe_error(error)) from error
 
 
-def check_secrets(config: PostTrainConfig, *, literal: bool = True) -> None:
+def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> None:
     """Check that every reference to a secret can be resolved.
 
     Args:
         config: the config to check.
-        literal: whether secrets may be given literally; other processes cannot resolve those.
+        allow_literal: accept secrets given as literal values, which no other process can resolve.
 
     Raises:
         OptionError: an environment variable is not set, a secret file cannot be read, or a secret is given literally
-        although `literal` is False.
+        although `allow_literal` is False.
     """
     for section, name in secret_fields():
         value = getattr(getattr(config, section), name)
-        if not literal and is_hidden(value):
+        if not allow_literal and contains_hidden_secret(value):
             raise OptionError(
                 f"{flag(name)} contains a secret, which would be readable on the Prefect server: "
                 "give env:NAME or secret-file:PATH instead"
@@ -286,7 +287,7 @@ def check_section(path: str | Path, name: str, entries: Any) -> None:
     raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {known}")
 
 
-def part(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
+def options_with(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
     """Return the options with this mutability: `section.name` -> JSON value."""
     dumped = config.model_dump(mode="json")
     return {
@@ -297,15 +298,15 @@ def part(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
 
 
 def config_hash(config: PostTrainConfig) -> str:
-    """Return a hash of the identity options, which a run cannot change. Options not in the dump do not affect it."""
+    """Return a hash of the identity options, which a run cannot change. It ignores options that the dump leaves out."""
     dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
-    identity = {field: value for field, value in part(config, "identity").items() if field in dumped}
+    identity = {field: value for field, value in options_with(config, "identity").items() if field in dumped}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def training_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options that determine the weights after training on a given rollout: name -> JSON value."""
-    identity = part(config, "identity")
+    identity = options_with(config, "identity")
     train = {name: value for name, value in identity.items() if name.startswith("train.")}
     return train | {"temperature": config.rollout.rollout_temperature}
 

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.flows.config import PostTrainConfig, validated
 from penstock.flows.options.argv import format_bytes
-from penstock.flows.runtime.conversion import Report, run_conversion, run_export
+from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, run_export
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
-from penstock.flows.runtime.runs import open_store, recorded
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, parent_store, read_record
 from penstock.storage.errors import OptionError
@@ -68,12 +68,12 @@ def main(argv: list[str]) -> int:
         InputError: an argument is invalid.
     """
     from penstock.flows.options import flags
-    from penstock.flows.runtime.runner import start
+    from penstock.flows.runtime.runner import run_flow
 
-    return start("convert", resolve_source(flags.parse(config_flags(argv))))
+    return run_flow("convert", resolve_source(flags.parse(translate_flags(argv))))
 
 
-def config_flags(argv: Sequence[str]) -> list[str]:
+def translate_flags(argv: Sequence[str]) -> list[str]:
     """Translate the arguments of `penstock convert` to config flags (SPELLINGS).
 
     For example, `--save` is the output directory (--convert-save) here, but a flag of Megatron in other commands.
@@ -141,7 +141,7 @@ def convert(config: PostTrainConfig) -> None:
             ref = export_checkpoint(config, report)
         else:
             ref = convert_checkpoint(config, report)
-    commit = commit_of(config, ref)
+    commit = read_result_commit(config, ref)
     wait_for_api(print)
     for line in describe_result(config, ref, commit, time.monotonic() - start):
         print(line)
@@ -187,7 +187,7 @@ def _conversion_task(name: str) -> Any:
 
 
 @_conversion_task("convert")
-def convert_checkpoint(config: PostTrainConfig, report: Report | None) -> CheckpointRef:
+def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
     with ray_cluster(config) as cluster:
         return run_conversion(
@@ -196,7 +196,7 @@ def convert_checkpoint(config: PostTrainConfig, report: Report | None) -> Checkp
 
 
 @_conversion_task("export")
-def export_checkpoint(config: PostTrainConfig, report: Report | None) -> CheckpointRef:
+def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert torch_dist -> Hugging Face."""
     assert config.convert.convert_load is not None
     with ray_cluster(config) as cluster:
@@ -228,7 +228,7 @@ def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Report | None]:
+def progress_bar() -> Iterator[ProgressCallback | None]:
     """Yield a callback (bytes done, total bytes) for a progress bar; None if the output is not a terminal."""
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
@@ -277,7 +277,7 @@ def recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
     """Return the Hugging Face directory and the --model-family-path recorded by the checkpoint `convert_load`."""
     checkpoint = find_checkpoint(config)
     if isinstance(checkpoint, Commit):
-        _, recorded_config = recorded(config.run, checkpoint.run or "")
+        _, recorded_config = read_flow_and_config(config.run, checkpoint.run or "")
         return recorded_config.convert.hf_checkpoint, recorded_config.convert.model_family_path
     assets = Path(checkpoint) / ASSETS_DIRECTORY
     if not (assets / "config.json").is_file():
@@ -288,7 +288,7 @@ def recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
     return str(assets), None
 
 
-def commit_of(config: PostTrainConfig, ref: CheckpointRef) -> Commit:
+def read_result_commit(config: PostTrainConfig, ref: CheckpointRef) -> Commit:
     """Return the commit of a conversion's or export's result."""
     if config.convert.convert_save is None:
         commit = open_store(config.run).committed(ref.key.removesuffix(commit_key("")))

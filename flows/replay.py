@@ -20,9 +20,9 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.flows.config import PostTrainConfig, RunConfig, flag, training_options, validated
-from penstock.flows.options.argv import parse_integer, single_run, split_args
+from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import open_store, recorded
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
 from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
@@ -30,7 +30,7 @@ from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.stages.train.restore import PolicyRestorer, Replayed
+    from penstock.stages.train.restore import PolicyRestorer, ReplayResult
 
 USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
 
@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
         InputError: an argument is invalid, or the run cannot be replayed.
     """
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
-    run, options, given = single_run("replay", positional), own_options(own), parse(rest)
-    placement = placement_of(given)
+    run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse(rest)
+    placement = placement_options(given)
     check_replay(run, given.run, placement, **options)
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave_flow
     from penstock.stages.train.restore import ReplayError
 
     ensure_prefect_api()
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
-        leave()
+        leave_flow()
     return 0
 
 
@@ -105,10 +105,10 @@ def replay(
     _check_rounds(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}")
-    rounds: list[Replayed] = []
+    rounds: list[ReplayResult] = []
     with replay_trainer(store, keys, config) as policy:
         for rollout_id in range(begin, last):
-            replayed = replay_one(policy, begin, rollout_id)
+            replayed = replay_round_task(policy, begin, rollout_id)
             rounds.append(replayed)
             reason = f": {replayed.why}" if replayed.why else ""
             print(f"  round {rollout_id:>4}  {replayed.verdict}{reason}", flush=True)
@@ -133,11 +133,11 @@ def replay(
     persist_result=False,
     cache_policy=NO_CACHE,
 )
-def replay_one(policy: PolicyRestorer, begin: int, rollout_id: int) -> Replayed:
+def replay_round_task(policy: PolicyRestorer, begin: int, rollout_id: int) -> ReplayResult:
     """Replay one round with a trainer at policy version `rollout_id`.
 
     A trainer at another version (at the start, or after a failure) first loads version `begin` and replays all rounds
-    since.
+    from there to `rollout_id`.
     """
     state = policy.group.state()
     if rollout_id == begin or state is None or not state.clean or state.version != rollout_id:
@@ -150,7 +150,7 @@ def replay_one(policy: PolicyRestorer, begin: int, rollout_id: int) -> Replayed:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def own_options(own: dict[str, str]) -> dict[str, Any]:
+def parse_own_flags(own: dict[str, str]) -> dict[str, Any]:
     """Return the values of --from, --to and --json as keyword arguments of `replay`. Raises OptionError."""
     options: dict[str, Any] = {
         name: parse_integer(flag_name, own[flag_name])
@@ -192,7 +192,7 @@ def check_replay(
     check_layout(_recorded_shape(store, keys), config.train)
 
 
-def placement_of(given: PostTrainConfig) -> dict[str, Any]:
+def placement_options(given: PostTrainConfig) -> dict[str, Any]:
     """Return the trainer's placement options among those given on the command line.
 
     Raises:
@@ -212,7 +212,7 @@ def placement_of(given: PostTrainConfig) -> dict[str, Any]:
 
 def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
     """Return the run's recorded config with the placement and the Ray address of the replay."""
-    values = recorded(where, run)[1].model_dump(mode="json")
+    values = read_flow_and_config(where, run)[1].model_dump(mode="json")
     values["train"] |= placement
     values["run"]["ray_address"] = where.ray_address
     return validated(values)
@@ -221,7 +221,8 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
 def _check_rounds(
     store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int
 ) -> None:
-    """Check that the run has versions `first` to `last` and trained all rounds since `begin` with its own options."""
+    """Check that the run has policy versions `first` to `last`, and that its own options, not those of the run it was
+    forked from, trained all rounds from `begin` on."""
     if not 0 <= first < last <= trained:
         raise OptionError(
             f"run {keys.run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: "
@@ -242,7 +243,7 @@ def _check_rounds(
 
 @contextmanager
 def replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
-    """Yield a PolicyRestorer of a new trainer.
+    """Start a trainer, and yield a PolicyRestorer that loads and replays policy versions with it.
 
     The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
     """

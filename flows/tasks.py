@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.flows.runtime.conversion import import_model, origin_of, run_conversion
-from penstock.flows.runtime.prefect_api import summary_artifact
+from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
+from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.maintenance.retention import expire_checkpoints
@@ -26,7 +26,7 @@ def convert(session: Session) -> CheckpointRef:
     config = session.config.convert.model_copy(update={"convert_save": None})
     cluster = session.processes.cluster
     for name, path in session.config.train.auxiliary_models.items():
-        session.pin(name, path, import_model(cluster, session.store, config, path))
+        session.pin_model(name, path, import_model(cluster, session.store, config, path))
     return session.set_base(run_conversion(cluster, session.store, config, verify=True))
 
 
@@ -43,7 +43,7 @@ def restore(session: Session) -> None:
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     prefix = session.keys.rollout(rollout_id)
@@ -60,17 +60,17 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.connect_to_train,
+                connect=session.processes.connect_for_training,
             )
             round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
-            commit = rollout_stage(context, prefix, round, resume_point_of(session.store, session.keys, rollout_id))
+            commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
 
 
 @stage("demonstrations-{rollout_id:06d}")
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
-    from penstock.stages.rollout.resume_point import resume_point_of
+    from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext
     from penstock.stages.rollout.sft_data import sft_data_stage
 
@@ -80,7 +80,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
         context = RolloutContext(
             session.store, session.config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
         )
-        state = resume_point_of(session.store, session.keys, rollout_id).state
+        state = read_resume_point(session.store, session.keys, rollout_id).state
         commit = sft_data_stage(context, prefix, session.keys.run, rollout_id, state)
     return _rollout_ref(session, prefix, commit)
 
@@ -133,7 +133,7 @@ def save(session: Session, version: int) -> CheckpointRef:
 @stage("eval-{version:06d}-{name}")
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
-    from penstock.stages.eval.score import score
+    from penstock.stages.eval.score import compute_eval_metrics
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.prompts.source import PromptSource
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
@@ -161,7 +161,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 prefix,
                 RolloutRound(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
                 num_prompts=len(source),
-                summarize=lambda samples: score(
+                summarize=lambda samples: compute_eval_metrics(
                     samples,
                     name,
                     pass_threshold=evals.settings(name).get("pass_threshold"),
@@ -208,7 +208,7 @@ def export(session: Session, version: int) -> CheckpointRef:
             export_hf,
             session.store,
             session.committed(checkpoint),
-            origin_of(session.config.convert),
+            export_origin(session.config.convert),
             prefix,
             inputs={"checkpoint": commit_key(checkpoint)},
             timeout=session.config.convert.convert_timeout,
@@ -222,7 +222,7 @@ def finish(session: Session) -> None:
     """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
     session.wait_for_checkpoint()
     table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
-    summary_artifact(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
+    publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
 def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:

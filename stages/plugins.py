@@ -47,18 +47,18 @@ class Plugin:
     """A user-defined function, called with positional arguments, one call at a time.
 
     Args:
-        path: path of the function, in a form that the module docstring lists.
+        path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
         parameters: names of the positional arguments of every call; the function's signature must accept them.
-        usual_name: default name of the function if `path` is only a file.
-        timeout: seconds that a call may take (`--reward-timeout`).
+        default_name: name of the function to load if `path` is only a file.
+        timeout: maximum seconds of a call (`--reward-timeout`).
 
     Raises:
         PluginError: the function does not load, or its signature does not accept `parameters`.
     """
 
-    def __init__(self, path: str, parameters: Sequence[str], *, usual_name: str, timeout: float) -> None:
-        self.function = load_checked(path, usual_name, parameters)
-        self.name = name_of(self.function, path)
+    def __init__(self, path: str, parameters: Sequence[str], *, default_name: str, timeout: float) -> None:
+        self.function = load_checked(path, default_name, parameters)
+        self.name = describe_function(self.function, path)
         self.timeout = timeout
         self._lock = threading.Lock()
 
@@ -72,7 +72,7 @@ class Plugin:
         result: Future[Any] = Future()
         with self._lock:
             threading.Thread(
-                target=_call_and_set, args=(result, self.function, arguments), name=self.name, daemon=True
+                target=_call_into_future, args=(result, self.function, arguments), name=self.name, daemon=True
             ).start()
             wait([result], self.timeout)
         if not result.done():
@@ -84,15 +84,15 @@ class Plugin:
         return result.result()
 
 
-def _call_and_set(result: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _call_into_future(result: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     try:
         value = function(*arguments)
-        result.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        result.set_result(asyncio.run(_await_value(value)) if inspect.isawaitable(value) else value)
     except BaseException as error:  # including SystemExit: otherwise the caller would wait until the timeout
         result.set_exception(error)
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 
@@ -100,10 +100,12 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
     """Check that a function accepts the positional arguments `parameters`, and is not a generator function.
 
     Raises:
-        PluginError: it does not, or is one; the message begins with `name`.
+        PluginError: the function does not accept them, or is a generator function; the message begins with `name`.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise PluginError(f"{name} is a generator and would never run: return instead of yielding")
+        raise PluginError(
+            f"{name} is a generator function, whose code would never run: return a value instead of yielding"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -117,56 +119,57 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
         ) from None
 
 
-def name_of(function: Callable[..., Any], path: str) -> str:
+def describe_function(function: Callable[..., Any], path: str) -> str:
     """Return the function's name for messages, e.g. `check of filters.py`."""
     return f"{getattr(function, '__qualname__', type(function).__qualname__)} of {path.rpartition(':')[0] or path}"
 
 
-def load_checked(path: str, usual_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+def load_checked(path: str, default_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """Load the function that `path` names and check its signature.
 
     Raises:
         PluginError: the function does not load, or its signature does not accept `parameters`.
     """
-    function = load_function(path, usual_name=usual_name)
-    check_signature(function, name_of(function, path), parameters)
+    function = load_function(path, default_name=default_name)
+    check_signature(function, describe_function(function, path), parameters)
     return function
 
 
 def load_function(
-    path: str, usual_name: str = "reward_func", usual: Callable[[Any], bool] = lambda value: False
+    path: str, default_name: str = "reward_func", is_candidate: Callable[[Any], bool] = lambda value: False
 ) -> Callable[..., Any]:
     """Load the function (or class) that `path` names.
 
     Args:
-        path: path of the function, in a form that the module docstring lists.
-        usual_name: default name of the function if `path` names only a file; without it, the file's only function.
-        usual: selects one of several functions of the file if none of them has the default name.
+        path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
+        default_name: name of the function to load if `path` names only a file; if the file lacks it, its only
+            function is loaded.
+        is_candidate: selects one of several functions of the file if none of them has the default name.
 
     Raises:
         PluginError: the file, module or function does not exist, or importing the module fails.
     """
     path = ALIASES.get(path.replace(":", "."), path)
-    place, colon, name = path.rpartition(":")
+    location, colon, name = path.rpartition(":")
     if not colon:
-        place, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]
-    if not place:
+        location, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]
+    if not location:
         raise PluginError(
             f"{path!r} does not name a function: write file.py, file.py:name, pkg.module:name or pkg.module.name"
         )
-    if place.endswith(".py"):
-        module = _load_file(Path(place))
+    if location.endswith(".py"):
+        module = _load_file(Path(location))
     else:
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(location)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{path}: module {place} fails to import: {_import_failure(error)}") from error
+            raise PluginError(f"{path}: module {location} fails to import: {_describe_import_error(error)}") from error
     if not name:
-        name = _default_function(module, place, usual_name, usual)
+        name = _choose_default_function(module, location, default_name, is_candidate)
     function = getattr(module, name, None)
     if not callable(function):
         raise PluginError(
-            f"{place} has no function {name!r}; it defines {', '.join(_public_functions(module)) or 'none'}: "
+            f"{location} has no function {name!r}; it defines {', '.join(_public_functions(module)) or 'none'}: "
             "name one of them"
         )
     return function
@@ -186,11 +189,11 @@ def _load_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginError(f"{file} fails to import: {_import_failure(error)}") from error
+        raise PluginError(f"{file} fails to import: {_describe_import_error(error)}") from error
     return module
 
 
-def _import_failure(error: BaseException) -> str:
+def _describe_import_error(error: BaseException) -> str:
     """Return why an import failed, for a message."""
     if isinstance(error, SystemExit):
         return (
@@ -209,11 +212,13 @@ def _public_functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _default_function(module: ModuleType, place: str, usual_name: str, usual: Callable[[Any], bool]) -> str:
+def _choose_default_function(
+    module: ModuleType, location: str, default_name: str, is_candidate: Callable[[Any], bool]
+) -> str:
     names = _public_functions(module)
-    if usual_name in names:
-        return usual_name
-    names = [name for name in names if usual(getattr(module, name))] or names
+    if default_name in names:
+        return default_name
+    names = [name for name in names if is_candidate(getattr(module, name))] or names
     if len(names) != 1:
-        raise PluginError(f"{place} defines {', '.join(names) or 'no function'}: name one of them, {place}:NAME")
+        raise PluginError(f"{location} defines {', '.join(names) or 'no function'}: name one of them, {location}:NAME")
     return names[0]

@@ -1,4 +1,4 @@
-"""What a run has committed."""
+"""List and read the commit records of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from penstock.storage.store import Store
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
-    """Return the prefixes of all commits of a run: rollouts, steps, checkpoints, exports, then evaluations."""
+    """Return the store prefixes of a run's committed stages: rollouts, steps, checkpoints, exports, then evaluations.
+
+    The commit record of a stage is at `commit_key(prefix)`.
+    """
     suffix = commit_key("")
     prefixes = [
         f"{keys.prefix}/{kind}/{index:06d}"
@@ -22,7 +25,7 @@ def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     return prefixes
 
 
-def run_commits(store: Store, keys: RunKeys) -> list[Commit]:
+def read_commits(store: Store, keys: RunKeys) -> list[Commit]:
     """Return all commits of a run in the order of their creation."""
     commits = [commit for prefix in committed_prefixes(store, keys) if (commit := store.committed(prefix))]
     return sorted(commits, key=lambda commit: commit.created_at)

@@ -42,7 +42,7 @@ def option(
     secret: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Return a config field.
+    """Return a pydantic field for a stage's config, with mutability, flag aliases and secrecy as metadata.
 
     Args:
         default: the default value; `...` makes the field required.

@@ -36,7 +36,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it.
 
-    With `single_writer`, no other process creates `target`, so that hard links are not needed.
+    `single_writer`: no other process creates `target`, so that hard links are not needed.
     """
     with translate_disk_full(target.parent):
         make_directory(target.parent)
@@ -46,7 +46,7 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if not _publish(temporary, target, single_writer):
+            if not _link_or_rename(temporary, target, single_writer):
                 return False
         finally:
             temporary.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     return True
 
 
-def _publish(temporary: Path, target: Path, single_writer: bool) -> bool:
+def _link_or_rename(temporary: Path, target: Path, single_writer: bool) -> bool:
     """Make the file `temporary` visible as `target`. Return False if `target` exists."""
     if single_writer:  # works without hard links
         if target.exists():
@@ -65,7 +65,7 @@ def _publish(temporary: Path, target: Path, single_writer: bool) -> bool:
         os.link(temporary, target)
     except OSError as error:
         # If an NFS reply is lost, the client repeats the request and gets EEXIST although the first request succeeded.
-        # A link count of 2 proves that it did (see open(2)).
+        # A link count of 2 proves that the first one succeeded (see open(2)).
         if os.stat(temporary).st_nlink == 2:
             return True
         if error.errno == errno.EEXIST:
@@ -185,7 +185,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def file_records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRecord]:
-    """Return size, hash and number of rows (of Parquet files) of written files. `attempt` is the key of `top`."""
+    """Return the FileRecord of each file (size, hash, rows of a Parquet file). `attempt` is the store key of `top`."""
 
     def record(file: Path) -> FileRecord:
         rows = None

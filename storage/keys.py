@@ -11,8 +11,7 @@ MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes 
 
 
 def key_problem(key: str) -> str | None:
-    """Return why `key` is invalid, as the predicate of a sentence, or None. The empty key, the store's root, is
-    valid."""
+    """Return why a store key is invalid, e.g. "is absolute", or None if it is valid. "", the root, is valid."""
     if not key:
         return None
     parts = key.split("/")
@@ -32,8 +31,8 @@ def key_problem(key: str) -> str | None:
     return None
 
 
-def valid_key(key: str) -> str:
-    """Return `key` unchanged if it is valid. For pydantic models.
+def validate_key(key: str) -> str:
+    """Return a store key unchanged if it is valid (a validator for pydantic fields).
 
     Raises:
         ValueError: `key` is invalid.

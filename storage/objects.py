@@ -30,8 +30,8 @@ from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 
-# The upper limit of a pause starts at 0.5 s and doubles up to 16 s; a pause is half its limit on average, all together
-# take about 15 s. Afterwards the operation fails, and the stage is retried.
+# A pause between tries is random up to a limit that starts at 0.5 s and doubles up to 16 s: about 15 s in total.
+# Afterwards the operation fails, and the stage is retried.
 NUM_TRIES = 7
 PATIENCE = 300.0  # seconds after which no further try starts (a server that hangs costs one timeout per try)
 _FIRST_PAUSE, _MAX_PAUSE = 0.25, 16.0
@@ -69,7 +69,7 @@ _jitter = random.Random()  # separate, so that the run's seeded generators are n
 
 
 def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec file system of a URI, and the path in it.
+    """Return the fsspec file system of a URI, and the URI's path in that file system.
 
     Raises:
         StoreError: the scheme is unknown, or its driver is not installed.
@@ -92,7 +92,7 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
             f"store {uri!r} cannot be opened ({error}): give --store a local path or a URI that fsspec supports"
         ) from error
     if _is_s3(fs):
-        fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `retried` above it
+        fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `call_with_retries` above it
     return fs, root
 
 
@@ -103,7 +103,7 @@ def _is_s3(fs: fsspec.AbstractFileSystem) -> bool:
 # ---- retries ---------------------------------------------------------------------------------------------------------
 
 
-def retried(call: Callable[[], T], operation: str, num_tries: int | None = None) -> T:
+def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | None = None) -> T:
     """Return the result of `call`; retry transient failures with exponential backoff and jitter.
 
     Args:
@@ -164,7 +164,7 @@ def _s3_code(error: BaseException) -> str:
 def create(fs: fsspec.AbstractFileSystem, path: str, data: bytes, num_tries: int | None = None) -> bool:
     """Write `data` at `path` unless it exists. Return whether the content of `path` is now `data`.
 
-    If the response to a successful create is lost, the repeated request (by `retried`, by botocore, or by aiohttp,
+    If the response to a successful create is lost, the repeated request (by `call_with_retries`, botocore or aiohttp,
     which silently repeats a PUT on a broken connection) reports that the object exists. So the existing object is read
     and compared with `data`. Several writers of equal bytes may therefore all get True: a record that only one writer
     may create needs content that is unique to the writer.
@@ -186,11 +186,11 @@ def create(fs: fsspec.AbstractFileSystem, path: str, data: bytes, num_tries: int
                 raise OSError(errno.EAGAIN, "the object existed, but was deleted before it could be read") from gone
         return True
 
-    return retried(attempt, f"creating {path}", num_tries)
+    return call_with_retries(attempt, f"creating {path}", num_tries)
 
 
 def read(fs: fsspec.AbstractFileSystem, path: str) -> bytes:
-    """Return the content of a small file. Takes one request; by default s3fs first gets the size, to read in parts."""
+    """Return the content of a small file with one request (by default, s3fs would first request the size)."""
     data: bytes = fs.cat_file(path, max_concurrency=1) if _is_s3(fs) else fs.cat_file(path)
     return data
 
@@ -227,7 +227,7 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
         if stored != num_bytes:
             raise OSError(errno.EIO, f"the upload was truncated: {stored} of {num_bytes} bytes were stored")
 
-    in_parallel(lambda job: retried(lambda: put(*job), f"uploading {job[1]}"), files, _NUM_FILES)
+    in_parallel(lambda job: call_with_retries(lambda: put(*job), f"uploading {job[1]}"), files, _NUM_FILES)
 
 
 def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecord, Path]]) -> None:
@@ -249,7 +249,7 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
                 )
             return data
 
-        data = retried(get_range, f"downloading {path}")
+        data = call_with_retries(get_range, f"downloading {path}")
         with translate_disk_full(target.parent), target.open("r+b") as file:
             file.seek(start)
             file.write(data)
@@ -291,10 +291,10 @@ def size(fs: fsspec.AbstractFileSystem, path: str) -> int | None:
             return None
         return None if info["type"] == "directory" else info["size"]
 
-    return retried(request_size, f"looking up {path}")
+    return call_with_retries(request_size, f"looking up {path}")
 
 
-def modified(info: dict[str, Any]) -> float:
+def modification_time(info: dict[str, Any]) -> float:
     """Return the modification time of a file, in seconds since the epoch, or 0 if the driver does not report it.
 
     Args:
@@ -312,7 +312,7 @@ def modified(info: dict[str, Any]) -> float:
     return 0.0
 
 
-def scratch(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
+def temporary_directory(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
     """Return a temporary local directory for files to upload, or for `num_bytes` of downloads.
 
     Raises:

@@ -21,7 +21,7 @@ class StopRequest:
         self._event = threading.Event()
         self._deadline = float("inf")
 
-    def ask(self, grace: float) -> None:
+    def request(self, grace: float) -> None:
         """Request a stop within `grace` seconds. Later calls have no effect. Safe in a signal handler."""
         if not self._event.is_set():
             self._deadline = time.monotonic() + grace

@@ -14,7 +14,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.storage.errors import StoreError
-from penstock.storage.keys import valid_key
+from penstock.storage.keys import validate_key
 
 TRAINED, BUFFER = (
     "part",
@@ -23,11 +23,11 @@ TRAINED, BUFFER = (
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
 Record = TypeVar("Record", bound=BaseModel)
-Key = Annotated[str, AfterValidator(valid_key)]  # path relative to the root of the store, validated
+Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
 
 
-def parsed(model: type[Record], key: str, data: bytes) -> Record:
-    """Return the record that is stored as `data` at `key`.
+def decode_record(model: type[Record], key: str, data: bytes) -> Record:
+    """Decode the JSON record `data` that was read from the store at `key`.
 
     Raises:
         StoreError: the record is malformed, or names a file outside the store.
@@ -117,7 +117,9 @@ class Commit(BaseModel):
     )  # input of the next stage or a replay: data cursor, digest of the weights, ...
 
     record_version: int = Field(default=1, ge=1, le=COMMIT_VERSION)
-    digest: str = ""  # hash of all other fields (`record_digest`), set by `encoded`; empty in records of version 1
+    digest: str = (
+        ""  # hash of all other fields (`record_digest`), set by `encode_commit`; empty in records of version 1
+    )
 
     @model_validator(mode="after")
     def _check_keys(self) -> Commit:
@@ -125,15 +127,15 @@ class Commit(BaseModel):
             raise ValueError(f"the record lists files outside its attempt {self.attempt!r}")
         for key in self.inputs.values():
             if key.endswith(commit_key("")):
-                valid_key(key)
+                validate_key(key)
         return self
 
     def num_samples(self, name: str = TRAINED) -> int:
-        """Return the number of rows in the committed shards called `name`."""
+        """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
 
 
-def encoded(commit: Commit) -> bytes:
+def encode_commit(commit: Commit) -> bytes:
     """Set the version and digest of a commit, and return it as JSON."""
     commit.record_version, commit.digest = COMMIT_VERSION, ""
     record = json.loads(commit.model_dump_json())
@@ -150,7 +152,7 @@ def record_digest(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def is_unchanged(data: bytes) -> bool | None:
+def digest_matches(data: bytes) -> bool | None:
     """Return whether the digest of a stored commit is correct, or None if it has none (record version 1)."""
     record = json.loads(data)
     if "digest" not in record and record.get("record_version", 1) == 1:
@@ -162,7 +164,8 @@ ORIGINS = ("base", "reference", "teacher")  # roles of the models that a run sta
 
 
 class RunKeys:
-    """The keys of one run's records and directories in the store. Commit keys end in `.commit.json`."""
+    """The store keys of one run. The methods named like a stage return the prefix under which the stage writes files;
+    its commit record is at `commit_key(prefix)`."""
 
     def __init__(self, run: str) -> None:
         self.run = run

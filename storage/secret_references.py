@@ -3,7 +3,7 @@
     env:NAME            the environment variable NAME
     secret-file:PATH    the content of a file that only its owner can read
 
-`hide` replaces literal secrets by `env:PENSTOCK_SECRET_...` and keeps their values in the memory of this process;
+`hide_literal_secrets` replaces literal secrets by `env:PENSTOCK_SECRET_...` and keeps their values in this process;
 `reveal` returns the secrets that references stand for.
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.storage.errors import OptionError
-from penstock.storage.secrets import ENV, FILE, has_credentials, is_reference, is_secret_name, protect
+from penstock.storage.secrets import ENV, FILE, has_credentials, is_reference, is_secret_name, register_secret
 
 PREFIX = "PENSTOCK_SECRET_"
 _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this process only
 
 
-def hide(path: str, value: Any) -> Any:
+def hide_literal_secrets(path: str, value: Any) -> Any:
     """Return a config value with its literal secrets replaced by references that `reveal` resolves in this process.
 
     Args:
@@ -29,9 +29,9 @@ def hide(path: str, value: Any) -> Any:
         value: text, or nested lists and tables.
     """
     if isinstance(value, dict):
-        return {name: hide(f"{path}.{name}", item) for name, item in value.items()}
+        return {name: hide_literal_secrets(f"{path}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [hide(path, item) for item in value]
+        return [hide_literal_secrets(path, item) for item in value]
     if not isinstance(value, str) or not value or is_reference(value):
         return value
     if not (is_secret_name(path.rpartition(".")[2]) or has_credentials(value)):
@@ -40,20 +40,19 @@ def hide(path: str, value: Any) -> Any:
     number = 1
     while _hidden.setdefault(name, value) != value:  # the name already stands for another secret in this process
         name, number = f"{base}_{number + 1}", number + 1
-    protect(value)
+    register_secret(value)
     return ENV + name
 
 
-def is_hidden(value: Any) -> bool:
-    """Return whether a value contains a reference that `hide` made in this process, which no other process can
-    resolve."""
+def contains_hidden_secret(value: Any) -> bool:
+    """Return whether a value contains a reference from `hide_literal_secrets`, which only this process can resolve."""
     if isinstance(value, dict | list | tuple):
-        return any(is_hidden(item) for item in (value.values() if isinstance(value, dict) else value))
+        return any(contains_hidden_secret(item) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and value.startswith(ENV) and value.removeprefix(ENV) in _hidden
 
 
 def reveal(value: Any) -> Any:
-    """Return a config value with its references replaced by the secrets.
+    """Return a config value with references to secrets (env:NAME, secret-file:PATH) replaced by the secrets.
 
     Raises:
         OptionError: an environment variable is not set, or a secret file is missing or readable by other users.
@@ -65,7 +64,7 @@ def reveal(value: Any) -> Any:
     if not isinstance(value, str) or not is_reference(value):
         return value
     if value.startswith(FILE):
-        return protect(_read_secret(value.removeprefix(FILE)))
+        return register_secret(_read_secret(value.removeprefix(FILE)))
     name = value.removeprefix(ENV)
     secret = _hidden.get(name) or os.environ.get(name)
     if not secret:
@@ -73,7 +72,7 @@ def reveal(value: Any) -> Any:
             f"the configuration refers to the secret env:{name}, but the environment variable {name} is not set: "
             "set it, or pass the option with the secret again"
         )
-    return protect(secret)
+    return register_secret(secret)
 
 
 def _read_secret(name: str) -> str:

@@ -46,20 +46,20 @@ def redact_url(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Return the text with credentials in URLs, and all secrets that `protect` was called with, replaced by `***`."""
+    """Return the text with credentials in URLs, and all secrets given to `register_secret`, replaced by `***`."""
     for secret in sorted(_protected, key=len, reverse=True):
         text = text.replace(secret, "***")
     return redact_url(text)
 
 
-def protect(secret: str) -> str:
+def register_secret(secret: str) -> str:
     """Register a secret so that `redact` replaces it in this process. Return the secret."""
     if len(secret) >= _MIN_LENGTH:
         _protected.add(secret)
     return secret
 
 
-def masked(value: Any, name: str = "") -> Any:
+def mask_secrets(value: Any, name: str = "") -> Any:
     """Return nested lists and tables with secrets replaced by `***`. References to secrets are kept.
 
     Args:
@@ -67,9 +67,9 @@ def masked(value: Any, name: str = "") -> Any:
         name: name of the option that has this value.
     """
     if isinstance(value, dict):
-        return {key: masked(item, key) for key, item in value.items()}
+        return {key: mask_secrets(item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(item, name) for item in value]
+        return [mask_secrets(item, name) for item in value]
     if not isinstance(value, str) or is_reference(value):
         return value
     return "***" if value and is_secret_name(name) else redact(value)

@@ -28,7 +28,7 @@ from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.keys import key_problem
 from penstock.storage.maintenance import leases
-from penstock.storage.refs import Commit, FileRecord, commit_key, encoded, parsed
+from penstock.storage.refs import Commit, FileRecord, commit_key, decode_record, encode_commit
 from penstock.storage.secret_references import reveal
 from penstock.storage.secrets import has_credentials
 
@@ -116,14 +116,16 @@ class Store:
             return objects.create(self.fs, self.path(key), data, num_tries)
         if self.size(key) is not None:
             return False
-        objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}", num_tries)
+        objects.call_with_retries(
+            lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}", num_tries
+        )
         return True
 
     def committed(self, prefix: str) -> Commit | None:
         """Return the commit of the stage that writes under `prefix`, or None if it is not committed."""
         key = commit_key(prefix)
         data = self.read(key)
-        return None if data is None else parsed(Commit, key, data)
+        return None if data is None else decode_record(Commit, key, data)
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit` and return it, or return the existing commit if another attempt has committed first.
@@ -134,20 +136,20 @@ class Store:
         """
         seal = None
         attempt_directory = (commit.attempt or "").rpartition("/")[0]
-        # Only attempts of this stage need a seal; a fork also commits files of its parent's attempts. The attempt of a
-        # model is a sibling of its prefix, that of any other stage is below it.
+        # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. The
+        # attempt of a model is a sibling of its prefix, that of any other stage is below it.
         if (
             commit.attempt
-            and leases.needs_guard(commit.attempt)
+            and leases.needs_lease(commit.attempt)
             and attempt_directory in (prefix, prefix.rpartition("/")[0])
         ):
             failpoint("commit-before-seal")
-            seal = leases.seal(self, commit)
+            seal = leases.seal_attempt(self, commit)
             failpoint("commit-sealed")
             seal.check()
-        created = self.create(commit_key(prefix), encoded(commit))
+        created = self.create(commit_key(prefix), encode_commit(commit))
         existing = commit if created else self.committed(prefix)
-        assert existing is not None, f"{prefix} was neither created nor found"
+        assert existing is not None, f"the commit record of {prefix} was neither created nor found"
         if seal is not None:
             seal.end()
         return existing
@@ -173,12 +175,12 @@ class Store:
         if self.is_local:
             out = AttemptFiles(Path(self.path(attempt)))
             disk.make_directory(out.path)
-            with leases.writer(self, attempt):
+            with leases.writer_lease(self, attempt):
                 yield out
                 out.files = self._file_records(out.path, attempt, owns)
                 disk.fsync_files([Path(self.path(record.path)) for record in out.files], out.path)
             return
-        with objects.scratch() as scratch, leases.writer(self, attempt):
+        with objects.temporary_directory() as scratch, leases.writer_lease(self, attempt):
             out = AttemptFiles(Path(scratch))
             yield out
             records = self._file_records(out.path, attempt, owns)
@@ -210,7 +212,7 @@ class Store:
             disk.verify_files([(Path(self.path(record.path)), record) for _, record in wanted])
             yield Path(self.path(commit.attempt))
             return
-        with objects.scratch(sum(record.bytes for _, record in wanted)) as scratch:
+        with objects.temporary_directory(sum(record.bytes for _, record in wanted)) as scratch:
             objects.download(
                 self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted]
             )
@@ -259,7 +261,7 @@ class Store:
 
         def request() -> float:
             self.fs.invalidate_cache()
-            return objects.modified(self.fs.info(self.path(key)))
+            return objects.modification_time(self.fs.info(self.path(key)))
 
         try:
             return self._with_retries(request, key)
@@ -271,7 +273,7 @@ class Store:
         if self.is_local:
             disk.replace(Path(self.path(key)), data)
         else:
-            objects.retried(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
+            objects.call_with_retries(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
 
     def list(self, prefix: str) -> builtins.list[str]:
         """Return the sorted names of files and directories directly under `prefix`, or [] if it does not exist.
@@ -336,7 +338,7 @@ class Store:
             return files
 
         for name, info in sorted(self._with_retries(request, prefix).items()):
-            yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modified(info))
+            yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modification_time(info))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files durably, and on a local store the directories that become empty. Missing files are skipped.
@@ -355,7 +357,7 @@ class Store:
 
         disk.in_parallel(remove, keys, _NUM_REQUESTS)
 
-    def prune(self, prefix: str) -> None:
+    def remove_empty_directories(self, prefix: str) -> None:
         """Remove the empty directories under `prefix`. Does nothing unless the store is local."""
         if self.is_local:
             disk.remove_empty_directories(Path(self.path(prefix)))
@@ -389,7 +391,7 @@ class Store:
     def _with_retries(self, call: Callable[[], T], key: str) -> T:
         """Return the result of `call`, a read access to `key`; retry transient failures of object stores."""
         try:
-            return call() if self.is_local else objects.retried(call, f"accessing {self.path(key)}")
+            return call() if self.is_local else objects.call_with_retries(call, f"accessing {self.path(key)}")
         except PermissionError as error:
             raise StoreError(
                 f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner, or make it readable"

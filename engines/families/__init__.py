@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
-from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary
+from penstock.engines.families.entries import ConfigEntries, read_config, read_rotary, refuse_unsupported
 from penstock.engines.families.external import load_family
 from penstock.engines.families.family import Family
 from penstock.engines.families.glm4 import GLM, GLM4
 from penstock.engines.families.glm4_moe import GLM4_MOE
 from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
-from penstock.engines.families.ops import Layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.qwen3_moe import QWEN3_MOE
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import ModelError, PenstockError, PluginError
@@ -40,10 +40,12 @@ def read_shape(directory: str | Path, family_path: str | None = None) -> ModelSh
         PluginError: the external family fails to import or to read config.json.
     """
     path = Path(directory) / "config.json"
-    return shape_of(read_config(path), str(path), family_path)
+    return shape_from_config(read_config(path), str(path), family_path)
 
 
-def shape_of(values: dict[str, Any], source: str = "config.json", family_path: str | None = None) -> ModelShape:
+def shape_from_config(
+    values: dict[str, Any], source: str = "config.json", family_path: str | None = None
+) -> ModelShape:
     """Return the model shape that the entries of a config.json describe; error messages name `source`, the path of the
     file. Raises as `read_shape`."""
     architecture = (ConfigEntries(values, source, {})["architectures"] or ["none"])[0]
@@ -86,7 +88,7 @@ def shape_of(values: dict[str, Any], source: str = "config.json", family_path: s
     try:
         fields |= family.read(config)
         if "rotary" not in fields:
-            fields["rotary"] = rotary(config)
+            fields["rotary"] = read_rotary(config)
         shape = ModelShape.model_validate(fields, extra="forbid")
     except Exception as error:
         if family is not external or isinstance(error, PenstockError):
@@ -102,7 +104,7 @@ def shape_of(values: dict[str, Any], source: str = "config.json", family_path: s
 
 
 def family_of(shape: ModelShape) -> Family:
-    """Return the family of a model shape.
+    """Return the family to which a model of this shape belongs.
 
     Raises:
         ModelError: this version of Penstock does not have the family.
@@ -118,13 +120,14 @@ def family_of(shape: ModelShape) -> Family:
     )
 
 
-def layout_for(shape: ModelShape) -> Layout:
-    """Return the tensor table of a model of this shape. Raises ModelError if its family is unknown."""
-    return Layout(shape, family_of(shape).rows(shape))
+def tensor_layout(shape: ModelShape) -> TensorLayout:
+    """Return the tensor names of a model of this shape in both formats, with the conversion between them. Raises
+    ModelError if the model's family is unknown."""
+    return TensorLayout(shape, family_of(shape).rows(shape))
 
 
 def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
-    """Raise ModelError if sizes in config.json contradict each other."""
+    """Raise ModelError if model sizes in config.json contradict each other."""
     if not shape.head_dim:
         config.refuse(
             f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",

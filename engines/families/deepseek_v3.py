@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engines.families.entries import ConfigEntries, refuse_attention_bias, rotary
+from penstock.engines.families.entries import ConfigEntries, read_rotary, refuse_attention_bias
 from penstock.engines.families.family import Family
 from penstock.engines.families.ops import TensorRow
-from penstock.engines.families.rows import embeddings, feed_forward, latent_attention, norms
+from penstock.engines.families.rows import embedding_rows, mla_rows, mlp_rows, norm_rows
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, ModelShape
 
 
-def read(config: ConfigEntries) -> dict[str, Any]:
+def read_deepseek_v3(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a DeepSeek-V3, Kimi K2 or Moonlight config.json."""
     return _read_latent_model(config, config["first_k_dense_replace"] or 0)
 
 
 def read_glm4_moe_lite(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a GLM-4.7-Flash config.json. It gives the dense layers as
+    """Return the `ModelShape` fields of a GLM-4.7-Flash config.json, whose dense layers are given by
     `first_k_dense_replace`, `mlp_layer_types` or both."""
     kinds, dense = config["mlp_layer_types"], config["first_k_dense_replace"]
     if kinds is not None:
@@ -50,7 +50,7 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
             "but latent attention needs equal numbers",
         )
     latent = LatentAttention(**{name: config[name] for name in LatentAttention.model_fields})
-    rope = rotary(config, interleaved=bool(config["rope_interleave"]))
+    rope = read_rotary(config, interleaved=bool(config["rope_interleave"]))
     if isinstance(rope.scaling, Llama3Scaling):
         config.refuse("rope_type 'llama3'", "but with latent attention Penstock supports only YaRN or no RoPE scaling")
     return {
@@ -65,7 +65,7 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
 
 
 def read_experts(config: ConfigEntries, num_dense_layers: int) -> Experts:
-    """Return the experts of a DeepSeek-style router: sigmoid scores, a frozen score correction, expert groups and
+    """Return the MoE settings of a DeepSeek-style model: sigmoid scores, a frozen score correction, expert groups and
     shared experts."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config[name] not in (None, needed):
@@ -93,14 +93,14 @@ def read_experts(config: ConfigEntries, num_dense_layers: int) -> Experts:
     )
 
 
-def rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table. RoPE dimensions have the same order in both formats: the model itself applies
-    interleaved RoPE."""
-    return [*embeddings(shape), *norms(shape), *latent_attention(shape), *feed_forward(shape)]
+def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table of a DeepSeek-V3 model. RoPE dimensions have the same order in both formats, because the
+    Megatron model also applies interleaved RoPE."""
+    return [*embedding_rows(shape), *norm_rows(shape), *mla_rows(shape), *mlp_rows(shape)]
 
 
 def expert_entries(num_dense: int, num_layers: int) -> dict[str, Any]:
-    """Return the config.json entries that set the number of dense layers before the layers with experts."""
+    """Return the config.json entries that set the number of dense layers before the MoE layers."""
     return {"first_k_dense_replace": num_dense}
 
 
@@ -132,8 +132,8 @@ DEEPSEEK_V3 = Family(
         v_head_dim=128,
         rope_interleave=True,
     ),
-    read=read,
-    rows=rows,
+    read=read_deepseek_v3,
+    rows=deepseek_v3_rows,
     expert_entries=expert_entries,
 )
 GLM4_MOE_LITE = Family(
@@ -164,7 +164,7 @@ GLM4_MOE_LITE = Family(
         rope_interleave=True,
     ),
     read=read_glm4_moe_lite,
-    rows=rows,
+    rows=deepseek_v3_rows,
     expert_entries=lambda num_dense, num_layers: {
         "first_k_dense_replace": num_dense,
         "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense),

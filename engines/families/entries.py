@@ -1,5 +1,5 @@
 """Read the entries of a Hugging Face `config.json`: check types, apply defaults, read RoPE settings, and refuse values
-that Penstock does not support. Imports neither torch nor transformers, because preflight checks read configs too.
+that Penstock does not support. Imports neither torch nor transformers, so that preflight checks are fast.
 
 An unsupported entry raises a ModelError. It is never ignored, because Penstock would then train a different model
 without any error.
@@ -20,20 +20,22 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
 LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
 MAX_LAYERS = 10_000
-EntryType = tuple[str, Callable[[Any], bool]]  # description of valid values, and the check of a value
+EntryType = tuple[str, Callable[[Any], bool]]  # (description of valid values, function that checks a value)
 
 
-def count(low: int, high: int = LARGEST) -> EntryType:
+def integer_between(low: int, high: int = LARGEST) -> EntryType:
     """Return the entry type of an integer between `low` and `high`, both included."""
     upper = f" and at most {high}" if high < LARGEST else ""
     return f"an integer of at least {low}{upper}", lambda value: type(value) is int and low <= value <= high
 
 
 def _is_positive(value: Any) -> bool:
+    """Return whether the value of an entry is a positive, finite number."""
     return type(value) in (int, float) and 0 < value < LARGEST_NUMBER
 
 
 def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that a value is a list whose items all pass the check `fits`."""
     return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
@@ -46,8 +48,8 @@ TABLE: EntryType = ("an object", lambda value: isinstance(value, dict))
 TEXTS: EntryType = ("a list of strings", _is_list_of(lambda item: isinstance(item, str)))
 LAYERS: EntryType = ("a list of layer numbers", _is_list_of(lambda item: type(item) is int and item >= 0))
 
-TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQUIRED
-    "num_hidden_layers": count(1, MAX_LAYERS),
+TYPES: dict[str, EntryType] = {  # types of config.json's entries; null is valid, too, except for those in REQUIRED
+    "num_hidden_layers": integer_between(1, MAX_LAYERS),
     **dict.fromkeys(
         (
             "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -55,14 +57,14 @@ TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQ
             "num_experts_per_tok", "n_routed_experts", "num_local_experts", "q_lora_rank", "kv_lora_rank",
             "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         ),
-        count(1),
+        integer_between(1),
     ),
     **dict.fromkeys(
         (
             "num_experts", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_group",
             "topk_group", "decoder_sparse_step", "max_window_layers", "sliding_window",
         ),
-        count(0),
+        integer_between(0),
     ),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
@@ -81,14 +83,14 @@ TYPES: dict[str, EntryType] = {  # null is valid too, unless the entry is in REQ
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
 
-REQUIRED = {  # entries that must not be null: transformers has no default for them either
+REQUIRED = {  # entries that must not be null: transformers has no default for them
     "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "moe_intermediate_size", "num_experts_per_tok",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "routed_scaling_factor",
     "is_causal",
 }  # fmt: skip
 
-# Entries of other architectures -> the only value besides null that has no effect; other values are refused.
+# Entries that belong to other architectures -> the only value, besides null, that has no effect; others are refused.
 # transformers ignores these entries for the architectures supported here, but SGLang applies some to any architecture.
 FOREIGN: dict[str, Any] = {
     **dict.fromkeys(
@@ -118,7 +120,7 @@ FOREIGN: dict[str, Any] = {
     "rope_is_neox_style": True,
 }  # fmt: skip
 
-# name in hub checkpoints -> name that transformers 5 writes
+# name of an entry in hub checkpoints -> name that transformers 5 writes
 SPELLINGS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 
 
@@ -172,41 +174,41 @@ class ConfigEntries:
     def __getitem__(self, name: str) -> Any:
         other = SPELLINGS.get(name, name)
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
-            both = f"{name} {shown(self.values[name])} and {other} {shown(self.values[other])}"
+            both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
             self.refuse(both, "which contradict each other", "correct config.json")
         value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
-        return self.checked(name, value) if name in self.values or other in self.values else value
+        return self.check_value(name, value) if name in self.values or other in self.values else value
 
-    def checked(self, name: str, value: Any) -> Any:
-        """Return `value` if the entry `name` may have it.
+    def check_value(self, name: str, value: Any) -> Any:
+        """Return `value` if it is valid for the entry `name`.
 
         Raises:
             ModelError: the value has the wrong type or is out of range.
         """
         needed, fits = self.types.get(name, ("", lambda value: True))
         if name in REQUIRED if value is None else not fits(value):
-            self.refuse(f"{name} {shown(value)}", f"but this entry must be {needed}", "correct config.json")
+            self.refuse(f"{name} {to_short_json(value)}", f"but this entry must be {needed}", "correct config.json")
         return value
 
     def refuse(self, found: str, needed: str, do: str = "use another checkpoint") -> NoReturn:
-        """Raise the ModelError "{source} says {found}, {needed}: {do}"."""
+        """Raise a ModelError about config.json: what was found, what Penstock needs, and what the user can do."""
         raise ModelError(f"{self.source} says {found}, {needed}: {do}")
 
 
-def shown(value: Any) -> str:
+def to_short_json(value: Any) -> str:
     """Return a value as JSON, truncated to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
-    """Return the RoPE settings of a config.json. They are the entries `rope_theta` and `rope_scaling` or, since
-    transformers 5, `rope_parameters`.
+def read_rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
+    """Return the RoPE settings of a config.json: its entries `rope_theta` and `rope_scaling` or, since transformers 5,
+    `rope_parameters`.
 
     Args:
         config: entries of the model's config.json.
-        fraction: fraction of each head's dimensions that this architecture rotates; below 1, the entry
-            `partial_rotary_factor` overrides it.
+        fraction: fraction of each head's dimensions to which this architecture applies RoPE; if it is below 1, the
+            entry `partial_rotary_factor` overrides it.
         interleaved: whether RoPE rotates adjacent dimensions (0, 1), (2, 3), ...; see `Rotary`.
     """
     settings = config["rope_scaling"] or config["rope_parameters"] or {}
@@ -216,8 +218,8 @@ def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = Fal
             "but Penstock supports only the same RoPE in all layers",
         )
 
-    def setting(name: str) -> Any:
-        top, inner = config[name], config.checked(name, settings[name]) if name in settings else None
+    def read_setting(name: str) -> Any:  # from the top level or the RoPE settings
+        top, inner = config[name], config.check_value(name, settings[name]) if name in settings else None
         if top is not None and inner is not None and top != inner:
             config.refuse(
                 f"{name} {top} at the top level and {inner} in the RoPE settings",
@@ -226,11 +228,11 @@ def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = Fal
             )
         return top if inner is None else inner
 
-    factor = setting("partial_rotary_factor")
+    factor = read_setting("partial_rotary_factor")
     if factor not in (None, fraction) and fraction == 1:
         config.refuse(f"partial_rotary_factor {factor}", "but Penstock supports only 1 for this architecture")
     return Rotary(
-        base=setting("rope_theta") or 10000.0,
+        base=read_setting("rope_theta") or 10000.0,
         fraction=fraction if factor is None else factor,
         interleaved=interleaved,
         scaling=_rope_scaling(config, settings),
@@ -238,8 +240,10 @@ def rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = Fal
 
 
 def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scaling | YarnScaling | None:
+    """Return the RoPE scaling that a config.json describes in its RoPE settings; None without scaling."""
+
     def setting(name: str) -> Any:
-        return config.checked(name, settings[name]) if name in settings else None
+        return config.check_value(name, settings[name]) if name in settings else None
 
     kind = setting("rope_type") or setting("type") or "default"
     if kind == "default":
@@ -264,16 +268,16 @@ def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scal
         original_max_positions=original,
         beta_fast=setting("beta_fast") or 32.0,
         beta_slow=setting("beta_slow") or 1.0,
-        mscale=setting("mscale") or 0.0,  # if either is absent, the attention factor depends on `factor` only
+        mscale=setting("mscale") or 0.0,  # without both entries the attention factor depends on `factor` only
         mscale_all_dim=setting("mscale_all_dim") or 0.0,
     )
 
 
 def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
-    """Check the entries that any architecture may have for values that Penstock does not support.
+    """Raise an error if a config.json entry that any architecture may have has an unsupported value.
 
     Raises:
-        ModelError: naming the first unsupported entry.
+        ModelError: the message names the first unsupported entry.
     """
     if config["is_causal"] is False:
         config.refuse("is_causal false", "but Penstock supports only causal attention", "use a decoder-only checkpoint")
@@ -295,11 +299,13 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
         )
     for name, neutral in FOREIGN.items():
         if config[name] not in (None, neutral):
-            config.refuse(f"{name} {shown(config[name])}", f"which Penstock does not support for {architecture}")
+            config.refuse(
+                f"{name} {to_short_json(config[name])}", f"which Penstock does not support for {architecture}"
+            )
 
 
 def refuse_sliding_windows(config: ConfigEntries) -> None:
-    """Raise ModelError if a layer has sliding-window attention. `max_window_layers` may disable it in all layers."""
+    """Raise ModelError if a layer uses sliding-window attention. `max_window_layers` may disable it in all layers."""
     full = config["max_window_layers"] or 0  # number of first layers without a window; 0 if absent (Qwen3-MoE)
     if config["use_sliding_window"] and config["sliding_window"] is not None and config["num_hidden_layers"] > full:
         config.refuse(
@@ -310,6 +316,6 @@ def refuse_sliding_windows(config: ConfigEntries) -> None:
 
 
 def refuse_attention_bias(config: ConfigEntries) -> None:
-    """Raise ModelError if attention projections have biases."""
+    """Raise ModelError if config.json says that attention projections have biases."""
     if config["attention_bias"]:
         config.refuse("attention_bias true", "but Penstock does not support attention biases for this architecture")

@@ -1,5 +1,5 @@
 """Load an external model family: `--model-family-path FILE.py`, or the name of a module that Python can import. Loading
-executes its code."""
+executes the code of the file or module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.storage.errors import PluginError
 
 
 def load_family(path: str) -> Family:
-    """Import a Python file or module and return its `FAMILY`. Its code is executed once per process.
+    """Import the Python file or module `path` and return its `FAMILY`. Its code is executed once per process.
 
     Raises:
         PluginError: the file or module does not exist, fails to import, or does not define FAMILY.
@@ -28,7 +28,7 @@ def load_family(path: str) -> Family:
 
 
 def source_hash(path: str) -> str:
-    """Return a hash of the source code of a family's file or module. Converted models are named by it, because a
+    """Return a hash of the source code of an external family. The hash is part of a converted model's name, because a
     changed tensor table changes the converted model."""
     file = _import_module(path).__file__
     return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
@@ -36,6 +36,7 @@ def source_hash(path: str) -> str:
 
 @cache
 def _import_module(path: str) -> ModuleType:
+    """Import the Python file or module `path`, and return the module."""
     try:
         if not path.endswith(".py"):
             return importlib.import_module(path)

@@ -1,4 +1,4 @@
-"""Definition of a model family. `llama.py` has the shortest example."""
+"""Definition of a model family (`Family`). `llama.py` has the shortest example."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Family:
 
     Args:
         name: name of the family, stored with converted models.
-        architecture: its value in config.json's `architectures`.
-        model_types: values of config.json's `model_type` that belong to this architecture only.
+        architecture: the family's value in config.json's `architectures`.
+        model_types: values of config.json's `model_type` that only this architecture has.
         defaults: values of entries that config.json does not have, equal to the defaults of transformers' config class.
         read: returns the `ModelShape` fields that differ from those of a plain Llama, and calls `ConfigEntries.refuse`
             for values that Penstock does not support.
         rows: returns the tensor table of a shape: Megatron tensor names and their Hugging Face counterparts.
         entry_types: types of config.json entries that only this family has.
-        expert_entries: returns the config.json entries that set (number of dense layers, number of layers). They allow
-            checking the logits of a few layers of a large mixture of experts; with None, only the whole model can be
-            checked.
+        expert_entries: function of the number of dense layers and of all layers that returns the config.json entries
+            which set these numbers. Used to check the logits of a few layers of a large MoE model; with None, only
+            the whole model can be checked.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Invertible operations (ops) between Megatron and Hugging Face tensors, and the tensor table of one model.
 
-An op splits one Megatron tensor into Hugging Face tensors and joins them again; `join(split(x))` equals `x` bit for
+An op splits a Megatron tensor into Hugging Face tensors and joins these again; `join(split(x))` equals `x` bit for
 bit. Ops only slice, concatenate and reorder rows, so they also work on meta tensors. This module does not depend on any
 family.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # preflight reads names and shapes without torch
 
 
 class Op(Protocol):
-    """Conversion between one Megatron tensor and its Hugging Face tensors. `name` is the Megatron name, for error
-    messages."""
+    """Conversion between a Megatron tensor and the corresponding Hugging Face tensors. `name` is the Megatron tensor's
+    name, for error messages."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Split a Megatron tensor into its Hugging Face tensors, in the order of `TensorRow.hf`."""
@@ -32,7 +32,7 @@ class Op(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """The same tensor in both formats; only the names differ."""
+    """Op for a tensor that is the same in Megatron and Hugging Face; only the names differ."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor]
@@ -43,10 +43,10 @@ class Same:
 
 @dataclass(frozen=True)
 class PaddedVocab:
-    """The vocabulary rows of an embedding or LM head. Megatron may append padding rows so that all tensor-parallel
+    """Op for an embedding or LM head. Megatron may append padding rows so that all tensor-parallel
     ranks get equal shards; Hugging Face tensors have no padding.
 
-    `join` does not pad: Megatron's loader appends zero rows for its own tensor-parallel size.
+    `join` does not pad: Megatron's loader appends zero rows for the tensor-parallel size of the loading run.
     """
 
     vocab_size: int
@@ -62,7 +62,7 @@ class PaddedVocab:
 
 @dataclass(frozen=True)
 class GateUp:
-    """SwiGLU's gate and up projections, concatenated: all rows of gate, then all rows of up."""
+    """Op for SwiGLU's gate and up projections, which Megatron concatenates: all rows of gate, then all rows of up."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         _require(tensor.shape[0] % 2 == 0, name, tensor, "an even number of rows (gate and up)")
@@ -78,8 +78,8 @@ class GateUp:
 
 @dataclass(frozen=True)
 class InterleavedQKV:
-    """Query, key and value projections, interleaved by query group: for each group its query heads, its key head and
-    its value head.
+    """Op for query, key and value projections, which Megatron interleaves by query group: for each group its query
+    heads, its key head and its value head.
 
     This order gives each tensor-parallel rank whole groups. Applies to weights `[rows, hidden]` and biases `[rows]`.
     """
@@ -119,10 +119,10 @@ class TensorRow:
     num_experts: int = 1
 
 
-class Layout:
-    """The tensor table of one model: the tensor names of both formats, and the conversion in both directions.
+class TensorLayout:
+    """The tensor names of one model in Megatron and Hugging Face format, and the conversion of tensors between the two.
 
-    It converts full tensors; callers gather them from ranks or read them from files.
+    Tensors are converted as a whole (unsharded); callers gather them from ranks or read them from files.
 
     Args:
         shape: shape of the model.
@@ -161,8 +161,8 @@ class Layout:
             )
         return op.join(name, tensors)
 
-    def hf_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of the Hugging Face tensors that are joined into a Megatron tensor."""
+    def hf_names_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the Hugging Face tensors that are joined into the Megatron tensor `name`."""
         return self._row(name)[1]
 
     def megatron_names(self) -> list[str]:
@@ -174,7 +174,7 @@ class Layout:
         return set(self.hf_shapes)
 
     def is_untrained(self, hf_name: str) -> bool:
-        """Return whether a checkpoint may have this tensor although Megatron's model does not.
+        """Return whether a Hugging Face checkpoint may have this tensor although the Megatron model does not.
 
         True for tensors of multi-token prediction layers (hub checkpoints number these layers after the last decoder
         layer) and for RoPE inverse frequencies (stored by old checkpoints; computed from config.json). Any other name
@@ -192,6 +192,7 @@ class Layout:
 
 
 def _require(condition: bool, name: str, tensor: Tensor, needed: str) -> None:
+    """Raise ModelError about the shape of a tensor unless `condition` is true."""
     if not condition:
         raise ModelError(
             f"{name}: found shape {list(tensor.shape)}, needed {needed}: use the config.json that belongs to "

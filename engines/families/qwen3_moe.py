@@ -10,7 +10,7 @@ from penstock.engines.families.llama import read_qwen3
 from penstock.engines.families.shape import Experts
 
 
-def read(config: ConfigEntries) -> dict[str, Any]:
+def read_qwen3_moe(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen3-MoE config.json. Dense layers must come before all layers with
     experts."""
     dense = sorted(config["mlp_only_layers"] or [])
@@ -55,6 +55,6 @@ QWEN3_MOE = Family(
         num_experts=128,
         norm_topk_prob=False,
     ),
-    read=read,
+    read=read_qwen3_moe,
     expert_entries=lambda num_dense, num_layers: {"mlp_only_layers": list(range(num_dense))},
 )

@@ -1,5 +1,5 @@
-"""Tensor table rows that families share: embeddings, norms, attention, MLP and experts. Their Hugging Face names are
-those of Llama and DeepSeek; `renamed` adapts them to a family with other names."""
+"""Rows of the tensor table (Megatron names and their Hugging Face counterparts) that model families share: embeddings,
+norms, attention, MLP and experts. Hugging Face names are those of Llama and DeepSeek; `renamed` changes them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the table of a pre-norm decoder with grouped-query attention and SwiGLU, dense or with experts."""
-    return [*embeddings(shape), *norms(shape), *attention(shape), *feed_forward(shape)]
+    """Return the tensor table of a pre-norm decoder with grouped-query attention and SwiGLU, dense or with experts."""
+    return [*embedding_rows(shape), *norm_rows(shape), *attention_rows(shape), *mlp_rows(shape)]
 
 
-def embeddings(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of the embedding, the final norm and, unless it is tied to the embedding, the LM head."""
+def embedding_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table rows of the embedding, the final norm and, unless tied to the embedding, the LM head."""
     vocab, size = PaddedVocab(shape.vocab_size), (shape.vocab_size, shape.hidden_size)
     head = "lm_head.weight"
     copies = (head,) if shape.tied_embeddings else ()  # Qwen3-0.6B on the hub stores the tied head too
@@ -28,8 +28,8 @@ def embeddings(shape: ModelShape) -> list[TensorRow]:
     return rows if shape.tied_embeddings else [*rows, TensorRow("output_layer.weight", vocab, {head: size})]
 
 
-def norms(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of the norms before attention and before the MLP."""
+def norm_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table rows of the norms before attention and before the MLP."""
     size = (shape.hidden_size,)
     return [
         layer_row(shape, "input_layernorm.weight", "input_layernorm.weight", size),
@@ -37,8 +37,9 @@ def norms(shape: ModelShape) -> list[TensorRow]:
     ]
 
 
-def attention(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of grouped-query attention, including QKV biases and QK norms if the model has them."""
+def attention_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table rows of grouped-query attention, including QKV biases and QK norms if the model has
+    them."""
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -57,8 +58,9 @@ def attention(shape: ModelShape) -> list[TensorRow]:
     return rows
 
 
-def latent_attention(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of multi-head latent attention, with a direct or a low-rank projection of queries."""
+def mla_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table rows of multi-head latent attention, with a direct or a low-rank projection of
+    queries."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
     assert latent is not None, shape.family
     rank, q_rank, queries = latent.kv_lora_rank, latent.q_lora_rank, heads * shape.head_dim
@@ -83,11 +85,11 @@ def latent_attention(shape: ModelShape) -> list[TensorRow]:
     ]
 
 
-def feed_forward(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of the MLPs. Without experts, every layer is dense; with experts, the first layers are dense and
-    all others have a router and experts."""
+def mlp_rows(shape: ModelShape) -> list[TensorRow]:
+    """Return the tensor table rows of the MLPs. Without experts, every layer is dense; with experts, the first layers
+    are dense and all others have a router and experts."""
     experts, dense = shape.experts, shape.experts.num_dense_layers if shape.experts else shape.num_layers
-    rows = swiglu(shape, "mlp.", shape.ffn_hidden_size, range(dense))
+    rows = swiglu_rows(shape, "mlp.", shape.ffn_hidden_size, range(dense))
     if experts is None:
         return rows
     layers, count = range(dense, shape.num_layers), experts.num_experts
@@ -96,15 +98,15 @@ def feed_forward(shape: ModelShape) -> list[TensorRow]:
     if experts.bias:
         correction = {f"{HF}mlp.gate.e_score_correction_bias": (count,)}
         rows.append(TensorRow(f"{MEGATRON}mlp.router.expert_bias", Same(), correction, layers=layers))
-    rows += swiglu(shape, "mlp.experts.", experts.ffn_hidden_size, layers, count)
+    rows += swiglu_rows(shape, "mlp.experts.", experts.ffn_hidden_size, layers, count)
     if experts.shared_ffn_hidden_size:
-        rows += swiglu(shape, "mlp.shared_experts.", experts.shared_ffn_hidden_size, layers)
+        rows += swiglu_rows(shape, "mlp.shared_experts.", experts.shared_ffn_hidden_size, layers)
     return rows
 
 
-def swiglu(shape: ModelShape, module: str, width: int, layers: range, num_experts: int = 0) -> list[TensorRow]:
-    """Return the rows of a SwiGLU MLP with separate gate and up projections; if `num_experts` is positive, of that many
-    expert MLPs."""
+def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_experts: int = 0) -> list[TensorRow]:
+    """Return the tensor table rows of a SwiGLU MLP with separate gate and up projections in Hugging Face; if
+    `num_experts` is positive, of that many expert MLPs."""
     megatron, hf = MEGATRON + module, HF + module
     if num_experts:
         megatron, hf = megatron + "local_experts.{expert}.", hf + "{expert}."
@@ -117,13 +119,13 @@ def swiglu(shape: ModelShape, module: str, width: int, layers: range, num_expert
 
 
 def layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple[int, ...]) -> TensorRow:
-    """Return the row of a tensor that every layer has and that is identical in both formats."""
+    """Return the tensor table row of a tensor that every layer has and that is identical in both formats."""
     return TensorRow(MEGATRON + megatron, Same(), {HF + hf: size}, layers=range(shape.num_layers))
 
 
 def renamed(rows: list[TensorRow], names: dict[str, str]) -> list[TensorRow]:
-    """Return the rows with substrings of their Hugging Face names replaced: each key of `names` by its value, in the
-    order of `names`."""
+    """Return tensor table rows with substrings of their Hugging Face names replaced: each key of `names` by its value,
+    in the order of `names`."""
 
     def rename(name: str) -> str:
         for old, new in names.items():

@@ -1,4 +1,5 @@
-"""The shape of a model: sizes, layer variants, and numbers of parameters and FLOPs. Does not import torch.
+"""The shape of a model (`ModelShape`): sizes, layer variants, and numbers of parameters and FLOPs. Does not import
+torch.
 
 `penstock.engines.families.read_shape` returns the shape of a Hugging Face directory.
 """
@@ -24,7 +25,7 @@ class Llama3Scaling(_Component):
 
 
 class YarnScaling(_Component):
-    """YaRN (Peng et al. 2023), with DeepSeek's mscale."""
+    """RoPE scaling by YaRN (Peng et al. 2023), with DeepSeek's mscale."""
 
     factor: float
     original_max_positions: int
@@ -35,7 +36,7 @@ class YarnScaling(_Component):
 
 
 class Rotary(_Component):
-    """Rotary position embedding (Su et al. 2021)."""
+    """Settings of rotary position embedding (RoPE, Su et al. 2021)."""
 
     base: float  # Hugging Face's rope_theta
     fraction: float = 1.0  # fraction of each head's dimensions that are rotated, starting with the first
@@ -44,8 +45,8 @@ class Rotary(_Component):
 
 
 class LatentAttention(_Component):
-    """Multi-head latent attention (DeepSeek-V2). Each query and key head has `qk_nope_head_dim + qk_rope_head_dim`
-    dimensions."""
+    """Sizes of multi-head latent attention (MLA, DeepSeek-V2). Each query and key head has `qk_nope_head_dim +
+    qk_rope_head_dim` dimensions."""
 
     q_lora_rank: int | None  # None: no low-rank projection of queries
     kv_lora_rank: int
@@ -55,19 +56,19 @@ class LatentAttention(_Component):
 
 
 class Experts(_Component):
-    """A mixture of experts in place of the dense MLP."""
+    """Settings of a mixture of experts, which replaces the dense MLP."""
 
     num_experts: int
     top_k: int
     ffn_hidden_size: int  # of one routed expert
-    shared_ffn_hidden_size: int = 0  # sum over all shared experts
-    num_dense_layers: int = 0  # number of first layers, with a dense MLP of ModelShape.ffn_hidden_size
+    shared_ffn_hidden_size: int = 0  # sum over all shared experts of a layer
+    num_dense_layers: int = 0  # the first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
     num_groups: int = 1  # top-k selects from the best `top_groups` of these groups only
     top_groups: int = 1
-    scaling: float = 1.0  # factor of the routed experts' summed output
+    scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 
 
 class ModelShape(BaseModel):
@@ -90,7 +91,7 @@ class ModelShape(BaseModel):
     max_position_embeddings: int
     rotary: Rotary
     norm_epsilon: float
-    qk_layernorm: bool  # RMSNorm of each query and key head; True for latent attention, which normalizes its latents
+    qk_layernorm: bool  # RMSNorm of each query and key head; True for MLA, which normalizes its low-rank vectors
     qkv_bias: bool
     tied_embeddings: bool
     sandwich_norms: bool = False  # also normalize the outputs of attention and MLP, before the residual add (GLM-4)
@@ -100,17 +101,19 @@ class ModelShape(BaseModel):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters. Tied embeddings count once; multi-token prediction layers and frozen router corrections
-        are not counted."""
+        """Return the number of parameters of the model. Tied embeddings count once; multi-token prediction layers and
+        frozen score corrections of routers are not counted."""
         return self._num_parameters(self.experts.num_experts if self.experts else 0)
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters that are used for one token: all except the routed experts that are not in the top-k."""
+        """Return the number of parameters used for one token: all except the routed experts that are not in the
+        top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
     def train_flops(self, tokens: int, squared_lengths: int) -> float:
-        """Return the FLOPs of one forward and backward pass (Narayanan et al. 2021, without recomputation).
+        """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
+        recomputation).
 
         Args:
             tokens: number of tokens.
@@ -122,6 +125,7 @@ class ModelShape(BaseModel):
         return 6.0 * self._matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
 
     def _num_parameters(self, num_experts: int) -> int:
+        """Return the number of parameters, counting `num_experts` routed experts per layer."""
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self._matrix_weights(num_experts) + embedding + self.num_layers * self._vector_weights + self.hidden_size
 
@@ -139,6 +143,7 @@ class ModelShape(BaseModel):
 
     @property
     def _attention_weights(self) -> int:
+        """Return the number of weights in the attention projections of one layer."""
         hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
         if self.latent is None:
             return hidden * (2 * queries + 2 * self.num_query_groups * self.head_dim)
@@ -151,7 +156,7 @@ class ModelShape(BaseModel):
 
     @property
     def _vector_weights(self) -> int:
-        """Number of weights in the norms and biases of one layer."""
+        """Return the number of weights in the norms and biases of one layer."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         if self.latent is not None:
             return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank

@@ -1,6 +1,6 @@
 """Check that a model can be sharded with the requested parallel sizes, before any rank starts.
 
-Does not import torch, because preflight uses this module.
+Does not import torch, so that preflight checks are fast.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
 def check_pipeline(
     shape: ModelShape, pipeline: int = 1, virtual: int | None = None, megatron_options: dict[str, Any] | None = None
 ) -> None:
-    """Check that the layers can be split over the pipeline stages.
+    """Check that the model's layers can be split over the pipeline stages.
 
     Args:
         shape: shape of the model.
@@ -124,10 +124,10 @@ def split_layers(num_layers: int, pipeline: int, first: int | None = None, last:
 
 
 def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
-    """Return a hint with flags that split the layers, for an error message.
+    """Return a hint for an error message: flags with which the layers can be split over the pipeline stages.
 
-    The first possible choice is used: another size of the last stage, which also has the head; other sizes of the first
-    and the last stage; another number of stages.
+    In this order: another size of the last stage, which also has the LM head; other sizes of the first and the last
+    stage; another number of stages.
     """
     if pipeline > 1 and num_layers % virtual == 0:
         sizes = range(virtual, num_layers + 1, virtual)

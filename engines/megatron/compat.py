@@ -47,7 +47,7 @@ def import_megatron() -> None:
 
         loader = CpuLoader
     sys.meta_path.insert(0, _MegatronFinder(loader))
-    # Known warnings: TransformerEngine and apex are missing; two collectives and ShardedTensor of torch are deprecated.
+    # Hide known warnings: TransformerEngine and apex are missing; some torch functions are deprecated.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r".*deprecating ShardedTensor", category=FutureWarning)
@@ -55,7 +55,7 @@ def import_megatron() -> None:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds modules of `megatron.core` on the import path and replaces their loader by `loader`."""
+    """Finds modules of `megatron.core` on the import path and makes Python load them with `loader`."""
 
     def __init__(self, loader: Callable[[str, str], importlib.abc.Loader]) -> None:
         self.loader = loader

@@ -1,4 +1,5 @@
-"""Run Megatron-core 0.16.1 without CUDA: an import loader rewrites CUDA literals in the syntax tree of its modules.
+"""Run Megatron-core 0.16.1 without CUDA: an import loader rewrites references to CUDA in the syntax tree of its
+modules.
 
     torch.cuda               -> a small substitute namespace
     "cuda"                   -> "cpu" (whole string constants only)
@@ -7,7 +8,7 @@
     pin_memory=True          -> pin_memory=False
 
 Only modules of `megatron.core` are rewritten. Patching attributes at run time would not cover literals, type names in
-strings and default arguments. With the rewritten code, gradients of training over gloo agree with Hugging Face's to
+strings, and default arguments. With the rewritten code, gradients of training over gloo agree with Hugging Face's to
 3e-6 under every kind of parallelism. Importing this module on a machine with CUDA raises a RuntimeError.
 """
 
@@ -134,6 +135,8 @@ class _Stream:
 
 
 class _Event:
+    """Substitute for `torch.cuda.Event`: CPU operations run in order, so waiting is a no-op."""
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
@@ -146,6 +149,8 @@ class _Event:
 
 
 class _Nvtx:
+    """Substitute for `torch.cuda.nvtx` without profiler markers."""
+
     @staticmethod
     @contextlib.contextmanager
     def range(*_: Any, **__: Any) -> Iterator[None]:
@@ -155,17 +160,21 @@ class _Nvtx:
 
 
 class _Random:
+    """Substitute for `torch.cuda.random`, with the CPU's random number generator."""
+
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
 
 
 class _Amp:
+    """Substitute for `torch.cuda.amp`."""
+
     custom_fwd = staticmethod(torch.amp.custom_fwd)
     custom_bwd = staticmethod(torch.amp.custom_bwd)
 
 
 class _Cuda:
-    """Substitute for `torch.cuda` in `megatron.core`. Other attributes are those of the real `torch.cuda`."""
+    """Substitute for `torch.cuda` in `megatron.core`. Attributes not defined here are those of `torch.cuda`."""
 
     FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     OutOfMemoryError = torch.cuda.OutOfMemoryError

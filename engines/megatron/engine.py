@@ -1,17 +1,17 @@
 """One rank of a Megatron-core trainer: the model, its gradients, the optimizer and the learning-rate scheduler.
 
-The engine does not depend on samples, losses or rollouts: `stages/train/step.py` passes packed micro-batches and a loss
-function of hidden states. The micro-batches have no padding; `packing.py` adds the padding that tensor and context
-parallelism need, and the engine removes it before the loss.
+`MegatronEngine` does not depend on samples, losses or rollouts: `stages/train/step.py` passes packed micro-batches and
+a loss function of hidden states. Micro-batches ("packs") have no padding; `packing.py` adds the padding that tensor and
+context parallelism need, and the engine removes it before the loss.
 
 Contract of the loss function:
 
     loss_fn(hidden, head, packed) -> (loss, outputs)
 
     hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
-              a rank has only some of the tokens: `rows_of(packed)` returns their indices in the pack.
+              a rank has only some of the tokens: `loss_token_indices(packed)` returns their indices in the pack.
     head      maps rows of hidden states to logits, or to values if the engine's role is "value".
-    packed    the micro-batch that the caller passed.
+    packed    the packed micro-batch that the caller passed.
     loss      scalar tensor, or None in a forward-only pass.
     outputs   dictionary of detached values, which `forward_backward` returns.
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
-from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_rows
+from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
@@ -144,7 +144,7 @@ class MegatronEngine:
 
     @property
     def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of this rank's GPU, None if unknown (see `peak_flops.py`)."""
+        """Return the peak FLOP/s of this rank's GPU, or None if unknown (see `peak_flops.py`)."""
         return peak_flops(self.dtype)
 
     @property
@@ -152,12 +152,12 @@ class MegatronEngine:
         """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def rows_of(self, packed: PackedTokens) -> Tensor | None:
-        """Return the indices in the pack of the tokens whose hidden states are passed to this rank's `loss_fn`, [r].
+    def loss_token_indices(self, packed: PackedTokens) -> Tensor | None:
+        """Return the indices, in the micro-batch, of the tokens whose hidden states this rank's loss function gets. [r]
 
         None means all tokens, in order. Not collective.
         """
-        return self._stream(packed).pack_index if self.layout.context > 1 else None
+        return self._pack_stream(packed).pack_index if self.layout.context > 1 else None
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class MegatronEngine:
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        """Run forward and backward passes of the micro-batches, then all-reduce the gradients.
+        """Run forward and backward passes of micro-batches, then all-reduce the gradients.
 
         Args:
             microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
@@ -212,14 +212,14 @@ class MegatronEngine:
         self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Any], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
-        stream = self._stream(packed)
+        stream = self._pack_stream(packed)
         if routing is not None:
             if packed.routing is None:
                 packed.routing = RoutingRecord(len(packed.token_ids))
             stream.routing = StreamRouting(packed.routing, self._router_rows(stream), recording=routing == "record")
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._param_gather.wait_for(chunk.module.output_layer)  # `head` reads its weight without calling it
+            self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if stream.real_rows is not None:
@@ -231,30 +231,32 @@ class MegatronEngine:
 
         return hidden, compute_loss
 
-    def _stream(self, packed: PackedTokens) -> PackedStream:
+    def _pack_stream(self, packed: PackedTokens) -> PackedStream:
+        """Return the tokens of a micro-batch that this rank processes, padded and split."""
         rank, size = self.context_parallel
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention needs half precision
         return pack_stream(packed, self.device, tensor, size, rank, bucketed)
 
     def _router_rows(self, stream: PackedStream) -> Tensor | None:
-        """Return the index in the pack of each row that this rank's routers process; None: the whole pack, in order."""
+        """Return the index in the micro-batch of each token that this rank's MoE routers process, -1 for padding; None:
+        all tokens, in order."""
         if stream.real_rows is None or stream.pack_index is None:
             return None
         ranks = self.layout.tensor if self.config.sequence_parallel else 1
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return router_rows(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
+        return router_token_indices(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
 
-    def step(self, increment: int = 1) -> tuple[bool, float]:
-        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `increment` steps.
+    def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
+        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.
 
         Returns:
             whether the weights were updated, and the gradient norm before clipping.
         """
         updated, grad_norm, _ = self.optimizer.step()
-        self._param_gather.start()
+        self._param_gather.start_all()
         if updated:
-            self.scheduler.step(increment)
+            self.scheduler.step(num_scheduler_steps)
         return bool(updated), float(grad_norm)
 
     @property
@@ -269,23 +271,22 @@ class MegatronEngine:
         return weights.named_weights(self._synced_chunks())
 
     def digest(self) -> dict[str, str]:
-        """Return a hash of each of this rank's weight shards, by name (see `weights.digest`). Not collective."""
-        return weights.digest(self._synced_chunks())
+        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
+        return weights.hash_weights(self._synced_chunks())
 
     def state_digest(self) -> dict[str, str]:
-        """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
-        collective."""
+        """Return hashes of this rank's optimizer, scheduler and RNG states (see `RankState.digest`). Not collective."""
         return self._state.digest()
 
     def snapshot(self) -> weights.Snapshot:
-        """Return a copy of this rank's weight shards in host memory. Not collective."""
-        return weights.snapshot(self._synced_chunks())
+        """Copy this rank's weight shards to host memory, for `using_weights`. Not collective."""
+        return weights.copy_weights(self._synced_chunks())
 
     @contextmanager
-    def using(self, snapshot: weights.Snapshot) -> Iterator[None]:
-        """Swap the model's weights with the snapshot's during the block, in which only forward passes are allowed.
+    def using_weights(self, snapshot: weights.Snapshot) -> Iterator[None]:
+        """Make the model use a snapshot's weights inside the block, where only forward passes are allowed.
 
-        Inside the block the snapshot holds the model's weights.
+        The values are swapped: inside the block the snapshot holds the model's own weights.
         """
         weights.swap_weights(self._synced_chunks(), snapshot)
         try:
@@ -300,31 +301,33 @@ class MegatronEngine:
             directory: one for all ranks, or one per rank (see `RankState.save`).
             step_state: JSON values of the caller, which `load` returns.
         """
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         self._state.save(directory, step_state)
 
     def save_weights(self, directory: str | Path) -> None:
-        """Save only the weights, for `load_weights`. Inside `using`, the snapshot's weights are saved."""
-        self._param_gather.wait()
+        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved."""
+        self._param_gather.wait_for_all()
         self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
         bit-identical to uninterrupted training."""
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load only the weights of a converted or training checkpoint; reset optimizer and learning-rate scheduler.
+        """Load only the weights of a converted model or training checkpoint; reset optimizer and learning-rate
+        scheduler.
 
-        A value model loads its value head only from the checkpoint of a value model; from a policy's checkpoint it
-        loads the trunk and initializes the head with the seed.
+        A value model (critic) gets its value head from the checkpoint of a value model. From a policy's checkpoint it
+        gets all weights except the LM head, and initializes the value head from the seed.
         """
-        self._param_gather.wait()
+        self._param_gather.wait_for_all()
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:
-        self._param_gather.wait()
+        """Wait for parameter all-gathers, and return the pipeline chunks with current weights."""
+        self._param_gather.wait_for_all()
         return self.chunks
 
     def fingerprint(self) -> dict[str, Any]:
@@ -344,7 +347,7 @@ class MegatronEngine:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels in this process, and raise an error where there is none."""
+    """Make torch use deterministic kernels in this process, and raise an error for operations that have none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling new tensors only helps debugging, and costs a pass over every new tensor.

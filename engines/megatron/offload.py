@@ -1,11 +1,11 @@
-"""Offload AdamW's moments to host memory: two thirds of the optimizer's bytes are off the GPU outside of `step`.
+"""Offload AdamW's moments, two thirds of the optimizer's bytes, to host memory between optimizer steps.
 
-A step copies the moments of a few parameters at a time to the device and updates them there, so the results are
-bit-identical to those of the ordinary optimizer.
+A step copies the moments of a few parameters at a time to the GPU and updates them there, so the results are
+bit-identical to those without offloading.
 
-Megatron-core's HybridDeviceOptimizer, which updates on the CPU, is not used because of two defects in 0.16.1. It does
-not refresh its fp32 copies of fp32 parameters when weights are loaded (`update_fp32_param_by_new_param` handles only
-bf16 parameters), so the first step after `load_weights` restores the old weights. Without TransformerEngine the
+Megatron-core's HybridDeviceOptimizer, which computes updates on the CPU, is not used because of two defects in 0.16.1.
+It does not refresh its fp32 copies of fp32 parameters when weights are loaded (`update_fp32_param_by_new_param` handles
+only bf16 parameters), so the first step after `load_weights` restores the old weights. Without TransformerEngine the
 optimizers for GPU and CPU have the same class, and loading a checkpoint leaves the GPU optimizer's state on the CPU.
 """
 
@@ -43,12 +43,12 @@ class MomentOffload:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Run one optimizer step, chunk by chunk: the moments of a chunk are copied back to host memory before the next
-        chunk is updated."""
+        """Run one optimizer step, a chunk of parameters at a time: the chunk's moments are copied to the device,
+        updated, and copied back to host memory."""
         groups = self.inner.param_groups
         try:
             for group in groups:
-                for chunk in _chunks(group["params"]):
+                for chunk in _split_params(group["params"]):
                     self.inner.param_groups = [group | {"params": chunk}]
                     with self._on_device([param for param in chunk if param in self.offloaded]):
                         self._step()
@@ -59,7 +59,7 @@ class MomentOffload:
 
     @contextmanager
     def _on_device(self, params: list[Tensor]) -> Iterator[None]:
-        """Copy the moments of these parameters to the device for the block, and back to host memory afterwards.
+        """Copy the moments of these parameters to the device before the block, and back to host memory after it.
 
         All copies are on the current stream, which keeps them in order with the update.
         """
@@ -88,7 +88,7 @@ def offload_moments(inner: torch.optim.Optimizer, param: Tensor) -> None:
             inner.state[param][name] = host.copy_(moment)
 
 
-def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
+def _split_params(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter is a chunk of its own."""
     chunk: list[Tensor] = []
     for param in params:

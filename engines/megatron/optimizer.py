@@ -7,10 +7,11 @@ installed):
 - After a load all parameters share one `step` tensor, which AdamW increments once per parameter, so that training
   silently diverges after a resume. Workaround: copy the tensor for each parameter (`load_state`).
 - A checkpoint with several gradient buckets (tied embeddings over pipeline stages, or overlapped reduction) is saved
-  without the padding between buckets, but parameters are looked up at offsets that include the padding. The moments are
-  then shifted, with nothing but a log line. Workaround: save the padding, too (`numel_unpadded`).
+  without the padding between buckets, but parameters are looked up at offsets that include the padding. Adam's
+  moments are then loaded into the wrong parameters, with only a log line. Workaround: save the padding, too
+  (`numel_unpadded`).
 - A pipeline stage with only dense layers has an expert optimizer without parameters, whose step count Megatron cannot
-  determine, so that saving fails. Workaround: build its state here (`_empty_state`).
+  determine, so that saving fails. Workaround: build this optimizer's state here (`_empty_state`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def wrap_chunks(
         check_for_nan_in_grad=True,  # a NaN gradient raises an error before any weight is updated
         overlap_grad_reduce=False,
     )
-    # `param_gather.py` starts the parameter all-gathers instead of the optimizer step
+    # `param_gather.py`, not Megatron's optimizer step, starts the parameter all-gathers
     fixed = dict(use_distributed_optimizer=True, overlap_param_gather_with_optimizer_step=False)
     ddp = DistributedDataParallelConfig(**merge_overrides(DistributedDataParallelConfig, defaults, overrides, fixed))
     return [
@@ -65,7 +66,7 @@ def build_optimizer(
     options: dict[str, Any],
     overrides: dict[str, Any],
 ) -> MegatronOptimizer:
-    """Return Megatron's distributed optimizer with AdamW; moments and step counts are zero.
+    """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts.
 
     Args:
         wrapped: wrapped pipeline chunks of the model.
@@ -104,10 +105,10 @@ def build_optimizer(
 
 
 def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Remove the offload options, which would enable Megatron's own offloading.
+    """Separate the user's options for optimizer offloading, which would enable Megatron's own, from the other options.
 
     Returns:
-        the other options, and the fraction of the moments to offload with `offload.py`.
+        the other options, and the fraction of Adam's moments to offload with `offload.py`.
     """
     if overrides.get("use_precision_aware_optimizer"):
         raise OptionError(
@@ -129,7 +130,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optim
 
 
 def reset_state(optimizer: MegatronOptimizer) -> None:
-    """Set moments and step counts of all parameters to zero."""
+    """Set Adam's moments and step counts of all parameters to zero."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             for param in group["params"]:
@@ -144,8 +145,8 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
 def _unsharded_state(optimizer: Any, model_state: dict[str, Any], *_: Any, **__: Any) -> dict[int, dict[str, Any]]:
     """Return the sharded state dict of an optimizer on a single data-parallel rank, without copying tensors.
 
-    It replaces Megatron's own method, which gathers over data-parallel ranks and makes several copies in host memory
-    (25 s for 0.6B parameters).
+    This function replaces Megatron's own method, which gathers over data-parallel ranks and makes several copies in
+    host memory (25 s for 0.6B parameters).
     """
     shardings = {
         sharding.data: sharding for sharding in nested_values(extract_sharded_tensors_and_factories(model_state)[0])
@@ -164,7 +165,8 @@ def _unsharded_state(optimizer: Any, model_state: dict[str, Any], *_: Any, **__:
 
 def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
     """Return the state dict of `empty`, an inner optimizer without parameters: its param_groups with the step count of
-    the other inner optimizers. Ranks of other pipeline stages load it."""
+    the other inner optimizers. On other pipeline stages this optimizer has
+    parameters, and a load needs the step count."""
     inner = empty.optimizer.state_dict()
     steps = {state["step"].item() for other in inner_optimizers(optimizer) for state in other.state.values()}
     assert len(steps) == 1, f"all parameters must have the same step count, but found {steps}"
@@ -173,7 +175,7 @@ def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
 
 
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load the moments and step counts of a checkpoint's optimizer state; keep the hyperparameters of this run."""
+    """Load moments and step counts from a checkpoint's optimizer state; keep the hyperparameters of this run."""
     own = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in _param_groups(optimizer)]
     optimizer.load_state_dict(state)
     for group, hyperparameters in zip(_param_groups(optimizer), own, strict=True):
@@ -193,7 +195,7 @@ def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> Op
     """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay.
 
     Raises:
-        OptionError: a decay style is used, but lr_decay_iters is not set or not greater than lr_warmup_iters.
+        OptionError: a decay style is used, but lr_decay_iters is missing or not greater than lr_warmup_iters.
     """
     style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
     if style == "constant":

@@ -1,7 +1,7 @@
-"""Convert a packed micro-batch to the tokens that one rank processes (`PackedStream`): pad it for the parallel layout,
-split it in zig-zag order over context-parallel ranks, and compute the indices that attention needs.
+"""Convert a packed micro-batch to the tokens that one rank processes (`PackedStream`): pad the micro-batch for the
+parallel sizes, split it in zig-zag order over context-parallel ranks, and compute the indices that attention needs.
 
-The stream is built once per micro-batch and used by every layer. Callers pack without padding; the padding that tensor
+A stream is built once per micro-batch and used by every layer. Callers pack without padding; the padding that tensor
 and context parallelism need is added here, and the engine removes it from the results. `stages/train/batching.py`
 decides which samples are packed together.
 """
@@ -35,7 +35,7 @@ class PackedStream:
     """The tokens of a micro-batch that this rank processes: t tokens (rows) in S sequences, padding included.
 
     Megatron's layers pass the stream to `CoreAttention` and `MLASelfAttention` as `packed_seq_params`. Under context
-    parallelism each piece of a sequence counts as a sequence of its own, with k keys in total.
+    parallelism each of this rank's pieces of a sequence counts as a sequence. k: number of keys of all sequences.
     """
 
     token_ids: Tensor  # [t]
@@ -46,18 +46,18 @@ class PackedStream:
     max_seqlen_kv: int
     cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
     key_rows: Tensor | None = None  # [k] indices into the keys gathered over context-parallel ranks; None: no gather
-    buckets: list[Bucket] | None = None  # for attention without a variable-length kernel
+    buckets: list[Bucket] | None = None  # sequences grouped by length, for attention without a varlen kernel
     real_rows: Tensor | None = None  # [r] indices of this rank's rows that are not padding; None: all rows
-    pack_index: Tensor | None = None  # [r] index of each of these rows in the caller's pack; None: the same index
+    pack_index: Tensor | None = None  # [r] index of each of these rows in the unpadded micro-batch; None: the same
     routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
     qkv_format: str = "thd"  # Megatron's name for packed sequences
 
 
 @dataclass
 class Bucket:
-    """B sequences of similar length that attention pads to one batch.
+    """B sequences of similar length, which attention pads to one batch.
 
-    For every token it has the index in the stream (row) and the index in the flattened padded batch (place).
+    Every token has an index in the stream (row) and an index in the flattened padded batch (place).
     """
 
     shape: tuple[int, int, int]  # (B, Q, K): number of sequences, maximum number of queries and of keys
@@ -83,10 +83,10 @@ def pack_stream(
     context_rank: int = 0,
     bucketed: bool = True,
 ) -> PackedStream:
-    """Return the stream of this rank for a pack.
+    """Return the tokens of a packed micro-batch that this rank processes, padded and split.
 
     Args:
-        packed: the whole pack, the same on every tensor- and context-parallel rank.
+        packed: the whole micro-batch, the same on every tensor- and context-parallel rank.
         device: device of the stream's tensors.
         tensor: sequence-parallel size (1 without sequence parallelism); the stream is padded to a multiple of it.
         context: context-parallel size.
@@ -112,7 +112,7 @@ def pack_stream(
 
 
 def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, context: int, rank: int) -> PackedStream:
-    """Return the stream of one context-parallel rank.
+    """Return the tokens of a packed micro-batch that one context-parallel rank processes (see `pack_stream`).
 
     Every sequence is padded and split into 2 * `context` equal pieces; the rank gets pieces `rank` and
     2 * `context` - 1 - `rank`, which balances the work under a causal mask. For attention each piece is a sequence of
@@ -129,7 +129,7 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     pack_indices, positions, key_rows = [], [], []
     query_lengths: list[int] = []
     key_lengths: list[int] = []
-    offset = 0  # index of the sequence's first token in the padded stream of all ranks
+    offset = 0  # index of the sequence's first token in the padded micro-batch
     gathered_rows = _gathered_rows(lengths, context)
     for index, length in enumerate(lengths):
         size = length // pieces
@@ -146,8 +146,8 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     real_rows = (pack_index >= 0).nonzero()[:, 0]
     token_ids = torch.where(pack_index >= 0, packed.token_ids.cpu()[pack_index.clamp_min(0)], 0)
     return PackedStream(
-        cu_seqlens_q=_cumulative(query_lengths).to(device),
-        cu_seqlens_kv=_cumulative(key_lengths).to(device),
+        cu_seqlens_q=_cumulative_lengths(query_lengths).to(device),
+        cu_seqlens_kv=_cumulative_lengths(key_lengths).to(device),
         max_seqlen_q=max(query_lengths),
         max_seqlen_kv=max(key_lengths),
         token_ids=token_ids.to(device),
@@ -158,13 +158,14 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     )
 
 
-def _cumulative(lengths: list[int]) -> Tensor:
+def _cumulative_lengths(lengths: list[int]) -> Tensor:
+    """Return the cumulative lengths, starting with 0. [number of lengths + 1] int32"""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _gathered_rows(lengths: list[int], context: int) -> Tensor:
-    """Return for each token of the padded stream its index in the concatenation of the context-parallel ranks' tokens.
-    [sum of lengths]"""
+    """Return, for each token of the padded micro-batch, its index after a gather of the tokens of all context-parallel
+    ranks. [sum of lengths]"""
     if context == 1:
         return torch.arange(sum(lengths))
     shares: list[list[Tensor]] = [[] for _ in range(context)]
@@ -178,10 +179,9 @@ def _gathered_rows(lengths: list[int], context: int) -> Tensor:
 
 
 def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
-    """Group the sequences of a stream by length (see `bucket_length`), so that little padding is needed per group.
+    """Group the sequences of a stream by length (see `bucket_length`), so that padding each group to a batch is cheap.
 
-    For example, 256 sequences of about 10 tokens become one bucket, and need one attention call per layer instead of
-    256.
+    For example, 256 sequences of about 10 tokens become one bucket: one attention call per layer instead of 256.
 
     Args:
         query_starts: [S + 1] cumulative number of queries.
@@ -216,7 +216,7 @@ def bucket_length(length: int) -> int:
 
 
 def _rows_and_places(bounds: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the index of every token in the stream, and its index in the flattened batch [B * longest].
+    """Return the index of every token in the stream, and in the flattened padded batch [B * longest].
 
     Args:
         bounds: [B, 2] start and end of each sequence in the stream.

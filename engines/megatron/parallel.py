@@ -22,7 +22,7 @@ DEFAULT_SEED = 1234
 
 
 class ParallelLayout(BaseModel):
-    """Parallel sizes. The data-parallel size follows from the world size (`data_parallel`)."""
+    """Parallel sizes of a model (tensor, pipeline, ...). The data-parallel size follows from the world size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,12 +30,12 @@ class ParallelLayout(BaseModel):
     pipeline: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
-    expert_tensor: int | None = None
-    virtual_pipeline: int | None = None
+    expert_tensor: int | None = None  # tensor-parallel size of the experts; None: `tensor`
+    virtual_pipeline: int | None = None  # pipeline chunks per rank (interleaved schedule); None: one
     sequence_parallel: bool = False
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the data-parallel size for a world size.
+        """Return the data-parallel size that results from a world size.
 
         Raises:
             LayoutError: the world size is not a multiple of tensor x pipeline x context, or of expert_tensor x expert x
@@ -79,7 +79,7 @@ def init_parallel(
             pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
             listen on all interfaces.
         layout: parallel sizes; None means that all are 1.
-        threads: CPU threads of this process; the results of fp32 sums on a CPU depend on this number.
+        threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.
 
@@ -93,7 +93,7 @@ def init_parallel(
     layout.data_parallel(world_size)
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only one device, as number 0
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only one GPU, as device 0
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "gloo" and (layout.expert_tensor or 0) > layout.tensor:
         raise LayoutError(
@@ -105,7 +105,7 @@ def init_parallel(
         store = dist.PrefixStore("default_pg", serve_store(rendezvous, world_size, timeout))  # as in torch's own
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        if urlsplit(rendezvous).scheme == "file":  # all ranks are on this machine, so loopback suffices for gloo
+        if urlsplit(rendezvous).scheme == "file":  # all ranks are on this machine, so gloo can use loopback
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -1,4 +1,4 @@
-"""Patches for megatron-core 0.16.1, which in some places fails if TransformerEngine is not installed."""
+"""Patches for megatron-core 0.16.1, parts of which fail if TransformerEngine is not installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def patch_without_transformer_engine(module: ModuleType) -> None:
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
     elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
-        names["HAVE_TE"] = False  # Megatron sets True, because it takes its import placeholders for TransformerEngine
+        names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
     elif module.__name__ == "megatron.core.tensor_parallel.random":
         # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

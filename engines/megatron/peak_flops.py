@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Dense bf16 FLOP/s from the vendors' data sheets. The first key that is a substring of the device's name is used.
+# Dense bf16 FLOP/s per GPU from the vendors' data sheets. The first key that is a substring of the GPU's name is used.
 BF16_PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,

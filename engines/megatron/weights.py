@@ -1,5 +1,5 @@
-"""Access to a sharded model's weights: full tensors under global names (for publishing), hashes (to compare a replay
-with the recorded policy), and copies in host memory (for a frozen reference model that shares the actor's modules).
+"""Access the weights of a sharded model: full tensors under global names (for publishing), hashes (to compare a replay
+with the recorded policy), and copies in host memory (for a reference model that shares the actor's modules).
 
 "Weights" are the parameters and the routers' frozen correction biases. `engines/families` maps their names and shapes
 to Hugging Face's.
@@ -27,7 +27,8 @@ Snapshot = list[Tensor]
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Description of a full (unsharded) tensor, which the pipeline ranks exchange before they broadcast the tensor."""
+    """Names, shape and owner of a full (unsharded) tensor; pipeline ranks exchange these before broadcasting the
+    data."""
 
     names: tuple[str, ...]  # global names: one, or for an expert's tensor one per expert-parallel rank
     shape: tuple[int, ...]  # shape of the full tensor, vocabulary padding included
@@ -36,7 +37,7 @@ class GlobalTensor:
 
     @classmethod
     def of_shard(cls, chunk: PolicyModel, name: str, shard: Tensor, stage: int) -> GlobalTensor:
-        """Return the description of the full tensor to which a local shard belongs.
+        """Return names, shape and owner of the full tensor to which a local shard belongs.
 
         Args:
             chunk: pipeline chunk that has the shard.
@@ -53,9 +54,9 @@ class GlobalTensor:
 
 
 def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, shard) of this rank's weights in a chunk.
+    """Yield (global name, shard) of this rank's weights in a pipeline chunk.
 
-    Global names number layers and experts over the whole model. A tied LM head is left out, because it is a copy of the
+    Global names number layers and experts over the whole model. A tied LM head is omitted: it is a copy of the
     embedding.
     """
     for name, tensor in _local_tensors(chunk):
@@ -106,7 +107,7 @@ def sharded_axis(tensor: Tensor) -> int | None:
 
 
 def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, shard) of this rank's weights in a chunk, without a tied LM head."""
+    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head."""
     for name, param in chunk.named_parameters():
         if name != "output_layer.weight" or not chunk.share_embeddings_and_output_weights:
             yield name, param
@@ -128,14 +129,14 @@ def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
 
 
 def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
-    """Gather the full tensors for a local shard.
+    """Return the full tensors of which this rank has a shard: all-gather over tensor- and expert-parallel ranks.
 
     Args:
         names: global names of the tensors (`GlobalTensor.names`).
         tensor: this rank's shard.
 
     Returns:
-        one full tensor per name: for an expert's weight the experts of all expert-parallel ranks.
+        one full tensor per name: for an expert's weight, the experts at its position on all expert-parallel ranks.
     """
     full, axis, group = tensor.detach(), sharded_axis(tensor), tensor_group(names[0])
     if group.size() > 1 and axis is not None:
@@ -152,7 +153,7 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     return experts
 
 
-def digest(chunks: list[PolicyModel]) -> dict[str, str]:
+def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     """Return the xxh3-64 hash of every weight shard of this rank.
 
     Keys are global names, for sharded weights with "@<tensor-parallel rank>/<size>". Different hashes prove different
@@ -167,8 +168,8 @@ def digest(chunks: list[PolicyModel]) -> dict[str, str]:
     return hashes
 
 
-def snapshot(chunks: list[PolicyModel]) -> Snapshot:
-    """Return a copy of this rank's weight shards in host memory, pinned if there is a GPU."""
+def copy_weights(chunks: list[PolicyModel]) -> Snapshot:
+    """Copy this rank's weight shards to host memory (pinned on a machine with a GPU), and return the copies."""
     pinned, tensors = torch.cuda.is_available(), _snapshot_tensors(chunks)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors]
     for copy, tensor in zip(copies, tensors):
@@ -178,7 +179,8 @@ def snapshot(chunks: list[PolicyModel]) -> Snapshot:
 
 @torch.no_grad()
 def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
-    """Exchange the values of this rank's weights and of a snapshot, in place. A second call restores both."""
+    """Exchange the values of this rank's weights and of a snapshot, in place. A second call with the same
+    snapshot restores both."""
     for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
         tensor.copy_(other_tensor)
@@ -186,5 +188,6 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
 
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
+    """Return this rank's weights (parameters and correction biases), in the order of a snapshot."""
     biases = [[buffer for _, buffer in _correction_biases(chunk)] for chunk in chunks]
     return [tensor for chunk, own in zip(chunks, biases) for tensor in (*chunk.parameters(), *own)]

@@ -1,4 +1,4 @@
-"""Validate and normalize addresses of external engines."""
+"""Validate and normalize the addresses of external engines (`--rollout-external-engine-addrs`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.storage.errors import EngineError
 from penstock.storage.secrets import has_credentials
 
 
-def url_of(address: str) -> str:
+def engine_url(address: str) -> str:
     """Return the URL (scheme://host:port) of an engine given as host:port or as a URL.
 
     Raises:
@@ -32,5 +32,5 @@ def url_of(address: str) -> str:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Return whether an address is a loopback address."""
-    return urlsplit(url_of(address)).hostname in ("127.0.0.1", "localhost", "::1")
+    """Return whether an engine's address is a loopback address."""
+    return urlsplit(engine_url(address)).hostname in ("127.0.0.1", "localhost", "::1")

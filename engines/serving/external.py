@@ -1,7 +1,7 @@
-"""An external engine, started outside of Penstock: it is checked and waited for, but never started or stopped.
+"""An external inference engine: started outside of Penstock, which only waits for it and checks it.
 
-The supervisor sends weights to an external engine and checks its health as for any other engine. If the engine dies, it
-must be restarted from outside.
+The supervisor sends weights to an external engine and checks its health like any other engine's. If it dies, the user
+must restart it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 from penstock.engines.backends import EngineBackend
 from penstock.engines.serving import keys
-from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.replica import POLL_SECONDS, Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.routes import ProcessPlace
 
 
 class ExternalReplica(Replica):
-    """A `Replica` for an external engine.
+    """A `Replica` for an engine that Penstock does not start or stop.
 
     Args:
         address: host:port of the engine.
@@ -35,17 +35,17 @@ class ExternalReplica(Replica):
         self.index = index
         self.backend = backend
         self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
-        self.known_url = self._url = url_of(address)
+        self.known_url = self._url = engine_url(address)
         if key := spec.args.get("api_key"):
-            keys.use_key(self._url, key)
+            keys.set_api_key(self._url, key)
         self._checked = False
-        self.begin()
+        self.launch_server()
 
-    def begin(self) -> None:
-        """Restart the deadline until which `url` waits for the engine."""
+    def launch_server(self) -> None:
+        """Reset the deadline until which `wait_for_url` waits; the user must start the engine."""
         self._deadline = time.monotonic() + self.spec.start_timeout
 
-    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         """Wait until the engine generates tokens, check its model, and return its address.
 
         Raises:
@@ -79,7 +79,7 @@ class ExternalReplica(Replica):
         return True
 
     def _address(self) -> str:
-        return self._url  # without waiting, unlike `url`
+        return self._url  # unlike `wait_for_url`, does not wait for the engine
 
     def place(self) -> ProcessPlace:
         """Return an unknown place."""
@@ -94,12 +94,12 @@ class ExternalReplica(Replica):
         return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
 
     def exit_report(self) -> str:
-        """Return that the engine does not generate; nothing more is known."""
+        """Return a message that the engine does not generate tokens; its exit code and log are unknown."""
         return f"the external engine at {self.address} does not generate tokens"
 
     def kill(self) -> None:
-        """Make the next `url` call check the engine again; its process is not killed."""
+        """Make the next `wait_for_url` call check the engine again; its process is not killed."""
         self._checked = False
 
     def release(self) -> None:
-        """Do nothing: the engine continues to run and keeps the weights sent last."""
+        """Do nothing: the engine keeps running, with the weights that were sent last."""

@@ -1,41 +1,41 @@
-"""API keys of the servers to which this process sends requests. Every server has an API key (see `server.py`).
+"""API keys of the engine and router servers to which this process sends requests.
 
-A process that gets a server's address also gets the server's key and calls `use_key`. From then on the requests of this
-process to that address carry the key; requests to other addresses do not.
+A process that gets a server's address also gets the server's API key and calls `set_api_key`. From then on requests of
+this process to that address have the key in the Authorization header; requests to other addresses do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from penstock.storage.secrets import protect
+from penstock.storage.secrets import register_secret
 
 _keys: dict[str, str] = {}  # URL of a server -> its API key
 
 
-def use_key(url: str, key: str | None) -> None:
-    """Send `key` with every request of this process to the server at `url`. None: send no key."""
+def set_api_key(url: str, key: str | None) -> None:
+    """Set the API key that this process sends with every request to the server at `url`; None: send no key."""
     if key:
-        _keys[url] = protect(key)
+        _keys[url] = register_secret(key)
     else:
         _keys.pop(url, None)
 
 
-def use_keys(keys: Mapping[str, str]) -> None:
-    """Call `use_key` for several servers.
+def set_api_keys(keys: Mapping[str, str]) -> None:
+    """Set the API keys of several servers, as `set_api_key` does.
 
     Args:
         keys: URL of a server -> its API key.
     """
     for url, key in keys.items():
-        use_key(url, key)
+        set_api_key(url, key)
 
 
-def keys_of(urls: Iterable[str]) -> dict[str, str]:
-    """Return the API keys of these servers as a dictionary URL -> key; servers without a known key are left out."""
+def known_api_keys(urls: Iterable[str]) -> dict[str, str]:
+    """Return URL -> API key for the servers at these URLs whose key this process knows."""
     return {url: _keys[url] for url in urls if url in _keys}
 
 
-def headers(url: str) -> dict[str, str]:
-    """Return the HTTP authorization header for requests to the server at `url`; empty if no key is known."""
+def auth_headers(url: str) -> dict[str, str]:
+    """Return the HTTP authorization header for requests to the server at `url`; {} if no key is known."""
     return {"Authorization": f"Bearer {_keys[url]}"} if url in _keys else {}

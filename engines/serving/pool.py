@@ -1,8 +1,8 @@
-"""The engines of a run: start them in parallel, supervise them while they generate, and stop them together.
+"""The engine pool of a run: start inference engines in parallel, supervise them while they generate, and stop them.
 
 The caller provides a function that sends the weights of a policy version; the pool calls it for every engine that does
 not serve that version (`EnginePool.serving`). On an external Ray cluster engines outlive a killed driver, and the next
-driver's pool adopts the engines whose spec is equal to its own.
+driver's pool adopts (reuses) the engines that were started with the same `ServerSpec`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.serving.external import ExternalReplica
-from penstock.engines.serving.replica import RayReplica, Replica, kill_replicas_from
+from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead
+from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.storage.secret_references import reveal
 
 
 class EnginePool:
-    """A pool of engines in Ray actors, or of external engines. Thread-safe.
+    """A pool of inference engines in Ray actors, or of external engines. Thread-safe.
 
-    The constructor starts the engines without waiting; the first method that needs them waits until they have started.
+    The constructor starts the engines without waiting; methods that need running engines wait until they have started.
 
     Args:
         cluster: the Ray connection that runs the actors.
         spec: model and settings of every server.
         num_engines: number of servers, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
-        offset: index of the first GPU of the cluster to use; the trainer's first GPU to share GPUs with the trainer.
+        offset: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which uses the first.
         health: health-check settings within `serving`.
         external: host:port of external engines; if given, the pool starts no engines itself.
         backend: the engine implementation.
@@ -56,33 +56,33 @@ class EnginePool:
         self.spec = spec
         self.health = health or HealthCheck()
         self.listener: Listener = lambda urls: None
-        self._check = cluster.check
+        self._check = cluster.check_alive
         self._connect = backend.connect
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
         self._serving = False
         owner = uuid.uuid4().hex
-        kill_replicas_from(cluster, 0 if external else num_engines)
+        kill_surplus_replicas(cluster, 0 if external else num_engines)
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
         else:
-            slots = cluster.place(num_engines, spec.tensor_parallel, offset)
+            slots = cluster.place_processes(num_engines, spec.tensor_parallel, offset)
             self._replicas += [
                 RayReplica(cluster, spec, index, slot, owner, backend) for index, slot in enumerate(slots)
             ]
 
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
-        """Keep all engines serving the weights of `version` while the block runs.
+        """Make all engines serve the weights of policy version `version`, and keep them serving it inside the block.
 
         On entry dead engines are restarted, and the weights are sent to every engine that serves another version.
-        Inside the block, engines that die or hang are restarted and get the same weights. Only one such block can be
-        active at a time; a second caller waits.
+        Inside the block, engines that die or hang are restarted and get the same weights. Only one thread can be inside
+        such a block; a second caller waits.
 
         Args:
             version: policy version that the engines must report with every response, `<run>/<number>`.
-            publish: sends the weights to the engines at the addresses that it is called with. It is called on entry
-                from the caller's thread, and inside the block from threads of the pool, one call at a time.
+            publish: function that sends the weights to engines; its argument is the engines' addresses. It is called on
+                entry from the caller's thread, and inside the block from threads of the pool, one call at a time.
 
         Yields:
             A function that returns the addresses of the engines that currently serve `version`.
@@ -93,34 +93,39 @@ class EnginePool:
             ClusterLost: the local Ray died. Raised on entry and by the yielded function.
         """
         with self._lock:
-            supervisor = self._supervisor(version, publish)
-            supervisor.bring_up()
+            supervisor = self._make_supervisor(version, publish)
+            supervisor.restart_and_publish()
             self._serving = True
             try:
                 with supervisor:
-                    yield supervisor.live
+                    yield supervisor.live_urls
             finally:
                 self._serving = False
 
-    def bring_to(self, version: str, publish: Publish) -> None:
-        """Restart dead engines and update all engines to `version`, as `serving` does on entry."""
-        with self._lock:
-            self._supervisor(version, publish).bring_up()
+    def update_to_version(self, version: str, publish: Publish) -> None:
+        """Restart dead engines, and send the weights to every engine that does not serve policy version `version`.
 
-    def _supervisor(self, version: str, publish: Publish) -> Supervisor:
+        `publish` and errors as in `serving`.
+        """
+        with self._lock:
+            self._make_supervisor(version, publish).restart_and_publish()
+
+    def _make_supervisor(self, version: str, publish: Publish) -> Supervisor:
+        """Return a supervisor of all engines that keeps them serving policy version `version`."""
         return Supervisor(self._replicas, version, publish, self.health, self.listener, self._check)
 
     @property
     def urls(self) -> list[str]:
-        """Wait until all engines have started and return their addresses.
+        """Wait until all engines have started, and return their addresses.
 
         Raises:
-            RuntimeError: an engine could not start; the message has the tail of its log. The next call starts it again.
+            RuntimeError: an engine could not start; the message has the tail of its log. The next access starts it
+            again.
         """
         with self._lock:
             for replica in self._replicas:
-                replica.settle()
-            return [replica.url() for replica in self._replicas]
+                replica.finish_adoption()
+            return [replica.wait_for_url() for replica in self._replicas]
 
     def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
         """Return where the engines at `urls` run: URL -> place."""
@@ -138,8 +143,8 @@ class EnginePool:
             return
         with self._lock:
             for replica in self._replicas:
-                replica.settle()
-            urls = [replica.url() for replica in self._replicas if replica.answers()]
+                replica.finish_adoption()
+            urls = [replica.wait_for_url() for replica in self._replicas if replica.answers_requests()]
             if urls:
                 self._connect(urls).release_memory()
 
@@ -152,24 +157,25 @@ class EnginePool:
             RuntimeError: an engine could not start; the message has the tail of its log.
         """
         with self._lock:
-            return bool(restart_dead(self._replicas))
+            return bool(restart_dead_engines(self._replicas))
 
     @property
     def adopted(self) -> list[bool]:
-        """Return for each engine whether it was adopted from an earlier driver; valid once `urls` has returned."""
+        """Return for each engine whether it was adopted from an earlier driver; valid after the first access to
+        `urls`."""
         return [replica.adopted for replica in self._replicas]
 
     def weight_versions(self) -> list[str]:
         """Return the weight version that each engine reports."""
         with self._lock:
-            return [replica.version() for replica in self._replicas]
+            return [replica.weight_version() for replica in self._replicas]
 
     def pids(self) -> list[int]:
         """Return the process id of each engine's server; 0 for an external engine."""
         return [replica.pid() for replica in self._replicas]
 
     def log_tails(self, num_lines: int = 25) -> list[str]:
-        """Return the last lines of each engine's log."""
+        """Return the last `num_lines` lines of each engine's log."""
         return [replica.log_tail(num_lines) for replica in self._replicas]
 
     def stop(self) -> None:
@@ -183,14 +189,14 @@ class EnginePool:
 
 
 def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend) -> EnginePool:
-    """Create the engine pool of a run, on the GPUs that the options assign to engines. Does not wait for the engines.
+    """Create the engine pool of a run, on the GPUs that the options assign to engines, without waiting for their start.
 
     Raises:
         EngineError, OptionError: the engine or this machine does not support an option.
         LayoutError: the cluster has too few GPUs.
     """
     has_gpus = cluster.num_gpus > 0
-    options = options.with_spec(args=reveal(options.spec.args))
+    options = options.replace_spec_fields(args=reveal(options.spec.args))
     spec = options.spec.model_copy(
         update={
             "args": backend.server_args(options, has_gpus=has_gpus),
@@ -200,7 +206,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
     return EnginePool(
         cluster,
         spec,
-        options.count(has_gpus),
+        options.num_engines_to_start(has_gpus),
         options.first_gpu,
         options.health,
         external=options.external,

@@ -1,4 +1,4 @@
-"""One engine of the pool: start its server asynchronously, adopt, check and kill the server.
+"""One inference engine of the pool (`Replica`): start, adopt, check and kill its server process.
 
 `supervisor.py` decides when a replica is restarted and which weights it serves.
 """
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class StartCancelled(Exception):
-    """Raised by `Replica.url` when `cancelled` returned True before the server had started."""
+    """Raised by `Replica.wait_for_url` when `cancelled` returned True before the server had started."""
 
 
 class Replica(ABC):
-    """The interface to one engine that pool and supervisor use."""
+    """One inference engine, as seen by `EnginePool` and `Supervisor`."""
 
     index: int  # position in the pool
     adopted = False  # True if an earlier driver started the server
@@ -39,16 +39,16 @@ class Replica(ABC):
     known_url: str | None = None  # address of the server; None while it is starting
 
     @abstractmethod
-    def begin(self) -> None:
-        """Start a server without waiting until it is ready."""
+    def launch_server(self) -> None:
+        """Start a new server without waiting until it is ready."""
 
-    def settle(self) -> None:  # noqa: B027
-        """Start a new server if the server to be adopted is dead or was started with another spec."""
+    def finish_adoption(self) -> None:  # noqa: B027
+        """Finish the adoption of a server that an earlier driver left: start a new server instead if the old one is
+        dead or was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
 
     @abstractmethod
-    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Wait until the server has started and return its address. After a failed start, the next call starts it
-        again.
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        """Wait until the server has started and return its address. The call after a failed start starts it again.
 
         Raises:
             RuntimeError: the server could not start; the message has the tail of its log.
@@ -58,7 +58,7 @@ class Replica(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """Return whether the server's process runs. Takes about a millisecond and sends no request to the server.
+        """Return whether the server's process is running. Takes about a millisecond and sends no request to the server.
 
         Raises:
             RuntimeError: another driver has adopted the server.
@@ -68,29 +68,30 @@ class Replica(ABC):
     def place(self) -> ProcessPlace:
         """Return where the server runs."""
 
-    def answers(self) -> bool:
+    def answers_requests(self) -> bool:
         """Return whether the server runs and answers a request for its weight version.
 
-        This does not detect a stuck scheduler; `generates` does.
+        This does not detect a stuck scheduler, unlike `generates_tokens`.
         """
         if not self.alive():
             return False
         try:
-            self.client.version(self._address())
+            self.client.weight_version(self._address())
         except (EngineGone, RuntimeError):
             return False
         return True
 
-    def generates(self, timeout: float) -> bool:
+    def generates_tokens(self, timeout: float) -> bool:
         """Return whether the server runs and generates tokens within `timeout` seconds."""
         return self.alive() and self.client.health(self._address(), timeout)
 
     def _address(self) -> str:
-        return self.url()
+        """Return the address for health checks."""
+        return self.wait_for_url()
 
-    def version(self) -> str:
+    def weight_version(self) -> str:
         """Return the weight version that the server reports."""
-        return self.client.version(self.url())
+        return self.client.weight_version(self.wait_for_url())
 
     @abstractmethod
     def pid(self) -> int:
@@ -98,23 +99,23 @@ class Replica(ABC):
 
     @abstractmethod
     def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last lines of the server's log."""
+        """Return the last `num_lines` lines of the server's log."""
 
     @abstractmethod
     def exit_report(self) -> str:
-        """Return one sentence on how the server ended (for instance its exit code), and the tail of its log."""
+        """Return why the server failed (for instance its exit code), and the tail of its log, for error messages."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the server (an external engine is only marked to be checked again)."""
+        """Kill the server. An external engine is not killed, but its model and health are checked again."""
 
     @abstractmethod
     def release(self) -> None:
-        """Stop using the server, and kill it unless it is external or another driver has adopted it."""
+        """Kill the server at the end of the run, unless it is external or another driver has adopted it."""
 
 
 class RayReplica(Replica):
-    """A server in a Ray actor.
+    """An engine whose server process is started by a Ray actor.
 
     The constructor starts a server without waiting, or adopts the server with this index that an earlier driver of the
     run left on an external Ray cluster.
@@ -124,7 +125,7 @@ class RayReplica(Replica):
         spec: model and settings of the server.
         index: position in the pool; part of the actor's name.
         slot: the server's GPUs and Ray options.
-        owner: id of the pool; a server that has since been adopted by another owner is neither used nor killed.
+        owner: id of the pool. A server that another pool has adopted since is neither used nor killed.
         backend: the engine implementation.
     """
 
@@ -137,18 +138,20 @@ class RayReplica(Replica):
         self.slot = slot
         self.owner = owner
         self.backend = backend
-        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
+        self.client = backend.connect(
+            lambda: []
+        )  # only its `health` and `weight_version` are used, which take an address
         self._log = ""
         self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
         self._deadline = 0.0
-        self.actor: Any = cluster.find(actor_name(index))
+        self.actor: Any = cluster.find_actor(actor_name(index))
         if self.actor is None:
-            self.begin()
+            self.launch_server()
         else:
-            self._wait_for(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
+            self._set_starting(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
             self.adopted = True
 
-    def begin(self) -> None:
+    def launch_server(self) -> None:
         import ray
 
         remote_class: Any = ray.remote(self.backend.server_class())
@@ -157,7 +160,7 @@ class RayReplica(Replica):
         while True:
             try:
                 new_actor = remote_class.options(**options).remote
-                self.actor = self.cluster.call(new_actor, self.spec, self.index, self.slot.gpu_ids, self.owner)
+                self.actor = self.cluster.call_ray(new_actor, self.spec, self.index, self.slot.gpu_ids, self.owner)
                 break
             except ValueError as error:
                 if "name" not in options:
@@ -168,20 +171,20 @@ class RayReplica(Replica):
                     ) from error
                 time.sleep(0.1)
         self.adopted = False
-        self._wait_for(self.actor.start.remote())
+        self._set_starting(self.actor.start.remote())
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def finish_adoption(self, timeout: float = 10.0) -> None:
         # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
         adopting = self.adopted and self.known_url is None and self._starting is not None
         if adopting and self.cluster.wait([self._starting], timeout)[0]:
-            self._take_result()
+            self._read_start_result()
 
-    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         while self.known_url is None:
             if self._starting is None:
-                self.begin()
+                self.launch_server()
             if self.cluster.wait([self._starting], POLL_SECONDS)[0]:
-                self._take_result()
+                self._read_start_result()
             elif cancelled():
                 raise StartCancelled
             elif time.monotonic() > self._deadline:
@@ -196,24 +199,24 @@ class RayReplica(Replica):
         import ray
 
         try:
-            return bool(self._ask("alive", self.owner))
+            return bool(self._call_actor("alive", self.owner))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return False
 
     def place(self) -> ProcessPlace:
-        return ProcessPlace(str(self._ask("node")), self.slot.gpu_ids, self.pid())
+        return ProcessPlace(str(self._call_actor("node")), self.slot.gpu_ids, self.pid())
 
     def pid(self) -> int:
-        return int(self._ask("pid"))
+        return int(self._call_actor("pid"))
 
     def log_tail(self, num_lines: int = 25) -> str:
-        return str(self._ask("log_tail", num_lines))
+        return str(self._call_actor("log_tail", num_lines))
 
     def exit_report(self) -> str:
         import ray
 
         try:
-            return f"engine {self.index} {self._ask('exit_report')}"
+            return f"engine {self.index} {self._call_actor('exit_report')}"
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"engine {self.index} died because its Ray actor died; tail of {self._log}:\n{tail}"
@@ -223,7 +226,7 @@ class RayReplica(Replica):
         import ray
 
         self.known_url = self._starting = None
-        self.cluster.call(ray.kill, self.actor, no_restart=True)
+        self.cluster.call_ray(ray.kill, self.actor, no_restart=True)
 
     def release(self) -> None:
         """Kill the server, unless another driver has adopted it."""
@@ -238,14 +241,14 @@ class RayReplica(Replica):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, starting: Any) -> None:
+    def _set_starting(self, starting: Any) -> None:
         self.known_url, self._starting = None, starting
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
-    def _take_result(self) -> None:
-        """Read the result of the finished `start` or `adopt` call and store the server's address.
+    def _read_start_result(self) -> None:
+        """Read the result of the actor's finished `start` or `adopt` call, and store the server's address.
 
-        If a server could not be adopted, start a new one. Raises RuntimeError if a start failed.
+        If the server could not be adopted, start a new one. Raises RuntimeError if the server could not start.
         """
         import ray
 
@@ -253,24 +256,24 @@ class RayReplica(Replica):
         try:
             url = self.cluster.get(starting, timeout=CALL_TIMEOUT)
             if url is not None:
-                self._log = str(self._ask("log_path"))
-                keys.use_key(url, self._ask("key"))  # an adopted server's key is known only to its actor
+                self._log = str(self._call_actor("log_path"))
+                keys.set_api_key(url, self._call_actor("key"))  # an adopted server's key is known only to its actor
         except (ray.exceptions.RayError, AttributeError) as error:  # AttributeError: the actor runs an older Penstock
             self.kill()
             if self.adopted:
                 logger.warning("engine %d cannot be adopted (%s); starting a new one", self.index, error)
-                self.begin()
+                self.launch_server()
                 return
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise error.cause from None
             raise RuntimeError(f"engine {self.index} did not start, because its Ray actor died: {error}") from error
         if url is None:
             self.kill()
-            self.begin()
+            self.launch_server()
             return
         self.known_url = url
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call_actor(self, method: str, *args: Any) -> Any:
         """Call a method of the actor and return its result."""
         import ray
 
@@ -285,11 +288,11 @@ def actor_name(index: int) -> str:
     return f"engine-{index}"
 
 
-def kill_replicas_from(cluster: Cluster, index: int) -> None:
-    """Kill the detached engines with numbers >= `index`, left on an external Ray cluster by an earlier driver of this
-    run that used more engines."""
+def kill_surplus_replicas(cluster: Cluster, index: int) -> None:
+    """Kill the detached engines with this index or a higher one, which an earlier driver of this run that used more
+    engines left on an external Ray cluster."""
     import ray
 
-    while (actor := cluster.find(actor_name(index))) is not None:
-        cluster.call(ray.kill, actor, no_restart=True)
+    while (actor := cluster.find_actor(actor_name(index))) is not None:
+        cluster.call_ray(ray.kill, actor, no_restart=True)
         index += 1

@@ -1,8 +1,9 @@
-"""One server process of an engine, on GPUs or on CPU.
+"""The server process of one inference engine, on GPUs or on CPU.
 
 `EngineServer` is a plain class that the pool runs as a Ray actor. The server process never outlives the actor: the
 server's launch script requests SIGKILL at the death of its parent (PR_SET_PDEATHSIG), and the server's child processes
-do the same. `supervisor.py` decides about restarts.
+do the same. `supervisor.py` decides
+when a server is restarted.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Any, ClassVar
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from penstock.engines.ports import HIGHEST, free_port
-from penstock.engines.scratch import own_directory
+from penstock.engines.ports import HIGHEST, reserve_free_port
+from penstock.engines.scratch import own_temp_directory
 from penstock.engines.serving import keys
-from penstock.storage.secrets import protect, redact
+from penstock.storage.secrets import redact, register_secret
 
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
 
 
 class ServerSpec(BaseModel):
-    """Model and settings of the servers."""
+    """Model and settings of the inference servers of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -59,7 +60,7 @@ class ServerSpec(BaseModel):
     log_dir: str | None = None
     """Directory of the servers' logs; the system's temporary directory by default."""
     start_timeout: float = 900
-    """Seconds within which a server must have loaded its model; then the start fails."""
+    """Seconds within which a server must have loaded its model; otherwise the start fails."""
 
     def digest(self, gpu_ids: tuple[str, ...] = ()) -> str:
         """Return a hash of the spec and the GPU ids; a driver adopts only servers whose hash is equal to its own."""
@@ -67,7 +68,7 @@ class ServerSpec(BaseModel):
 
 
 class EngineServer(ABC):
-    """One server process on this machine. Subclasses define the command line and the readiness check.
+    """One inference server process on this machine. Subclasses define its command line and readiness check.
 
     Args:
         spec: model and settings of the server.
@@ -86,7 +87,7 @@ class EngineServer(ABC):
         self.index = index
         self.gpu_ids = gpu_ids
         self.owner = owner
-        self._key = protect(str(spec.args.get("api_key") or secrets.token_hex(32)))
+        self._key = register_secret(str(spec.args.get("api_key") or secrets.token_hex(32)))
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log: Path | None = None
@@ -101,7 +102,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Return whether the server has loaded its model and answers."""
+        """Return whether the server has loaded its model and accepts requests."""
 
     def start(self) -> str:
         """Start the server, wait until it is ready, and return its URL.
@@ -114,7 +115,7 @@ class EngineServer(ABC):
         deadline = time.monotonic() + self.spec.start_timeout
         for last_try in (False, False, True):
             self._launch()
-            keys.use_key(self.url(), self._key)
+            keys.set_api_key(self.url(), self._key)
             while self.alive() and time.monotonic() < deadline:
                 if self.is_ready():
                     return self.url()
@@ -128,7 +129,7 @@ class EngineServer(ABC):
         raise RuntimeError(f"the {self.name} server of {self.spec.model_path} failed to start: the server {report}")
 
     def adopt(self, owner: str, digest: str) -> str | None:
-        """Transfer the server to the pool `owner`.
+        """Transfer the running server to another pool: that with the id `owner`.
 
         Returns:
             The server's URL; None if the server is dead or its `ServerSpec.digest` differs from `digest`.
@@ -146,7 +147,7 @@ class EngineServer(ABC):
         return self._key
 
     def alive(self, owner: str | None = None) -> bool:
-        """Return whether the server's main process runs. SGLang ends it when one of its child processes dies.
+        """Return whether the server's main process is running. SGLang ends it when one of its child processes dies.
 
         Raises:
             RuntimeError: `owner` is given, but another pool has adopted the server.
@@ -171,18 +172,18 @@ class EngineServer(ABC):
         return str(self._log or "")
 
     def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last lines of the server's log."""
+        """Return the last `num_lines` lines of the server's log."""
         return read_log_tail(self._log, num_lines)
 
     def exit_report(self, still_running: str = "is stuck") -> str:
-        """Return "died (exit code X)", or `still_running` if the process has not ended, and the tail of the log."""
+        """Return "died (exit code X)", or the text `still_running` if the process is alive, and the tail of the log."""
         code = self._process.poll() if self._process else None
         outcome = still_running if code is None else f"died (exit code {code})"
         return f"{outcome}; tail of {self._log}:\n{self.log_tail()}"
 
     def stop(self) -> None:
-        """Kill the server and its child processes with SIGKILL: a graceful shutdown of SGLang takes over 5 s and has no
-        benefit."""
+        """Kill the server and its child processes with SIGKILL: a graceful shutdown of SGLang takes over 5 s and brings
+        no benefit."""
         if self._process is None:
             return
         try:
@@ -198,14 +199,15 @@ class EngineServer(ABC):
         self._process = None
 
     def _launch(self) -> None:
+        """Start the server process, with its output in a new log file."""
         spec = self.spec
-        self._port = spec.port + self.index if spec.port else free_port(self.highest_port, self.derived_ports)
+        self._port = spec.port + self.index if spec.port else reserve_free_port(self.highest_port, self.derived_ports)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
-            "TMPDIR": str(own_directory()),  # removed when this process ends, with the server's sockets and files
+            "TMPDIR": str(own_temp_directory()),  # removed when this process ends, with the server's sockets and files
             KEY_VARIABLE: self._key,
         }
         env.setdefault("HF_HUB_OFFLINE", "1")

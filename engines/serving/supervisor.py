@@ -1,8 +1,8 @@
-"""Supervise engines while they serve one policy version: restart dead engines and send them the weights.
+"""Supervise inference engines while they serve one policy version: restart dead engines and send them the weights.
 
-A supervisor is active during one stage that generates. One thread per engine checks twice a second that the server's
-process runs and, every `HealthCheck.interval` seconds, that the engine generates tokens. The client takes the engines'
-addresses from `Supervisor.live` and resends the requests of dead engines.
+A supervisor is active while one stage (rollout or evaluation) generates. One thread per engine checks twice a second
+that the server's process runs and, every `HealthCheck.interval` seconds, that the engine generates tokens.
+`EngineClient` gets the engines' addresses from `Supervisor.live_urls` and resends the requests of dead engines.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ Listener = Callable[[list[str]], None]  # called with the addresses of the live 
 
 
 class Supervisor:
-    """Supervises engines while they serve one version. A context manager; call `bring_up` before entering.
+    """Keeps engines serving one policy version. A context manager; call `restart_and_publish` before entering.
 
     Args:
         replicas: all engines of the pool.
         version: policy version that the engines must serve.
-        publish: sends the weights to engines, which then report `version`. Called from several threads, one at a time.
+        publish: function that sends the weights to the engines at the given addresses, which then report `version`.
+            Called from several threads, one call at a time.
         health: health-check intervals and the limit on restarts.
         listener: called with the addresses of the live engines whenever these change, for instance to update a router.
-        check: raises if the engines' Ray has died (`Cluster.check`).
+        check: function that raises if the engines' Ray has died (`Cluster.check_alive`).
     """
 
     def __init__(
@@ -57,23 +58,23 @@ class Supervisor:
         self._failure: Exception | None = None
         self._num_restarts = 0
 
-    def bring_up(self) -> None:
-        """Start or restart engines and publish weights until every engine serves the version.
+    def restart_and_publish(self) -> None:
+        """Start or restart engines and send weights until every engine serves the supervisor's policy version.
 
-        Restarts of engines that are already dead at the call do not count towards `health.max_restarts`, because these
-        engines had no requests; restarts of engines that die during the call count.
+        Restarts of engines that were already dead before the call do not count towards `health.max_restarts`, because
+        no requests were running; restarts of engines that die during the call count.
 
         Raises:
             RuntimeError: an engine could not start, or died after `health.max_restarts` restarts; the message has the
                 tail of its log.
             ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
         """
-        for replica in restart_dead(self.replicas):
-            logger.warning("engine %d was found dead before generation and has been restarted", replica.index)
-        while stale := [replica for replica in self.replicas if _version(replica) != self.version]:
+        for replica in restart_dead_engines(self.replicas):
+            logger.warning("engine %d died before generation started; restarted it", replica.index)
+        while stale := [replica for replica in self.replicas if _version_or_error(replica) != self.version]:
             try:
-                self.publish([replica.url() for replica in stale])
-                versions = {replica.url(): _version(replica) for replica in stale}
+                self.publish([replica.wait_for_url() for replica in stale])
+                versions = {replica.wait_for_url(): _version_or_error(replica) for replica in stale}
                 wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
                     continue  # restoring the trainer may have released the memory of engines that were not stale
@@ -82,29 +83,31 @@ class Supervisor:
                 raise
             except ConnectionError as error:
                 problem = str(error)
-            dead = [replica for replica in stale if not replica.generates(self.health.timeout)]
+            dead = [replica for replica in stale if not replica.generates_tokens(self.health.timeout)]
             if not dead:
                 raise ConnectionError(f"{problem}; all engines are healthy: retry the weight update")
             for replica in dead:
                 self._count_restart(replica, f"{problem}\n{replica.exit_report()}")
                 replica.kill()
-                replica.begin()
-            restart_dead(dead)
-        self._set_live({replica.index: replica.url() for replica in self.replicas})
+                replica.launch_server()
+            restart_dead_engines(dead)
+        self._set_live({replica.index: replica.wait_for_url() for replica in self.replicas})
 
     def __enter__(self) -> Supervisor:
         for replica in self.replicas:
-            threading.Thread(target=self._watch, args=(replica,), name=f"engine-{replica.index}", daemon=True).start()
+            threading.Thread(
+                target=self._supervise, args=(replica,), name=f"engine-{replica.index}", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # The threads are not joined, because one may be checking a stuck engine. Once `_stopped` is set, no thread
-        # restarts an engine or publishes weights.
+        # The threads are not joined, because a thread may be blocked in the check of a stuck engine. Once `_stopped` is
+        # set, no thread restarts an engine or publishes weights.
         with self._lock:
             self._stopped.set()
 
-    def live(self) -> list[str]:
-        """Return the addresses of the engines that serve the version; empty while all engines are restarting.
+    def live_urls(self) -> list[str]:
+        """Return the addresses of the engines that serve the policy version; empty while all engines are restarting.
 
         Raises:
             RuntimeError: an engine died after `health.max_restarts` restarts; the message has the tail of its log.
@@ -117,11 +120,12 @@ class Supervisor:
         return list(self._live.values())
 
     def _set_live(self, live: dict[int, str]) -> None:
+        """Set the live engines (index in the pool -> address), and pass their addresses to the listener."""
         self._live = live
         self.listener(list(live.values()))
 
-    def _watch(self, replica: Replica) -> None:
-        """Check one engine, and restart it if needed, until the supervisor exits. Runs in the engine's own thread."""
+    def _supervise(self, replica: Replica) -> None:
+        """Check one engine, and restart it if it is dead or stuck, until the supervisor exits. Runs in a thread."""
         num_failures, due = 0, time.monotonic() + self.health.interval
         try:
             while not self._stopped.wait(TICK):
@@ -129,26 +133,26 @@ class Supervisor:
                     self._restart(replica, replica.exit_report())
                 elif time.monotonic() < due:
                     continue
-                elif replica.generates(self.health.timeout):
+                elif replica.generates_tokens(self.health.timeout):
                     num_failures = 0
                 elif (num_failures := num_failures + 1) >= self.health.failures and replica.alive():
-                    self._restart(replica, f"no token in {num_failures} checks in a row: {replica.exit_report()}")
+                    cause = f"generated no token in {num_failures} health checks in a row: {replica.exit_report()}"
+                    self._restart(replica, cause)
                     num_failures = 0
                 due = time.monotonic() + self.health.interval
         except StartCancelled:
             return
         except Exception as error:
-            if not self._stopped.is_set():  # `live` raises the error in the caller's thread
-                logger.warning("supervision of engine %d ended, generation will fail: %s", replica.index, error)
+            if not self._stopped.is_set():  # `live_urls` raises the error in the caller's thread
+                logger.warning("supervision of engine %d failed, so the stage fails: %s", replica.index, error)
                 self._failure = error
 
     def _restart(self, replica: Replica, cause: str) -> None:
-        """Restart an engine, and retry until it serves the version.
+        """Restart an engine and send it the weights, with retries, until it serves the policy version.
 
         Raises:
-            StartCancelled: the supervisor exited; a server that is starting is not stopped, so that the next supervisor
-                can use it.
-            RuntimeError: `health.max_restarts` is used up.
+            StartCancelled: the supervisor exited. A server that is starting is not killed; the next supervisor uses it.
+            RuntimeError: all `health.max_restarts` restarts are used up.
             ConnectionError: the weight update failed although the engine is healthy.
         """
         self._set_live({index: url for index, url in self._live.items() if index != replica.index})
@@ -158,22 +162,22 @@ class Supervisor:
                 self._check_not_stopped()
                 self._count_restart(replica, cause)
                 replica.kill()
-                replica.begin()
+                replica.launch_server()
             try:
-                url = replica.url(cancelled=self._stopped.is_set)
+                url = replica.wait_for_url(cancelled=self._stopped.is_set)
             except RuntimeError as error:
                 cause = str(error)
                 continue
             try:
                 with self._lock:
                     self._check_not_stopped()
-                    if replica.version() != self.version:
+                    if replica.weight_version() != self.version:
                         self.publish([url])
                 break
             except ClusterLost:
                 raise
             except ConnectionError as error:
-                if replica.generates(self.health.timeout):
+                if replica.generates_tokens(self.health.timeout):
                     raise
                 cause = f"{error}\n{replica.exit_report()}"
         self._set_live({**self._live, replica.index: url})
@@ -181,7 +185,7 @@ class Supervisor:
         logger.warning("engine %d restarted in %.1f s; it serves %s", replica.index, seconds, self.version)
 
     def _count_restart(self, replica: Replica, cause: str) -> None:
-        """Count and log a restart. Raises RuntimeError if `health.max_restarts` is used up."""
+        """Count and log a restart. Raises RuntimeError if all `health.max_restarts` restarts are used up."""
         limit = self.health.max_restarts
         if self._num_restarts >= limit:
             raise RuntimeError(
@@ -192,11 +196,12 @@ class Supervisor:
         logger.warning("restarting engine %d (%d of %d): %s", replica.index, self._num_restarts, limit, cause)
 
     def _check_not_stopped(self) -> None:
+        """Raise StartCancelled if the supervisor exited."""
         if self._stopped.is_set():
             raise StartCancelled
 
 
-def restart_dead(replicas: Sequence[Replica]) -> list[Replica]:
+def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
     """Wait until all engines have started, then restart in parallel the engines that do not answer.
 
     Returns:
@@ -206,21 +211,21 @@ def restart_dead(replicas: Sequence[Replica]) -> list[Replica]:
         RuntimeError: an engine could not start; the message has the tail of its log.
     """
     for replica in replicas:
-        replica.settle()
+        replica.finish_adoption()
     for replica in replicas:
-        replica.url()
-    dead = [replica for replica in replicas if not replica.answers()]
+        replica.wait_for_url()
+    dead = [replica for replica in replicas if not replica.answers_requests()]
     for replica in dead:
         replica.kill()
-        replica.begin()
+        replica.launch_server()
     for replica in dead:
-        replica.url()
+        replica.wait_for_url()
     return dead
 
 
-def _version(replica: Replica) -> str:
+def _version_or_error(replica: Replica) -> str:
     """Return the weight version that an engine reports, or "nothing (<error>)" if the engine does not answer."""
     try:
-        return replica.version()
+        return replica.weight_version()
     except (EngineGone, RuntimeError) as error:
         return f"nothing ({error})"

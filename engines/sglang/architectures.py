@@ -1,4 +1,4 @@
-"""Check that the installed SGLang implements a model's architecture, from its source and without importing it.
+"""Check that the installed SGLang implements a model's architecture, by parsing SGLang's source without importing it.
 
 For other architectures SGLang falls back to the model code of transformers; the weights of such a model cannot be
 updated by their Hugging Face names, so Penstock rejects it.
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import installed
+from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
@@ -21,7 +21,7 @@ READ_AT_TOP_LEVEL = ("LlamaForCausalLM",)
 
 
 def check_model(values: dict[str, Any]) -> None:
-    """Check that the installed SGLang implements the model of a config.json and reads its RoPE scaling correctly.
+    """Check that the installed SGLang implements the model that a config.json describes, with its RoPE scaling.
 
     Args:
         values: entries of config.json, from `families.read_config`.
@@ -48,8 +48,8 @@ def check_architecture(architecture: str) -> None:
     Raises:
         EngineError: SGLang does not implement the architecture.
     """
-    root = installed("sglang")
-    if root is not None and not serves(architecture, root):
+    root = package_directory("sglang")
+    if root is not None and not implements_architecture(architecture, root):
         raise EngineError(
             f"SGLang {version('sglang')} does not implement {architecture}: give --hf-checkpoint a model of another "
             f"architecture, or install a release that implements {architecture}; `penstock sft` and `penstock convert` "
@@ -58,7 +58,7 @@ def check_architecture(architecture: str) -> None:
 
 
 @cache
-def serves(architecture: str, root: Path) -> bool:
+def implements_architecture(architecture: str, root: Path) -> bool:
     """Return whether the `sglang` package at `root` implements an architecture: whether a file in srt/models lists it
     in `EntryClass`."""
     for path in sorted((root / "srt" / "models").glob("*.py")):

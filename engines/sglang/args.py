@@ -1,8 +1,8 @@
 """Flags of SGLang's server (`--sglang-*` on Penstock's command line) and of its router (`--router-*`): check the names
 and build the command line.
 
-The names are parsed from the source of the installed SGLang, without importing torch or SGLang. The values are checked
-by SGLang's own parser when the server starts. SGLang 0.5.15.post1 declares the flags in one dataclass, 0.5.21 in
+Flag names are parsed from the source of the installed SGLang, without importing torch or SGLang. Values are checked by
+SGLang's own parser when the server starts. SGLang 0.5.15.post1 declares the flags in one dataclass, 0.5.21 in
 twelve.
 """
 
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
-# Flags of SGLang's server that Penstock sets -> the option or value that is used instead.
+# Flags of SGLang's server that Penstock sets -> the option or value from which Penstock sets them.
 RESERVED = {
     "model_path": "--hf-checkpoint",
     "model": "--hf-checkpoint",
@@ -58,14 +58,14 @@ class ServerFlag(BaseModel):
 
 @cache
 def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
-    """Return the server's flags by name; empty if SGLang is not installed.
+    """Return the flags of SGLang's server by name; empty if SGLang is not installed.
 
     A flag is listed under each of its spellings, with underscores and without leading dashes.
 
     Args:
         root: directory of the `sglang` package to read; by default the installed package.
     """
-    root = root or installed("sglang")
+    root = root or package_directory("sglang")
     if root is None:
         return {}
     return _parse_flags([root / "srt/server_args.py", *sorted((root / "srt/arg_groups/fields").glob("*.py"))])
@@ -73,19 +73,19 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
 
 @cache
 def router_flags() -> dict[str, ServerFlag]:
-    """Return the router's flags by name, as `sglang_flags`; empty if sglang-router is not installed."""
-    root = installed("sglang_router")
+    """Return the flags of SGLang's router by name, as `sglang_flags`; empty if sglang-router is not installed."""
+    root = package_directory("sglang_router")
     return _parse_flags([root / "router_args.py"]) if root else {}
 
 
-def installed(package: str) -> Path | None:
-    """Return the directory of an installed package, None if it is not installed."""
+def package_directory(package: str) -> Path | None:
+    """Return the directory of a Python package, or None if the package is not installed."""
     spec = find_spec(package)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of server flags and return the flags with underscored names.
+    """Check the names of SGLang server flags; return the flags with underscores in their names.
 
     Raises:
         EngineError: SGLang does not have a flag (the message suggests the closest one), or Penstock sets the flag.
@@ -95,7 +95,7 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of router flags and return the flags with underscored names.
+    """Check the names of SGLang router flags; return the flags with underscores in their names.
 
     Raises:
         EngineError: sglang-router is not installed or does not have a flag, or Penstock sets the flag.
@@ -109,6 +109,7 @@ def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(
     args: Mapping[str, Any], prefix: str, known: dict[str, ServerFlag], reserved: dict[str, str]
 ) -> dict[str, Any]:
+    """Check the names of flags with this prefix ("sglang" or "router"); return the flags with underscored names."""
     program, module = {
         "sglang": ("SGLang", "sglang.launch_server"),
         "router": ("sglang-router", "sglang_router.launch_router"),
@@ -129,8 +130,8 @@ def _check_names(
     return checked
 
 
-def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
-    """Return `args` with the server flag that makes SGLang return the routed expert ids of every token.
+def add_return_experts_flag(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the server flags `args` plus the flag that makes SGLang return the routed expert ids of every token.
 
     Raises:
         EngineError: the installed SGLang does not have the flag.
@@ -145,14 +146,14 @@ def returning_experts(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
-    """Return flags as command-line arguments.
+    """Return a program's flags as a list of command-line arguments.
 
     `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
     JSON.
 
     Args:
-        args: underscored name -> value.
-        known: flags of the program by name; by default those of SGLang's server.
+        args: flag name with underscores -> value.
+        known: all flags of the program by name; by default those of SGLang's server.
     """
 
     def text(value: Any) -> str:
@@ -175,16 +176,17 @@ def command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = 
 
 
 def _parse_flags(sources: list[Path]) -> dict[str, ServerFlag]:
+    """Return the command-line flags that these Python files declare, by name."""
     flags: dict[str, ServerFlag] = {}
     for path in sources:
         for node in ast.walk(parse_source(path.read_text(encoding="utf-8"), str(path))):
-            flags |= _annotated_field(node) | _added_argument(node)
+            flags |= _flag_of_annotated_field(node) | _flag_of_add_argument_call(node)
     return flags
 
 
-def _annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
-    """Return the flag that `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` in a class body declares, under each
-    spelling; {} for any other syntax node."""
+def _flag_of_annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
+    """Return the flag that a dataclass field `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...` declares, under
+    each spelling; {} for any other syntax node."""
     if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
         return {}
     annotation = node.annotation
@@ -199,20 +201,20 @@ def _annotated_field(node: ast.AST) -> dict[str, ServerFlag]:
     if "no_cli" in options:
         return {}
     name = node.target.id
-    flag = _text(options.get("cli_name")) or "--" + name.replace("_", "-")
-    names = [name, *_names(options.get("aliases")), *_names(options.get("cli_name"))]
+    flag = _string_value(options.get("cli_name")) or "--" + name.replace("_", "-")
+    names = [name, *_flag_names(options.get("aliases")), *_flag_names(options.get("cli_name"))]
     switch = ast.unparse(kind) in ("bool", "Optional[bool]", "bool | None")
     return {name: ServerFlag(flag=flag, switch=switch) for name in names}
 
 
-def _added_argument(node: ast.AST) -> dict[str, ServerFlag]:
+def _flag_of_add_argument_call(node: ast.AST) -> dict[str, ServerFlag]:
     """Return the flags that a call `parser.add_argument("--name", ...)` declares; {} for any other syntax node.
 
     SGLang uses such calls for flags with computed choices and for deprecated spellings.
     """
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"):
         return {}
-    names = [name for argument in node.args for name in _names(argument)]
+    names = [name for argument in node.args for name in _flag_names(argument)]
     action = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"), "")
     return {
         name: ServerFlag(flag="--" + name.replace("_", "-"), switch="store_" in action or "Store" in action)
@@ -220,13 +222,19 @@ def _added_argument(node: ast.AST) -> dict[str, ServerFlag]:
     }
 
 
-def _names(node: ast.expr | None) -> list[str]:
-    """Return the flag names in a string literal or a list of them: without leading dashes, with underscores."""
+def _flag_names(node: ast.expr | None) -> list[str]:
+    """Return the flag names in a string literal or a list of string literals, without leading dashes, with
+    underscores."""
     items = node.elts if isinstance(node, ast.List) else [node]
-    return [text.removeprefix("--").replace("-", "_") for text in map(_text, items) if text and text.startswith("--")]
+    return [
+        text.removeprefix("--").replace("-", "_")
+        for text in map(_string_value, items)
+        if text and text.startswith("--")
+    ]
 
 
-def _text(node: ast.expr | None) -> str | None:
-    if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy"; without the prefix here
-        return "".join(_text(part) or "" for part in node.values)
+def _string_value(node: ast.expr | None) -> str | None:
+    """Return the value of a string literal; None for any other syntax node."""
+    if isinstance(node, ast.JoinedStr):  # the router's f"--{prefix}policy": the prefix is omitted
+        return "".join(_string_value(part) or "" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

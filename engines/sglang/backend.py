@@ -1,4 +1,4 @@
-"""The SGLang backend: implements `EngineBackend` (client, server, flags, router and preflight checks)."""
+"""The SGLang implementation of `EngineBackend`: client, server, command-line flags, router and preflight checks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.backends import EngineBackend, RequestRouter
 from penstock.engines.generation import EngineUrls
 from penstock.engines.options import EngineOptions
-from penstock.engines.serving.addresses import url_of
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.architectures import check_model
-from penstock.engines.sglang.args import check_router_args, check_sglang_args, returning_experts
-from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds
+from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
+from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_sampling_seeds
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.secret_references import reveal
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-OLDEST_RELEASE = (0, 5, 15)  # the first with /model_info
-# Entries of config.json that must be equal for a model to load another model's weights.
+OLDEST_RELEASE = (0, 5, 15)  # the first SGLang release with the route /model_info
+# Entries of config.json that must be equal in the model of an external engine and the trained model.
 MODEL_SIZES = [
     "architectures",
     "vocab_size",
@@ -67,7 +67,7 @@ class SGLangBackend(EngineBackend):
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         args = options.spec.args
         if options.return_experts:
-            args = returning_experts(args)
+            args = add_return_experts_flag(args)
         if options.sampling_seeds:
             if not has_gpus and not options.external:
                 raise OptionError(
@@ -79,7 +79,7 @@ class SGLangBackend(EngineBackend):
             args = {**args, "enable_memory_saver": True}
         return args
 
-    def router(self, options: EngineOptions) -> RequestRouter | None:
+    def create_router(self, options: EngineOptions) -> RequestRouter | None:
         if options.router is None:
             return None
         from penstock.engines.sglang.router import SGLangRouter
@@ -91,17 +91,17 @@ class SGLangBackend(EngineBackend):
         from penstock.engines.families import read_config
 
         spec, routed = options.spec, options.router is not None
-        if not options.external and spec.python is None:  # otherwise the engine's SGLang is not the installed one
+        if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
         check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)
         check_sampling(options.sampling, routed=routed)
-        check_seeds(options.sampling_seeds, options.sampling, spec.args)
+        check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
-            url_of(address)
+            engine_url(address)
         if options.return_experts:
-            returning_experts(spec.args)
+            add_return_experts_flag(spec.args)
             if routed:
                 raise EngineError(
                     "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops "
@@ -119,14 +119,14 @@ class SGLangBackend(EngineBackend):
                     ) from None
 
     def check_external(self, url: str, model_path: str) -> None:
-        release, _ = control.server_facts(url)
+        release, _ = control.release_and_tp_size(url)
         if release < OLDEST_RELEASE:
             raise RuntimeError(
                 f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
                 "0.5.15.post1 or later: upgrade SGLang there"
             )
-        info = control.call(url, "/model_info")
-        # After an update over disk `model_path` is the temporary directory of that update, which has been removed.
+        info = control.call_server(url, "/model_info")
+        # After a weight update with transport "disk", `model_path` is the update's temporary directory, now removed.
         config = Path(str(info["model_path"])) / "config.json"
         if config.is_file():
             served = json.loads(config.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Client of several SGLang servers: load balancing, timeouts, aborts, and retries after the death of an engine."""
+"""HTTP client of several SGLang servers: load balancing, timeouts, aborts, and retries after the death of an engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NUM_TRIES = 8
 MAX_BACKOFF = 5.0  # maximum backoff in seconds after failures of an engine (before jitter)
-POLL_ENGINES = 0.2  # seconds between checks for a usable engine while there is none
-POLL_ABORTS = 0.1  # seconds between rounds of abort calls while requests are running
+POLL_ENGINES = 0.2  # seconds between checks for an available engine while none is available
+POLL_ABORTS = 0.1  # seconds between repeated abort calls, which are sent until no request is running
 MAX_CONCURRENT_ABORTS = 64
 ROUTING_KEY = "X-SMG-Routing-Key"  # HTTP header; the router's policy "manual" sends equal keys to the same engine
 RETRIED_STATUS = {429, 500, 502, 503, 504}
@@ -39,10 +39,10 @@ class SGLangClient(EngineClient):
 
     Args:
         urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function, a
-            request waits while no engine is live, and is sent again if its engine has left the list.
+            request waits while no engine is live, and is sent again if its engine is no longer in the list.
         timeout: seconds for one request, including the time spent waiting for an engine.
-        num_tries: number of tries of a request. Retryable HTTP statuses count; connection errors count only if `urls`
-            is a fixed list.
+        num_tries: maximum number of tries of a request. Tries that ended with a retryable HTTP status count; those that
+            ended with a connection error count only if `urls` is a fixed list.
         experts: if given, request the routed expert ids and encode them in this format.
         router: if given, returns the router's address, or None while the router is down. Generation requests are then
             sent to the router, which chooses the engine; all other requests are sent directly to the engines.
@@ -87,20 +87,20 @@ class SGLangClient(EngineClient):
         if not prompts:
             return []
         if all(sampling == samplings[0] for sampling in samplings):
-            return await self._request(prompts, samplings[0], session)
+            return await self._request_with_retries(prompts, samplings[0], session)
         if self.router is None:
-            return await self._request(prompts, samplings, session)
+            return await self._request_with_retries(prompts, samplings, session)
         # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
-        # list), so each prompt becomes a request of its own; a common session sends them to the same engine.
+        # list of them), so each prompt becomes a request of its own; a common session sends them to the same engine.
         session = session or uuid.uuid4().hex
-        calls = [self._request([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
+        calls = [self._request_with_retries([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
         return [generation for answer in await asyncio.gather(*calls) for generation in answer]
 
     async def abort(self) -> None:
         self._aborted = True
         while self._running:
             await self._abort_running()
-            await asyncio.sleep(POLL_ABORTS)  # repeated: an engine ignores aborts of unknown requests
+            await asyncio.sleep(POLL_ABORTS)  # repeated: an engine ignores aborts of requests that have not arrived yet
 
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
@@ -118,9 +118,9 @@ class SGLangClient(EngineClient):
         _on_each(self.urls, memory.resume_cache)
 
     def health(self, url: str, timeout: float = 30) -> bool:
-        return control.generates(url, timeout)
+        return control.generates_tokens(url, timeout)
 
-    def version(self, url: str, timeout: float = 30) -> str:
+    def weight_version(self, url: str, timeout: float = 30) -> str:
         return control.weight_version(url, timeout)
 
     def pause(self) -> None:
@@ -140,7 +140,9 @@ class SGLangClient(EngineClient):
         async def abort_sample(request: str, url: str, sample: str) -> None:
             async with gate:
                 if request in self._running:
-                    with suppress(aiohttp.ClientError, _RetryableError):  # `_request` handles a dead engine
+                    with suppress(
+                        aiohttp.ClientError, _RetryableError
+                    ):  # `_request_with_retries` handles a dead engine
                         await self._post(url, "/abort_request", {"rid": sample})
 
         calls = [
@@ -151,10 +153,11 @@ class SGLangClient(EngineClient):
         ]
         await asyncio.gather(*calls)
 
-    async def _request(
+    async def _request_with_retries(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
     ) -> list[Generation]:
-        """Send a request, retrying after failures, and return its generations; empty ones if the client is aborted."""
+        """Send a generation request, with retries, and return one generation per prompt; empty ones if the client is
+        aborted."""
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
@@ -162,7 +165,7 @@ class SGLangClient(EngineClient):
         async with asyncio.timeout(self.timeout):
             while url := await self._choose_engine(session):
                 try:
-                    answers = await self._send(url, body, session)
+                    answers = await self._send_once(url, body, session)
                     self._backoff.pop(url, None)
                     return [
                         parse_generation(answer, self.experts, len(ids))
@@ -178,8 +181,9 @@ class SGLangClient(EngineClient):
                         ) from error
         return [Generation([], [], "abort", "", "", 0) for _ in prompts]
 
-    async def _send(self, url: str, body: dict[str, Any], session: str | None) -> Any:
-        """Send a request once and return the answer. While it runs, it is in `_load` and `_running`."""
+    async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> Any:
+        """Send a generation request once and return the JSON response. Meanwhile it is counted in `_load` and listed in
+        `_running`."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
@@ -193,8 +197,8 @@ class SGLangClient(EngineClient):
     async def _choose_engine(self, session: str | None) -> str | None:
         """Wait until an engine that is not in backoff is available, and return its URL.
 
-        This is the session's engine, or else the engine with the fewest samples in flight. With a router, return the
-        router's URL. Return None if the client is aborted.
+        Chosen is the engine that served the session before, or else the engine with the fewest samples in flight. With
+        a router, return the router's URL. Return None if the client is aborted.
         """
         while not self._aborted:
             urls = self.urls
@@ -225,27 +229,28 @@ class SGLangClient(EngineClient):
             self._backoff[url] = (num_failures + 1, time.monotonic() + seconds)
 
     async def _while_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await `call`; raise ClientConnectionError once the engine at `url` is not in the list of live engines,
-        because an engine on a lost machine would never answer.
+        """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
+        list of live engines: an engine on a lost machine would never answer.
 
-        With a router, raise only once a new router has another address; a router that is down may still answer.
+        With a router, raise only when a new router has another address; the old router may still answer.
         """
         request = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({request}, timeout=1.0))[0]:
                 gone = url not in self.urls if self.router is None else self.router() not in (url, None)
                 if gone:
-                    raise aiohttp.ClientConnectionError(f"{url} has died; its replacement is starting")
+                    raise aiohttp.ClientConnectionError(f"the server at {url} died; it is being restarted")
             return request.result()
         finally:
             request.cancel()
 
     async def _post(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+        """Send a POST request and return the response: parsed JSON or text."""
         if self._session is None:
-            # No limits here: the caller bounds the number of requests in flight, `_request` the total time of each.
+            # No limits here: the caller limits the number of requests, `_request_with_retries` their time.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        headers = {**keys.headers(url), **(headers or {})}
+        headers = {**keys.auth_headers(url), **(headers or {})}
         async with self._session.post(url + path, json=body, headers=headers) as response:
             text = await response.text()
             if response.status in RETRIED_STATUS:

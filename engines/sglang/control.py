@@ -1,5 +1,5 @@
-"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume. Uses only the standard
-library."""
+"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume. Imports only the standard
+library and Penstock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.serving import keys
 
 
-def call(
+def call_server(
     url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60, method: str | None = None
 ) -> dict[str, Any]:
-    """Send an HTTP request and return the JSON object of the response; {} if the response is not a JSON object.
+    """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
 
     Args:
         url: address of the server.
         path: route, for instance "/health".
-        body: JSON body; without it the method is GET, otherwise POST.
+        body: JSON body; the default method is POST with a body, otherwise GET.
         timeout: in seconds.
-        method: HTTP method, if neither GET nor POST.
+        method: HTTP method, if not the default.
 
     Raises:
         EngineGone: the server did not answer.
@@ -32,7 +32,7 @@ def call(
     request = urllib.request.Request(
         url + path,
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **keys.headers(url)},
+        headers={"Content-Type": "application/json", **keys.auth_headers(url)},
         method=method,
     )
     try:
@@ -49,56 +49,56 @@ def call(
     return json.loads(text) if text.strip().startswith(b"{") else {}
 
 
-def answers(url: str, path: str, timeout: float) -> bool:
+def get_succeeds(url: str, path: str, timeout: float) -> bool:
     """Return whether a GET request for `path` succeeds within `timeout` seconds."""
     try:
-        call(url, path, timeout=timeout)
+        call_server(url, path, timeout=timeout)
     except (EngineGone, RuntimeError):
         return False
     return True
 
 
 def is_ready(url: str, timeout: float = 10) -> bool:
-    """Return whether the server has loaded its model. The server generates a token for this, which takes about a
+    """Return whether the server has loaded its model. The server generates a token for this check, which takes about a
     second."""
-    return answers(url, "/health", timeout)
+    return get_succeeds(url, "/health", timeout)
 
 
-def generates(url: str, timeout: float = 30) -> bool:
+def generates_tokens(url: str, timeout: float = 30) -> bool:
     """Return whether the server generates tokens: for its running requests or, if it is idle, one token for this check.
 
     Takes about a second. SGLang waits up to 20 s (SGLANG_HEALTH_CHECK_TIMEOUT) for output of its scheduler; the output
     of running requests suffices.
     """
-    return answers(url, "/health_generate", timeout)
+    return get_succeeds(url, "/health_generate", timeout)
 
 
 def weight_version(url: str, timeout: float = 30) -> str:
     """Return the weight version that the server reports with every response ("default" before any update).
 
-    It is read from `/model_info` (SGLang 0.5.15.post1 or later), because in 0.5.21 `/server_info` still has the version
-    of the start.
+    It is read from `/model_info` (SGLang 0.5.15.post1 or later), because `/server_info` of 0.5.21 always has the
+    version that was set when the server started.
     """
-    return str(call(url, "/model_info", timeout=timeout)["weight_version"])
+    return str(call_server(url, "/model_info", timeout=timeout)["weight_version"])
 
 
-def server_facts(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
+def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
     """Return SGLang's release as three numbers, for instance (0, 5, 21), and the server's tensor-parallel size."""
-    info = call(url, "/server_info", timeout=timeout)
+    info = call_server(url, "/server_info", timeout=timeout)
     numbers = ["".join(c for c in part if c.isdigit()) for part in str(info["version"]).split(".")[:3]]
     return tuple(int(number or 0) for number in numbers), int(info["tp_size"])
 
 
 def pause(url: str, timeout: float = 120) -> None:
-    """Pause generation. Running requests return to the queue: they are kept, and the KV cache can be flushed."""
-    call(url, "/pause_generation", {"mode": "retract"}, timeout)
+    """Pause generation. Running requests are retracted to the waiting queue, so that the KV cache can be flushed."""
+    call_server(url, "/pause_generation", {"mode": "retract"}, timeout)
 
 
 def set_version(url: str, version: str, timeout: float = 60) -> None:
     """Set the weight version that the server reports."""
-    call(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
+    call_server(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
 
 
 def resume(url: str, timeout: float = 60) -> None:
     """Resume generation after `pause`."""
-    call(url, "/continue_generation", {}, timeout)
+    call_server(url, "/continue_generation", {}, timeout)

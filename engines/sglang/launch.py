@@ -1,15 +1,15 @@
 """Script that runs one SGLang server: `python launch.py <sglang flags>`, with the server's Python interpreter.
 
-The interpreter may differ from the trainer's, so the script imports nothing of Penstock. Before it runs SGLang's own
-entry point, the script
-- makes the server and its child processes die with the process that started the script;
+The interpreter may differ from the trainer's, so the script does not import Penstock. Before it runs SGLang's own entry
+point, the script
+- requests SIGKILL for the server and its child processes when the process that started the script dies;
 - adds the folder `<sys.prefix>/sglang-site` to the import path if it exists (torchvision is installed there, because in
   site-packages it breaks transformers on CPU);
 - imports the shims of `cpu_site/` on a machine without CUDA;
 - applies small patches, one function each.
 
-The steps that child processes need are at top level: with CUDA, SGLang spawns its child processes, which import this
-module again; without CUDA they are forked.
+The steps that child processes need, too, are at top level: with CUDA, SGLang spawns its child processes, which import
+this module again; without CUDA they are forked.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 # Packages that SGLang imports if they are installed, for features that a CPU server does not use. Hiding them reduces
 # the import of SGLang from 8.5 to 7.9 s of CPU time.
 NOT_NEEDED = ("sklearn", "megatron")
-# The user's flags follow these on the command line and override them.
+# The user's flags come after these on the command line and override them.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -53,7 +53,7 @@ def die_with_parent() -> None:
 
 
 def prepare_imports() -> bool:
-    """Set the import path and, on a machine without CUDA, import the CPU shims.
+    """Set the import path and, on a machine without CUDA, import the CPU shims, so that SGLang can be imported.
 
     Returns:
         Whether the machine has CUDA.
@@ -82,11 +82,11 @@ def prepare_imports() -> bool:
     return False
 
 
-def fork_children() -> None:
-    """Make SGLang fork its child processes instead of spawning them, and import their modules before the fork.
+def make_sglang_fork() -> None:
+    """Make SGLang fork its child processes instead of spawning them, after importing the modules that they need.
 
-    This reduces a start from 23 to 8 s of CPU time, and the memory of the three processes to a fifth. It is not
-    possible with CUDA, which cannot be used after a fork.
+    This reduces the CPU time of a start from 23 to 8 s, and the memory of SGLang's three processes to a fifth. Forking
+    is not possible with CUDA, which cannot be used after a fork.
     """
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
@@ -103,9 +103,9 @@ def fork_children() -> None:
     gc.freeze()  # otherwise garbage collection writes to all pages that are shared with the children
 
 
-def leave_memory_unpinned() -> None:
-    """Make SGLang allocate the host buffer of routed experts without pinned memory, which needs CUDA: without this
-    patch the server cannot start on a CPU."""
+def disable_pinned_memory() -> None:
+    """Make SGLang allocate the host buffer of routed experts in unpinned memory, because pinned memory needs CUDA:
+    without this patch the server cannot start on a machine without CUDA."""
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(*args: object, **options: object) -> object:
@@ -114,7 +114,7 @@ def leave_memory_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
-def keep_load_files_in_tmpdir() -> None:
+def write_load_snapshots_to_tmpdir() -> None:
     """Make SGLang write its load-snapshot files (counters of running requests) to TMPDIR instead of /dev/shm.
 
     SGLang 0.5.21 memory-maps a file of some kilobytes per server in /dev/shm, which a killed server leaves behind. The
@@ -122,7 +122,7 @@ def keep_load_files_in_tmpdir() -> None:
     """
     try:
         from sglang.srt.managers import load_snapshot
-    except ImportError:  # an older release does not write load snapshots
+    except ImportError:  # SGLang before 0.5.21 does not write load snapshots
         return
     path_in_shm = load_snapshot.shm_path_for
 
@@ -159,17 +159,17 @@ def bind_rendezvous_to_loopback() -> None:
 die_with_parent()
 HAS_CUDA = prepare_imports()
 bind_rendezvous_to_loopback()
-keep_load_files_in_tmpdir()
+write_load_snapshots_to_tmpdir()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
     if not HAS_CUDA:
-        leave_memory_unpinned()
-        fork_children()
+        disable_pinned_memory()
+        make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     if key := os.environ.pop(KEY_VARIABLE, None):
-        # Equal keys: /server_info shows the admin key to every client that has the API key.
+        # One key for both: /server_info shows the admin key to every client that has the API key.
         argv += ["--api-key", key, "--admin-api-key", key]
     run_server(prepare_server_args(argv))

@@ -1,8 +1,8 @@
-"""Script that runs SGLang's router (`python -P launch_router.py <router flags>`) and ends when the thread that started
-it ends.
+"""Script that runs SGLang's router: `python -P launch_router.py <router flags>`. The router process is killed when the
+thread that started it ends.
 
-`python -m sglang_router.launch_router` is not used, because it also imports SGLang and torch for a load balancer that
-Penstock does not use: 6 s and 600 MB instead of 0.1 s and 25 MB.
+`python -m sglang_router.launch_router` is not used, because it also imports SGLang and torch, for a load balancer that
+Penstock does not use: this takes 6 s and 600 MB instead of 0.1 s and 25 MB.
 """
 
 import argparse

@@ -30,21 +30,21 @@ def release(url: str) -> None:
     if version == RELEASED:
         return
     if has_cache(version):
-        control.call(url, "/pause_generation", {"mode": "abort"}, TIMEOUT)
+        control.call_server(url, "/pause_generation", {"mode": "abort"}, TIMEOUT)
     tags = [KV_CACHE, WEIGHTS] if has_cache(version) else [WEIGHTS]
-    control.call(url, "/release_memory_occupation", {"tags": tags}, TIMEOUT)
+    control.call_server(url, "/release_memory_occupation", {"tags": tags}, TIMEOUT)
     control.set_version(url, RELEASED)
 
 
 def resume_weights(url: str) -> None:
     """Allocate the memory of the weights again. Their values are undefined until they are loaded."""
-    control.call(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
+    control.call_server(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
 
 
 def resume_cache(url: str) -> None:
     """Allocate the KV cache again and resume generation, if all weights are loaded but the KV cache is released."""
     state, _, version = control.weight_version(url).partition(":")
     if f"{state}:" == LOADED:
-        control.call(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, TIMEOUT)
+        control.call_server(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, TIMEOUT)
         control.set_version(url, version)
         control.resume(url)

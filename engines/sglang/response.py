@@ -14,12 +14,12 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 def parse_generation(
     answer: dict[str, Any], experts: ExpertsFormat | None = None, num_prompt_tokens: int = 0
 ) -> Generation:
-    """Parse one response of /generate. Token ids are read from the (log-prob, id) pairs, so both lists match.
+    """Parse one response of SGLang's /generate route.
 
     Args:
         answer: the JSON object of the response.
-        experts: the format of the routed experts; None if they were not requested.
-        num_prompt_tokens: length of the prompt, whose tokens have routed experts, too.
+        experts: storage format of the routed expert ids; None if they were not requested.
+        num_prompt_tokens: number of prompt tokens; the engine returns routed experts for these, too.
 
     Raises:
         RuntimeError: routed experts were requested, but are missing or have the wrong size.
@@ -46,7 +46,7 @@ def parse_generation(
             routed = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
             routed_experts = experts.encode(routed, num_prompt_tokens + len(token_ids) - 1)
         except ValueError as error:
-            raise RuntimeError(str(error)) from None  # a ValueError would be attributed to the prompt
+            raise RuntimeError(str(error)) from None  # not a ValueError, which callers take for an error of the prompt
     return Generation(
         token_ids=token_ids,
         logprobs=[float(pair[0]) for pair in pairs],

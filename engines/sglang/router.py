@@ -1,9 +1,9 @@
-"""SGLang's router in front of the engines: run it as a child process of the driver, restart it when it dies, and update
-its list of engines.
+"""Run SGLang's request router in front of the engines: start it as a child process of the driver, restart it when it
+dies, and update its list of engines.
 
 Only generation requests go through the router; weight updates, version checks and aborts are sent directly to the
 engines. The router's own health checks, circuit breaker and retries are disabled, because `supervisor.py` and
-`client.py` already provide them and both mechanisms would interfere.
+`client.py` already do this, and two mechanisms would interfere.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.engines.serving import keys
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import command_line, router_flags
-from penstock.storage.secrets import protect
+from penstock.storage.secrets import register_secret
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
 TICK = 0.5  # seconds between checks of the router's list of engines
-SHORT_TICK = 0.05  # seconds between these checks while the router's list differs from the live engines
-CALL_TIMEOUT = 5.0  # timeout in seconds of one call to the router, which takes milliseconds
-REGISTER_AGAIN = 5.0  # seconds after which an engine that the router still does not list is registered again
+SHORT_TICK = 0.05  # the same while the router's list of engines differs from the live engines
+CALL_TIMEOUT = 5.0  # timeout of one call to the router in seconds; a call takes milliseconds
+REGISTER_AGAIN = 5.0  # seconds after which an engine that the router does not list is registered again
 DEFAULTS = {  # router flags that the configured flags override
     # The router chooses the engine by the routing key that the client sends with every request: equal keys (requests of
     # one session) go to the same engine, a new key goes to the engine with the least load.
@@ -54,7 +54,7 @@ class SGLangRouter:
         args: flags of sglang-router with underscored names.
         log_dir: directory of the router's log; the system's temporary directory by default.
         max_restarts: maximum number of restarts.
-        response_timeout: seconds without an answer, also during the start, after which the router is restarted.
+        response_timeout: seconds after which a router that does not answer (or does not start) is restarted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SGLangRouter:
         self._stopped = threading.Event()
         self._changed = threading.Event()
         # API key of the router itself; the router sends each engine that engine's own key.
-        self._key = protect(str(args.get("api_key") or secrets.token_hex(32)))
+        self._key = register_secret(str(args.get("api_key") or secrets.token_hex(32)))
         self._registered: dict[str, float] = {}  # engine's URL -> time of its last registration with the router
         # The router process dies when the thread that started it ends (launch_router.py), so one thread runs it.
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
@@ -96,12 +96,12 @@ class SGLangRouter:
         """
         with self._lock:
             if set(self._engines) - set(urls) or not self._engines:
-                self._address = None  # until the router has removed dead engines, or registered its first engines
+                self._address = None  # unavailable until the router has removed dead engines or registered its first
             self._engines = list(urls)
         self._changed.set()
 
     def address(self) -> str | None:
-        """Return the router's address; None while the router is down or still routes to dead engines.
+        """Return the router's URL; None while the router is down or still routes requests to dead engines.
 
         Raises:
             RuntimeError: the router failed after `max_restarts` restarts; the message has the tail of its log.
@@ -113,25 +113,28 @@ class SGLangRouter:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run the router, restarting it up to `max_restarts` times, until `__exit__` is called. Runs in a thread."""
         try:
             for num_restarts in range(self.max_restarts + 1):
                 reason = self._run_once()
                 if self._stopped.is_set():
                     return
-                logger.warning("%d of %d router restarts used; the router %s", num_restarts, self.max_restarts, reason)
+                logger.warning(
+                    "the router failed (%d of %d restarts used): the router %s", num_restarts, self.max_restarts, reason
+                )
             raise RuntimeError(f"the router failed after all {self.max_restarts} restarts: the router {reason}")
         except Exception as error:
             self._failure = error  # raised by `address`
 
     def _run_once(self) -> str:
-        """Start the router and update its list of engines until the router dies, hangs or is stopped.
+        """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
 
         Returns:
-            The reason for the end, with the tail of the log.
+            Why it ended, with the tail of its log.
         """
-        port = free_port()
+        port = reserve_free_port()
         url = f"http://127.0.0.1:{port}"
-        keys.use_key(url, self._key)
+        keys.set_api_key(url, self._key)
         self._registered = {}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
@@ -168,34 +171,40 @@ class SGLangRouter:
             process.wait()
 
     def _sync_engines(self, url: str) -> bool:
-        """Register the live engines with the router and remove all other engines from its list.
+        """Register the live engines with the router at `url`, and remove all other engines from its list.
 
         Returns:
-            Whether the router's list is equal to the live engines.
+            Whether the router already lists exactly the live engines.
         """
         engines = self._engines
-        workers = control.call(url, "/workers", timeout=CALL_TIMEOUT)["workers"]
+        workers = control.call_server(url, "/workers", timeout=CALL_TIMEOUT)["workers"]
         # With the router's health checks off, "healthy" means registered.
         ready = {worker["url"] for worker in workers if worker["is_healthy"]}
         dead = [worker["id"] for worker in workers if worker["url"] not in engines]
         for worker_id in dead:
-            control.call(url, f"/workers/{worker_id}", timeout=CALL_TIMEOUT, method="DELETE")
+            control.call_server(url, f"/workers/{worker_id}", timeout=CALL_TIMEOUT, method="DELETE")
         for engine in set(engines) - ready:
             if time.monotonic() - self._registered.get(engine, -REGISTER_AGAIN) >= REGISTER_AGAIN:
                 worker = {"url": engine, "disable_health_check": True}
-                if key := keys.keys_of([engine]).get(engine):
+                if key := keys.known_api_keys([engine]).get(engine):
                     worker["api_key"] = key
-                control.call(url, "/workers", worker, timeout=CALL_TIMEOUT)
+                control.call_server(url, "/workers", worker, timeout=CALL_TIMEOUT)
                 self._registered[engine] = time.monotonic()
         in_sync = ready == set(engines) and not dead
         with self._lock:
-            if in_sync and engines and engines is self._engines:  # `set_backends` was not called meanwhile
+            if in_sync and engines and engines is self._engines:  # the live engines have not changed meanwhile
                 self._address = url
         return in_sync
 
     def _argv(self, port: int) -> list[str]:
+        """Return the router's command-line arguments, without the API key."""
         # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
         # machine would find the port in use.
-        ours = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": free_port()}
+        ours = {
+            "host": "127.0.0.1",
+            "port": port,
+            "prometheus_host": "127.0.0.1",
+            "prometheus_port": reserve_free_port(),
+        }
         configured = {name: value for name, value in self.args.items() if name != "api_key"}
         return command_line({**ours, **DEFAULTS, **configured}, router_flags())

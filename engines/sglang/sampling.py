@@ -1,7 +1,7 @@
-"""Check sampling parameters: whether the installed SGLang has them, whether its router forwards them, and whether they
-bias the policy gradient.
+"""Check sampling parameters: whether the installed SGLang supports them, whether its router forwards them, and whether
+they make the sampling distribution differ from the policy that the trainer computes.
 
-The names are parsed from SGLang's source without importing it, as in `args.py`.
+Parameter names are parsed from SGLang's source without importing SGLang, as in `args.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import installed
+from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
@@ -30,7 +30,7 @@ RESERVED = {
     "beam_width": "omit it, because beam search does not sample from the policy",
     "skip_special_tokens": "use --rollout-skip-special-tokens, because Penstock decodes the text",
 }
-# sglang-router 0.3.2 rebuilds requests from the fields that it knows, and drops these silently (each was tested).
+# sglang-router 0.3.2 rebuilds requests from the fields that it knows, and drops these parameters silently (tested).
 DROPPED_BY_ROUTER = (
     *("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias"),
     "custom_params",
@@ -52,7 +52,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
 
     Args:
         params: parameter name -> value.
-        routed: whether requests go through SGLang's router.
+        routed: whether generation requests are sent through SGLang's router.
 
     Raises:
         EngineError: a parameter is unknown to SGLang, has an option of its own, or is dropped by the router.
@@ -67,24 +67,25 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
             raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
         if routed and name in DROPPED_BY_ROUTER:
             raise EngineError(
-                f"--rollout-sampling {name} has no effect with --use-router, because SGLang's router drops it: omit one"
+                f"--rollout-sampling {name} has no effect with --use-router, because SGLang's router drops it: "
+                "omit one of the two"
             )
 
 
-def check_seeds(seeded: bool, params: Mapping[str, Any], server: Mapping[str, Any]) -> None:
-    """Check `--rollout-sampling-seeds` against the sampling parameters and the server's flags.
+def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flags: Mapping[str, Any]) -> None:
+    """Check `--rollout-sampling-seeds` (`use_seeds`) against the other sampling parameters and the server's flags.
 
     Raises:
-        EngineError: seeds are used together with min_p, or a deterministic engine is used without seeds.
+        EngineError: seeds are combined with min_p, or deterministic inference is enabled without seeds.
     """
-    if seeded and params.get("min_p"):
+    if use_seeds and params.get("min_p"):
         raise EngineError(
             f"--rollout-sampling min_p={params['min_p']} cannot be combined with --rollout-sampling-seeds, because "
             "SGLang does not support min_p with seeds: omit one of them"
         )
-    flags = {name.replace("-", "_"): value for name, value in server.items()}
+    flags = {name.replace("-", "_"): value for name, value in server_flags.items()}
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
-        if flags.get(name) not in (None, False) and not seeded:
+        if flags.get(name) not in (None, False) and not use_seeds:
             raise EngineError(
                 f"--sglang-{name.replace('_', '-')} makes SGLang sample every request with the same seed, so all "
                 "samples of a prompt would be equal: add --rollout-sampling-seeds"
@@ -92,8 +93,8 @@ def check_seeds(seeded: bool, params: Mapping[str, Any], server: Mapping[str, An
 
 
 def biased_sampling(params: Mapping[str, Any]) -> list[str]:
-    """Return the parameters, as `name=value`, with which the sampling distribution differs from the distribution that
-    the trainer computes.
+    """Return those of the sampling parameters, as `name=value`, that make the sampling distribution differ from the
+    policy that the trainer computes.
 
     SGLang returns log-probs of the full softmax, before top-p, top-k and min-p remove tokens. With penalties, logit
     biases and grammars it returns log-probs of the modified logits, which the trainer cannot reproduce.
@@ -111,7 +112,7 @@ def sampling_names(root: Path | None = None) -> frozenset[str]:
     Args:
         root: directory of the `sglang` package to read; by default the installed package.
     """
-    root = root or installed("sglang")
+    root = root or package_directory("sglang")
     if root is None:
         return frozenset()
     tree = parse_source((root / "srt/sampling/sampling_params.py").read_text(encoding="utf-8"))

@@ -1,16 +1,16 @@
-"""Build the command line of one SGLang server process, and check that the server is ready."""
+"""The SGLang implementation of `EngineServer`: command line and readiness check of a server process."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from penstock.engines.ports import HIGHEST, free_port
+from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import command_line
 
-LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it, its top level changes the process
+LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 
 
 class SGLangServer(EngineServer):
@@ -22,13 +22,13 @@ class SGLangServer(EngineServer):
     highest_port = HIGHEST - max(derived_ports)
 
     def command(self, port: int) -> list[str]:
-        """Return the command line, without the API key, because `ps` shows command lines to other users."""
+        """Return the server's command line, without the API key, because `ps` shows command lines to other users."""
         spec = self.spec
         ours = {
             "model_path": spec.model_path,
             "host": spec.host,
             "port": port,
-            "nccl_port": free_port(),  # rendezvous of the ranks; SGLang would choose a port without reserving it
+            "nccl_port": reserve_free_port(),  # rendezvous of the ranks; SGLang would not reserve the port it chooses
             "tp_size": spec.tensor_parallel,
             "weight_version": spec.weight_version,
         }
@@ -36,5 +36,5 @@ class SGLangServer(EngineServer):
         return [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(configured)]
 
     def is_ready(self) -> bool:
-        """Return whether the server has loaded its model and answers."""
+        """Return whether the server has loaded its model and accepts requests."""
         return control.is_ready(self.url())

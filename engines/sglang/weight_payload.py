@@ -60,7 +60,7 @@ class FlatBucket:
             "shapes": [list(entry.shape) for entry in self.metadata],
         }
 
-    def payload(self) -> str:
+    def serialize(self) -> str:
         """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
 
         Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own.

@@ -25,7 +25,7 @@ from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
 from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket, check_shared_memory
-from penstock.engines.weights.buckets import NamedTensor, buckets
+from penstock.engines.weights.buckets import NamedTensor, split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
@@ -87,13 +87,13 @@ class WeightSender:
         """Yield (bucket, payloads, is_last). Payloads: URL -> one per rank of the server, for servers that read from
         several trainer ranks and to which this rank makes the requests."""
         shared = {url: route.senders for url, route in routes.items() if len(set(route.senders)) > 1}
-        for bucket, last in buckets(named, bucket_bytes):
+        for bucket, last in split_into_buckets(named, bucket_bytes):
             check_shared_memory(bucket)
             flat, handles = FlatBucket(bucket), dict[str, list[str]]()
             for url, senders in shared.items():
                 if self._rank in senders:
                     gathered: list[Any] = [None] * len(senders)
-                    dist.all_gather_object(gathered, flat.payload(), group=self._handle_groups[senders])
+                    dist.all_gather_object(gathered, flat.serialize(), group=self._handle_groups[senders])
                     handles[url] = gathered
             yield flat, handles, last
             for senders in shared.values():
@@ -119,7 +119,7 @@ class WeightSender:
         with WeightUpdate(urls, version) as update:
             try:
                 loading: list[Future[Any]] = []
-                for bucket, last in buckets(named, transport.bucket_bytes):
+                for bucket, last in split_into_buckets(named, transport.bucket_bytes):
                     if self._engine_group is None:
                         update.leave_group()
                         sizes = {url: size for url, (_, size) in update.facts.items()}
@@ -184,11 +184,11 @@ class WeightUpdate:
 
     def __enter__(self) -> WeightUpdate:
         try:
-            self.facts = dict(zip(self.urls, self._on_all(control.server_facts)))
-            versions = dict(zip(self.urls, self._on_all(control.weight_version)))
+            self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
+            versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_cache(version)]
-            self._on_all(lambda url: control.pause(url, timeout=self.timeout), self._with_cache)
-            self._on_all(memory.resume_weights, [url for url in self.urls if versions[url] == memory.RELEASED])
+            self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._with_cache)
+            self._call_all(memory.resume_weights, [url for url in self.urls if versions[url] == memory.RELEASED])
             self._set_versions("updating:", memory.LOADING)
         except BaseException:
             self._resume()
@@ -200,7 +200,7 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                self._on_all(lambda url: self.call(url, "/end_weight_update", {}), self._in_session)
+                self._call_all(lambda url: self.call(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
                 self._set_versions("", memory.LOADED)
         finally:
@@ -217,10 +217,10 @@ class WeightUpdate:
         """
         self._begin_sessions()
         payloads = {
-            url: handles.get(url) or [flat.payload() for _ in range(tp_size)]
+            url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
             for url, (_, tp_size) in self.facts.items()
         }
-        self._on_all(
+        self._call_all(
             lambda url: self.call(
                 url,
                 "/update_weights_from_tensor",
@@ -260,7 +260,7 @@ class WeightUpdate:
                 if "does not exist" not in str(error):
                     raise
 
-        self._on_all(leave)
+        self._call_all(leave)
 
     def load_from_disk(self, directory: str) -> None:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
@@ -272,7 +272,7 @@ class WeightUpdate:
                 {"model_path": directory, "flush_cache": self._flushes(url, last=True)},
             )
 
-        self._on_all(load)
+        self._call_all(load)
 
     def _flushes(self, url: str, last: bool) -> bool:
         """Return whether a bucket also flushes a server's prefix cache; a released KV cache has been flushed."""
@@ -281,7 +281,7 @@ class WeightUpdate:
     def _begin_sessions(self) -> None:
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if release >= NEEDS_SESSION]
-            self._on_all(self._begin_session, self._in_session)
+            self._call_all(self._begin_session, self._in_session)
 
     def _begin_session(self, url: str) -> None:
         try:
@@ -310,7 +310,7 @@ class WeightUpdate:
                     error,
                 )
 
-        self._on_all(resume)
+        self._call_all(resume)
         self._pool.shutdown()
 
     @property
@@ -318,8 +318,10 @@ class WeightUpdate:
         return [url for url in self.urls if url not in self._without_cache]
 
     def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
-        self._on_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._with_cache)
-        self._on_all(lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache)
+        self._call_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._with_cache)
+        self._call_all(
+            lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
+        )
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a call in a thread."""
@@ -332,11 +334,11 @@ class WeightUpdate:
             EngineGone: the server did not answer.
             EngineRefused: the server rejected the request.
         """
-        answer = control.call(url, path, body, self.timeout)
+        answer = control.call_server(url, path, body, self.timeout)
         if not answer.get("success", True):
             raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
-    def _on_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
+    def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
 
         Args:

@@ -1,4 +1,4 @@
-"""Split a stream of weights into buckets of bounded size."""
+"""Split a model's weights into buckets of bounded size, for transfer to the engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 NamedTensor = tuple[str, Tensor]
-# SGLang fuses these two MLA weights into one parameter and drops a weight whose partner is not in the same update call.
-# In different buckets both would be lost without an error, and the engine would keep its old weights.
+# SGLang fuses these two MLA weights into one parameter and drops one that arrives without the other in the same update
+# call. In different buckets both would be lost without an error, and the engine would keep its old weights.
 FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 
 
@@ -17,8 +17,8 @@ def num_bytes(bucket: Iterable[NamedTensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
 
 
-def buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Yield pairs (bucket, is_last) with buckets of at most `max_bytes`.
+def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
+    """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
 
     A tensor, or a pair of FUSED tensors, that is larger than `max_bytes` becomes a bucket of its own.
     """
@@ -36,7 +36,8 @@ def buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list
 
 
 def _fused_pairs(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Yield lists of one tensor; the two FUSED tensors of a layer are yielded together, once both have arrived."""
+    """Yield lists of tensors that must be in the same bucket: the two FUSED tensors of a layer, or any other tensor
+    alone."""
     first, second = FUSED
     waiting: dict[str, NamedTensor] = {}
     for item in named:
@@ -48,4 +49,4 @@ def _fused_pairs(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
             yield [waiting.pop(partner), item]
         else:
             waiting[name] = item
-    yield from ([item] for item in waiting.values())  # Moonlight has only kv_a_proj_with_mqa
+    yield from ([item] for item in waiting.values())  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj

@@ -1,16 +1,16 @@
-"""A reward with parts: `--custom-rm-path examples/custom_reward/reward.py --reward-key score`.
+"""A reward with several named scores: `--custom-rm-path examples/custom_reward/reward.py --reward-key score`.
 
-A right number counts most; where the digits are nearly right, or the answer is short, that counts a little, so that a
-group whose answers are all wrong still has something to learn from.
+A correct number gives reward 1. Correct digits and a short response give a little more, so that the rewards differ even
+in a group whose answers are all wrong.
 """
 
 import re
 
-USUAL_LENGTH = 8  # characters of a good answer
+USUAL_LENGTH = 8  # characters; longer responses get less for `brief`
 
 
 def reward_func(args, sample) -> dict[str, float]:
-    """`score` is what is trained for; the others are shown as `rollout/rewards/<name>`."""
+    """Grade a response. Training uses `score` (--reward-key); all scores are logged as `rollout/rewards/<name>`."""
     numbers = re.findall(r"-?\d+", sample.response)
     answer = numbers[-1] if numbers else ""
     right = float(answer == sample.label)

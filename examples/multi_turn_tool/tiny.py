@@ -1,7 +1,7 @@
-"""A random model of 402,176 parameters and six problems, on which the example runs in a minute without a GPU.
+"""Create a random model of 402,176 parameters and six problems, with which the example runs in a minute on a CPU.
 
-A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for the whole
-call of each problem.
+A random model almost never writes a tag letter by letter. Therefore the tokenizer has one token for each tag, and one
+for a complete tool call of each problem.
 """
 
 import json
@@ -15,7 +15,7 @@ PROBLEMS = ["12*8", "7*9+5", "3*(4+5)", "99-45", "61+27", "5*5-7"]
 
 
 def main(directory: str) -> None:
-    """Write model/ and prompts.jsonl."""
+    """Write model/ and prompts.jsonl into `directory`."""
     words = [*TAGS, *(f"<calculator>{problem}</calculator>" for problem in PROBLEMS)]
     make_tokenizer(words=words).save_pretrained(make_tiny_model(Path(directory) / "model"))
     rows = [{"prompt": f"{problem}=", "label": str(eval(problem))} for problem in PROBLEMS]

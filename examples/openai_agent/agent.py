@@ -1,4 +1,4 @@
-"""A calculator agent, written for any OpenAI-compatible server. It knows nothing of training.
+"""A calculator agent for any OpenAI-compatible server. It does not depend on Penstock.
 
 OPENAI_BASE_URL=http://127.0.0.1:30000/v1 OPENAI_API_KEY=none python agent.py "12*(3+4)"
 """
@@ -16,7 +16,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "calculate",
-            "description": "The value of an expression of whole numbers, +, -, * and parentheses.",
+            "description": "Compute the value of an expression of integers, +, -, * and parentheses.",
             "parameters": {
                 "type": "object",
                 "properties": {"expression": {"type": "string"}},
@@ -28,7 +28,7 @@ TOOLS = [
 
 
 def solve(client: OpenAI, question: str, max_turns: int = 8) -> str:
-    """Ask the model, do what it wants, until it answers."""
+    """Return the model's answer to a question, after running the tools that it calls in up to `max_turns` requests."""
     messages = [{"role": "user", "content": question}]
     for _ in range(max_turns):
         reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
@@ -36,28 +36,28 @@ def solve(client: OpenAI, question: str, max_turns: int = 8) -> str:
             return reply.content or ""
         messages.append(reply)
         messages += [
-            {"role": "tool", "tool_call_id": call.id, "content": use(call.function)} for call in reply.tool_calls
+            {"role": "tool", "tool_call_id": call.id, "content": run_tool(call.function)} for call in reply.tool_calls
         ]
     return ""
 
 
-def use(function) -> str:
-    """What the tool says to a call."""
+def run_tool(function) -> str:
+    """Return the result of a tool call of the model as text, or `error: ...` if its arguments are invalid."""
     try:
-        return str(value(ast.parse(json.loads(function.arguments)["expression"], mode="eval").body))
+        return str(evaluate(ast.parse(json.loads(function.arguments)["expression"], mode="eval").body))
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         return f"error: {type(error).__name__}"
 
 
-def value(node) -> int:
-    """Of a parsed expression, without `eval`: the model may write anything."""
+def evaluate(node) -> int:
+    """Compute the value of a parsed expression. `eval` would execute any code that the model writes."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -value(node.operand)
+        return -evaluate(node.operand)
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
-    raise ValueError("not an expression of whole numbers")
+    raise ValueError("the expression is not arithmetic on integers")
 
 
 if __name__ == "__main__":

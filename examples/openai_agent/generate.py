@@ -1,4 +1,4 @@
-"""One execution of the agent is one trajectory: `--custom-generate-function-path examples/openai_agent/generate.py`."""
+"""Generate a trajectory by running an agent: `--custom-generate-function-path examples/openai_agent/generate.py`."""
 
 import sys
 from pathlib import Path

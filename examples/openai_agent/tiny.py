@@ -1,7 +1,7 @@
-"""A random model of 402,176 parameters and ten problems, on which the example runs in a minute without a GPU.
+"""Create a random model of 402,176 parameters and ten problems, with which the example runs in a minute on a CPU.
 
-A random model never writes JSON. So the tokenizer has ten tokens that are a whole tool call each, one per problem: one
-token in six is a call.
+A random model almost never writes valid JSON. Therefore the tokenizer has one token for a complete tool call of each
+problem; one sampled token in six is a tool call.
 """
 
 import json
@@ -12,7 +12,7 @@ from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 
 PROBLEMS = ["1+1", "2+3", "4+4", "5-2", "7+8", "9-9", "3*4", "6*6", "8*9", "5+12"]
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
-TEMPLATE = (  # results come as the system's words: there is no token for tools
+TEMPLATE = (  # tool results are rendered as system messages, because the tokenizer has no token for tools
     "{% for m in messages %}{{ '<|' + ('system' if m.role == 'tool' else m.role) + '|>' "
     "+ (m.content or '') + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -20,7 +20,7 @@ TEMPLATE = (  # results come as the system's words: there is no token for tools
 
 
 def main(directory: str) -> None:
-    """Write model/ and prompts.jsonl."""
+    """Write model/ and prompts.jsonl into `directory`."""
     tokenizer = make_tokenizer(words=[CALL % problem for problem in PROBLEMS])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(make_tiny_model(Path(directory) / "model"))

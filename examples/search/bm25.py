@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class Index:
-    """Documents that can be searched by words.
+    """An in-memory BM25 index of documents.
 
     Args:
-        documents: texts.
-        k1: how much another occurrence of a word still counts.
-        b: how much a long document is held against it.
+        documents: texts of the documents.
+        k1: term-frequency saturation; larger values give repeated words more weight.
+        b: length normalization, 0 (none) to 1 (full).
     """
 
     def __init__(self, documents: list[str], k1: float = 1.2, b: float = 0.75) -> None:
@@ -24,7 +24,9 @@ class Index:
         for number, count in enumerate(counts):
             for word in count:
                 where[word].append(number)
-        self._scores: dict[str, dict[int, float]] = {}  # word -> document -> score: all that a query must add up
+        self._scores: dict[
+            str, dict[int, float]
+        ] = {}  # word -> document -> BM25 score; a query sums the scores of its words
         for word, numbers in where.items():
             idf = math.log(1 + (len(documents) - len(numbers) + 0.5) / (len(numbers) + 0.5))
             self._scores[word] = {
@@ -37,12 +39,12 @@ class Index:
 
     @classmethod
     def read(cls, path: str | Path) -> "Index":
-        """Of a JSONL file with `text`, and perhaps `title`, in every line."""
+        """Return the index of a JSONL file with `text` and optionally `title` in every line."""
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
         return cls([": ".join(filter(None, (row.get("title"), row["text"]))) for row in rows])
 
     def search(self, query: str, num_documents: int = 3) -> list[str]:
-        """The documents that fit best, the best one first; none that shares no word with the query."""
+        """Return the documents with the highest scores, best first; every one shares a word with `query`."""
         total: Counter[int] = Counter()
         for word in words(query):
             for number, score in self._scores.get(word, {}).items():
@@ -54,5 +56,5 @@ class Index:
 
 
 def words(text: str) -> list[str]:
-    """In lower case."""
+    """Return the words of a text in lower case."""
     return re.findall(r"\w+", text.lower())

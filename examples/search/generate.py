@@ -1,9 +1,9 @@
-"""A search engine that the model may ask while it answers, in the manner of Search-R1 (2503.09516):
+"""Generate responses in which the model may query a search engine, as in Search-R1 (arXiv 2503.09516):
 `--custom-generate-function-path examples/search/generate.py --custom-rm-path examples/search/generate.py:reward_func`.
 
-The model writes `<search>words</search>`, reads `<information>...</information>` and continues until it writes
-`<answer>...</answer>`. What it writes is trained on, what was found is not. SEARCH_CORPUS names another corpus than the
-one beside this file.
+The model writes `<search>words</search>`, `<information>...</information>` is appended, and the model continues until
+it writes `<answer>...</answer>`. The tokens of the model are trained on, those of the search results are not. The
+environment variable SEARCH_CORPUS names the corpus (default: corpus.jsonl in this directory).
 """
 
 import os
@@ -24,23 +24,23 @@ async def generate(args, sample, sampling_params, engine):
     for _ in range(args.max_turns):
         text = await engine.generate(sample, stop=["</search>", "</answer>"])
         query = QUERY.search(text)
-        if query is None or not engine.append(sample, found(query[1])):
+        if query is None or not engine.append(sample, search(query[1])):
             break
     return sample
 
 
-def found(query: str) -> str:
-    """What the search engine says."""
-    return f"<information>{' '.join(index().search(query, NUM_DOCUMENTS)) or 'nothing'}</information>"
+def search(query: str) -> str:
+    """Return the documents that match `query`, in <information> tags, as the model sees them."""
+    return f"<information>{' '.join(load_index().search(query, NUM_DOCUMENTS)) or 'nothing'}</information>"
 
 
 @cache
-def index() -> Index:
-    """The corpus, read at the first question."""
+def load_index() -> Index:
+    """Return the index of the corpus, which is read at the first query."""
     return Index.read(os.environ.get("SEARCH_CORPUS") or Path(__file__).with_name("corpus.jsonl"))
 
 
 def reward_func(args, sample) -> float:
-    """1 if the last answer is the label, word for word."""
+    """Return 1 if the last <answer> of the response has the same words as the label, else 0."""
     answers = ANSWER.findall(sample.response)
     return float(bool(answers) and words(answers[-1]) == words(sample.label))

@@ -1,7 +1,7 @@
-"""A random model of 402,176 parameters and four questions, on which the example runs in a minute without a GPU.
+"""Create a random model of 402,176 parameters and four questions, with which the example runs in a minute on a CPU.
 
-A random model never writes a tag letter by letter. So the tokenizer has one token for each tag, and one for a whole
-query of each question.
+A random model almost never writes a tag letter by letter. Therefore the tokenizer has one token for each tag, and one
+for a complete search query of each question.
 """
 
 import json
@@ -15,7 +15,7 @@ QUESTIONS = {"france": "paris", "italy": "rome", "japan": "tokyo", "kenya": "nai
 
 
 def main(directory: str) -> None:
-    """Write model/ and prompts.jsonl."""
+    """Write model/ and prompts.jsonl into `directory`."""
     words = [*TAGS, *(f"<search>capital of {country}</search>" for country in QUESTIONS)]
     make_tokenizer(words=words).save_pretrained(make_tiny_model(Path(directory) / "model"))
     rows = [{"prompt": f"the capital of {country}?", "label": city} for country, city in QUESTIONS.items()]

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
         )
     store = open_store(parse_store(rest, "eval --compare"), probe=False)
-    (title_a, a), (title_b, b) = (evaluated(store, policy) for policy in positional)
+    (title_a, a), (title_b, b) = (find_evaluations(store, policy) for policy in positional)
     common = sorted(a.keys() & b.keys())
     if not common:
         raise DataError(
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def evaluated(store: Store, policy: str) -> tuple[str, dict[str, Commit]]:
+def find_evaluations(store: Store, policy: str) -> tuple[str, dict[str, Commit]]:
     """Return `RUN/VERSION` and data set -> evaluation of that version; for `RUN`, of its newest evaluated version.
 
     Raises:
@@ -85,10 +85,10 @@ def evaluated(store: Store, policy: str) -> tuple[str, dict[str, Commit]]:
 
 def _row(store: Store, name: str, a: Commit, b: Commit) -> list[str]:
     """Return the cells of a data set's row in the table."""
-    from penstock.stages.eval.compare import check_same_data, compare, rewards_by_prompt
+    from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
 
     check_same_data(name, a, b)
-    comparison = compare(rewards_by_prompt(store, a), rewards_by_prompt(store, b))
+    comparison = compare_rewards(rewards_by_prompt(store, a), rewards_by_prompt(store, b))
     return [
         name,
         str(comparison.num_prompts),

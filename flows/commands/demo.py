@@ -69,10 +69,10 @@ def main(argv: list[str]) -> int:
 
 def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Run the whole demo. Return the exit code."""
-    from penstock.flows.runtime.runner import start
+    from penstock.flows.runtime.runner import run_flow
 
     start_time = time.monotonic()
-    mark(directory)
+    mark_directory(directory)
     model, data = make_inputs(directory / "inputs", seed)
     print(
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
@@ -80,10 +80,10 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
         flush=True,
     )
     sft = sft_config(directory, model, data, seed)
-    if code := start("sft", sft):
+    if code := run_flow("sft", sft):
         return code
-    grpo = grpo_config(directory, exported(sft), data, seed, num_rollout)
-    if code := start("post_train", grpo):
+    grpo = grpo_config(directory, export_directory(sft), data, seed, num_rollout)
+    if code := run_flow("post_train", grpo):
         return code
     print(
         f"\nThe demo took {time.monotonic() - start_time:.0f} s. The same command resumes it; "
@@ -138,8 +138,8 @@ def check_removable(directory: Path) -> None:
                 )
 
 
-def mark(directory: Path) -> None:
-    """Create the directory and, if it is empty, the marker file.
+def mark_directory(directory: Path) -> None:
+    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it.
 
     Raises:
         OptionError: the directory cannot be written.
@@ -209,7 +209,7 @@ def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout
     return validated(values)
 
 
-def exported(config: PostTrainConfig) -> Path:
+def export_directory(config: PostTrainConfig) -> Path:
     """Return the directory of a finished run's exported model."""
     from penstock.flows.runtime.runs import open_store
 

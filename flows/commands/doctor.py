@@ -186,7 +186,7 @@ def check_ports() -> list[Finding]:
 
 
 def _run_python(what: str, *args: str, advice: str) -> Finding:
-    """Run a program in a new Python process. The finding has the last line of its output."""
+    """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output."""
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
     return Finding(

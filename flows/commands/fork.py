@@ -21,15 +21,15 @@ from typing import Any
 from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
-from penstock.flows.options.flags import store_of, with_options
-from penstock.flows.options.paths import absolute
-from penstock.flows.runtime.runs import create_record, open_store, read_record, recorded
+from penstock.flows.options.flags import store_config, with_options
+from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.runtime.runs import create_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import in_parallel
 from penstock.storage.errors import OptionError, RunError, StoreError
-from penstock.storage.maintenance.removal import being_removed, is_removed
+from penstock.storage.maintenance.removal import describe_remover, is_removed
 from penstock.storage.maintenance.retention import fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, is_unchanged, parsed
+from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, digest_matches
 from penstock.storage.store import Store
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -43,7 +43,7 @@ USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI 
 
   If --prompt-data is given, or the order or the columns of the data change, round N starts at the first row."""
 
-_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> index relative to `at`
+_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> last shared index - `at`
 _DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
 _NUM_COPIES = 16  # commit records copied in parallel
 
@@ -59,9 +59,13 @@ def main(argv: list[str]) -> int:
     if len(positional) != 1 or own.keys() != {"--at", "--name"}:
         raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
     old = check_run_name(positional[0])
-    at, name, given = parse_integer("--at", own["--at"]), check_run_name(own["--name"], "--name"), flags.values_of(rest)
-    where = store_of(given)
-    flow, parent = recorded(where, old)
+    at, name, given = (
+        parse_integer("--at", own["--at"]),
+        check_run_name(own["--name"], "--name"),
+        flags.parse_values(rest),
+    )
+    where = store_config(given)
+    flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
     check_trained(store, RunKeys(old), at)
     config = forked_config(parent, rest, name, at)
@@ -69,7 +73,7 @@ def main(argv: list[str]) -> int:
         open_store(where)  # check that the store can be written
     shared = fork(store, flow, parent, config, at, restart_data=restarts_data(parent, config, given))
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
-    for field, before, after in differences(parent, config):
+    for field, before, after in changed_options(parent, config):
         print(f"  {flag(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
     print(f"to continue: {penstock_command()} resume {name}{options}")
@@ -88,12 +92,12 @@ def fork(
         RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
         StoreError: a commit record of the parent does not match its digest.
     """
-    parent, config = absolute(parent), absolute(config)
+    parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     check_trained(store, old, at)
-    entry = parent_entry(store, parent, at, restart_data)
-    claim_name(store, new, {"flow": flow, "config": _recorded_values(config), "parent": entry})
-    if is_removed(store, old) or being_removed(store, old):
+    entry = parent_field(store, parent, at, restart_data)
+    reserve_name(store, new, {"flow": flow, "config": _recorded_values(config), "parent": entry})
+    if is_removed(store, old) or describe_remover(store, old):
         store.delete([fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
@@ -118,11 +122,11 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at: i
     Raises:
         OptionError: an option is invalid, or --num-rollout is less than the number of shared rounds.
     """
-    given = flags.values_of(argv)
+    given = flags.parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = with_options(parent, argv)
-    config = absolute(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
+    config = with_absolute_paths(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
     if config.run.num_rollout < at:
         raise OptionError(
             f"--num-rollout {config.run.num_rollout} is less than the {at} shared rounds: give at least {at}"
@@ -140,7 +144,7 @@ def restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given: flags
     return order_changed or "prompt_data" in given.get("rollout", {})
 
 
-def differences(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
+def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
     """Return the options that differ between parent and fork: (name, value of the parent, value of the fork)."""
     before, after = parent.model_dump(mode="json"), config.model_dump(mode="json")
     fields = [(s, name) for s in SECTIONS for name in before[s] | after[s] if (s, name) != ("run", "run")]
@@ -156,7 +160,7 @@ def _recorded_values(config: PostTrainConfig) -> dict[str, Any]:
 # ---- the new run's records -------------------------------------------------------------------------------------------
 
 
-def parent_entry(store: Store, parent: PostTrainConfig, at: int, restart_data: bool) -> dict[str, Any]:
+def parent_field(store: Store, parent: PostTrainConfig, at: int, restart_data: bool) -> dict[str, Any]:
     """Return the `parent` field of the new run's record."""
     record = store.read_json(RunKeys(parent.run.run).record)
     assert record is not None, "main has read the record"
@@ -181,8 +185,8 @@ def check_trained(store: Store, keys: RunKeys, at: int) -> None:
         )
 
 
-def claim_name(store: Store, new: RunKeys, plan: dict[str, Any]) -> None:
-    """Reserve the new run's name for this fork. Raises RunError if a run or another fork has the name."""
+def reserve_name(store: Store, new: RunKeys, plan: dict[str, Any]) -> None:
+    """Reserve the new run's name by creating `plan` as its fork.json. Raises RunError if the name is taken."""
     existing = read_record(store, new)
     if is_removed(store, new):
         raise RunError(
@@ -210,8 +214,8 @@ def share_commit(store: Store, old: RunKeys, new: RunKeys, prefix: str) -> None:
     data = store.read(commit_key(prefix))
     if data is None:
         return  # a checkpoint that has expired meanwhile
-    commit = parsed(Commit, commit_key(prefix), data)
-    if is_unchanged(data) is False:  # the copy gets a new digest, so the damage could not be detected
+    commit = decode_record(Commit, commit_key(prefix), data)
+    if digest_matches(data) is False:  # the copy gets a new digest, so the damage could not be detected
         raise StoreError(
             f"{commit_key(prefix)} has changed since it was written: restore it from a backup "
             f"(`penstock verify {old.run}` lists the damage)"

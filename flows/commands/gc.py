@@ -15,7 +15,7 @@ from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import existing_run, open_store
 from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.leases import store_time
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.removal import translate_write_errors
 from penstock.storage.maintenance.retention import finish_expiries
 from penstock.storage.refs import RunKeys
@@ -54,28 +54,28 @@ def main(argv: list[str]) -> int:
     removed = None
     if "--delete" in own:
         with translate_write_errors(store):
-            removed = delete(store, found, run, older_than)
-    show(store, found, removed)
+            removed = delete_orphans(store, found, run, older_than)
+    print_orphans(store, found, removed)
     if run is None:
-        residue.report(delete="--delete" in own)
+        residue.print_residue(delete="--delete" in own)
     return 0
 
 
-def delete(store: Store, found: list[Orphan], run: str | None, older_than: float) -> set[str]:
-    """Remove the orphans in `found`, except those that are in use again. Return the keys of the removed ones."""
+def delete_orphans(store: Store, found: list[Orphan], run: str | None, older_than: float) -> set[str]:
+    """Delete the orphans in `found`, except those that came into use since. Return the keys of the deleted ones."""
     for name in [run] if run else store.list("runs"):
         finish_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
     now = store_time(store)
     remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=older_than, now=now)}
     # Unfinished attempts last: removing one writes a claim file, which needs disk space.
     simple_first = sorted(remaining.values(), key=lambda orphan: orphan.kind == "unfinished attempt")
-    removed = {orphan.key for orphan in simple_first if remove(store, orphan, now)}
+    removed = {orphan.key for orphan in simple_first if remove_orphan(store, orphan, now)}
     return removed | {
         orphan.key for orphan in found if orphan.kind == "expired checkpoint" and orphan.key not in remaining
     }
 
 
-def show(store: Store, found: list[Orphan], removed: set[str] | None) -> None:
+def print_orphans(store: Store, found: list[Orphan], removed: set[str] | None) -> None:
     """Print a table of the orphans. `removed`: keys of the removed ones, or None without --delete."""
     if not found:
         print(f"no unneeded files in {store.uri}")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import psutil
 
-# (part of a command line, authentication of that process's ports, environment variable without which there is none);
-# the first match counts.
+# (substring of a command line, authentication of that process's ports, environment variable without which the ports
+# have no authentication); the first match counts.
 PROTECTIONS = (
     ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
     ("launch_router.py", "API key", "PENSTOCK_SERVER_KEY"),
@@ -44,7 +44,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
         roots: the parent processes; by default all runs and services of this user.
     """
     family = {}
-    for root in own_roots() if roots is None else roots:
+    for root in own_root_processes() if roots is None else roots:
         family[root.pid] = root
         with suppress(psutil.Error):
             family |= {child.pid: child for child in root.children(recursive=True)}
@@ -65,7 +65,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
     return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
 
 
-def own_roots() -> list[psutil.Process]:
+def own_root_processes() -> list[psutil.Process]:
     """Return this user's `penstock` processes: commands and `make up`."""
     me = psutil.Process().uids().real
     roots = []
@@ -81,7 +81,7 @@ def own_roots() -> list[psutil.Process]:
 
 
 def protection_of(command: str, environment: dict[str, str]) -> str:
-    """Return the authentication of a process's ports (PROTECTIONS), "" if there is none."""
+    """Return the authentication of a process's ports, by its command line (PROTECTIONS), or "" if there is none."""
     for mark, protection, variable in PROTECTIONS:
         if mark in command:
             return protection if variable is None or environment.get(variable) else ""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.flows.config import PostTrainConfig, flag, validated
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
-from penstock.flows.runtime.display import print_table, with_interval
-from penstock.flows.runtime.runs import code_version, open_store, recorded
+from penstock.flows.runtime.display import format_with_interval, print_table
+from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
 
-  Grades the stored responses of a run's evaluations again and commits the result beside the old one, under
+  Grades the stored responses of a run's evaluations again and commits the result under
   <data set>@<hash>; existing commits do not change. Nothing is generated and no engine starts. Options that are not
   given default to the run's.
 
@@ -59,17 +59,19 @@ def main(argv: list[str]) -> int:
             "penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options]"
         )
     given, run = scoring_options(rest), check_run_name(own["--rescore"], "--rescore")
-    _, config = recorded(given.run, run)
+    _, config = read_flow_and_config(given.run, run)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
-    chosen = evaluations(store, keys, own.get("--version"), own.get("--dataset"))
+    chosen = select_evaluations(store, keys, own.get("--version"), own.get("--dataset"))
     rows = []
     for version, name in chosen:
         old = store.committed(keys.eval(version, name))
-        assert old is not None, "`evaluations` returns committed ones"
+        assert old is not None, "`select_evaluations` returns committed ones"
         new = rescore_evaluation(store, keys, config, given, version, name)
         task = next(iter(eval_rewards(new)))
-        passing = with_interval(new.summary, f"eval/{task}-pass@1") if f"eval/{task}-pass@1" in new.summary else "-"
-        was, now = with_interval(old.summary, f"eval/{name}"), with_interval(new.summary, f"eval/{task}")
+        passing = (
+            format_with_interval(new.summary, f"eval/{task}-pass@1") if f"eval/{task}-pass@1" in new.summary else "-"
+        )
+        was, now = format_with_interval(old.summary, f"eval/{name}"), format_with_interval(new.summary, f"eval/{task}")
         rows.append((str(version), name, was, now, passing, f"{new.summary[f'eval/{task}-failed_ratio']:.3f}", task))
     print(f"{run} in {store.uri}, scored again, with 95 % confidence intervals of the mean")
     print_table(("version", "data set", "before", "now", "pass@1", "failed", "committed as"), rows)
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 def scoring_options(argv: list[str]) -> PostTrainConfig:
     """Return the config given on the command line. Raises OptionError for an option that does not affect scoring."""
-    values = flags.values_of(argv)
+    values = flags.parse_values(argv)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
             raise OptionError(f"{flag(other)} has no effect on scoring stored samples: leave it out")
@@ -91,7 +93,7 @@ def scoring_options(argv: list[str]) -> PostTrainConfig:
     return given
 
 
-def evaluations(store: Store, keys: RunKeys, version: str | None, name: str | None) -> list[tuple[int, str]]:
+def select_evaluations(store: Store, keys: RunKeys, version: str | None, name: str | None) -> list[tuple[int, str]]:
     """Return a run's evaluations as (policy version, data set), except rescored ones.
 
     Args:
@@ -121,7 +123,7 @@ def evaluations(store: Store, keys: RunKeys, version: str | None, name: str | No
     return chosen
 
 
-def scoring_of(config: PostTrainConfig, given: PostTrainConfig, name: str) -> tuple[Scoring, Any]:
+def scoring_settings(config: PostTrainConfig, given: PostTrainConfig, name: str) -> tuple[Scoring, Any]:
     """Return the scoring settings and the grader's config of a data set: the run's, updated by the given options."""
     from penstock.stages.eval.rescore import Scoring
 
@@ -156,7 +158,7 @@ def rescore_evaluation(
     from penstock.stages.rewards.grading import check_reward
     from penstock.stages.rollout.group import make_grader
 
-    scoring, rollout = scoring_of(config, given, name)
+    scoring, rollout = scoring_settings(config, given, name)
     check_reward(rollout)
     with make_grader(rollout) as grader:
         return rescore_stage(

@@ -30,7 +30,7 @@ class Residue:
     modified: float  # seconds since the epoch
 
 
-def find(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Residue]:
+def find_residue(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Residue]:
     """Return the files and directories that dead processes of this user left, oldest first.
 
     Args:
@@ -39,17 +39,17 @@ def find(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/d
             default `base`/ray.
         shm: mount point of shared memory.
     """
-    base = base or scratch.base_directory()
-    found = [_residue("temporary directory", path) for path in scratch.abandoned(base)]
-    found += [_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
-    found += [_residue("shared memory", path) for path in _unmapped_files(shm)]
+    base = base or scratch.temp_base_directory()
+    found = [_measured_residue("temporary directory", path) for path in scratch.abandoned_directories(base)]
+    found += [_measured_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
+    found += [_measured_residue("shared memory", path) for path in _unmapped_files(shm)]
     return sorted(found, key=lambda residue: residue.modified)
 
 
-def remove(residue: Residue) -> bool:
-    """Remove a residue unless a process uses it again. Return whether it was removed."""
+def remove_residue(residue: Residue) -> bool:
+    """Remove a leftover file or directory unless a process uses it again. Return whether it was removed."""
     if residue.kind == "temporary directory":
-        return scratch.remove(residue.path)
+        return scratch.remove_abandoned(residue.path)
     if residue.kind == "Ray session":
         if residue.path not in _dead_sessions(residue.path.parent):
             return False
@@ -91,7 +91,7 @@ def _own_entries(directory: Path) -> list[Path]:
 
 
 def mapped_paths() -> set[str] | None:
-    """Return the paths that processes of this user have mapped, None if a possible engine cannot be inspected."""
+    """Return the files that this user's processes map into memory, None if those of a Python process are unreadable."""
     paths: set[str] = set()
     for process in _processes():
         try:
@@ -126,15 +126,15 @@ def _read_proc_file(path: Path) -> str | None:
         return None
 
 
-def _residue(kind: str, path: Path) -> Residue:
+def _measured_residue(kind: str, path: Path) -> Residue:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
     return Residue(kind, path, sum(file.stat().st_size for file in files), path.stat().st_mtime)
 
 
-def report(*, delete: bool) -> None:
+def print_residue(*, delete: bool) -> None:
     """Print the files that dead processes of this user left on this machine; with `delete` remove them."""
-    found = find()
-    removed = [residue for residue in found if delete and remove(residue)]
+    found = find_residue()
+    removed = [residue for residue in found if delete and remove_residue(residue)]
     for residue in found:
         state = "" if not delete else " (removed)" if residue in removed else " (in use now, kept)"
         print(f"{residue.kind}  {residue.path}  {format_bytes(residue.bytes)}{state}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.argv import single_run, split_args
-from penstock.flows.options.flags import store_of, values_of, with_options
-from penstock.flows.runtime.runner import start
-from penstock.flows.runtime.runs import recorded
+from penstock.flows.options.argv import parse_run_argument, split_args
+from penstock.flows.options.flags import parse_values, store_config, with_options
+from penstock.flows.runtime.runner import run_flow
+from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock resume RUN [--store URI ...]
@@ -23,18 +23,18 @@ def main(argv: list[str]) -> int:
         InputError: the run does not exist, or an option is given that a resumed run cannot change.
     """
     positional, _, rest = split_args(argv, {})
-    return start(*resumed(single_run("resume", positional), rest))
+    return run_flow(*resumed_config(parse_run_argument("resume", positional), rest))
 
 
-def resumed(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
+def resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
     """Return the flow name and the config of a run, updated by the options of `penstock resume`.
 
     Raises:
         OptionError: an option is invalid.
         RunError: the run does not exist, or its record is missing or damaged.
     """
-    given = values_of(argv)
+    given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")
-    flow, config = recorded(store_of(given), run)
+    flow, config = read_flow_and_config(store_config(given), run)
     return flow, with_options(config, argv)

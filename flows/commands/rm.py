@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from penstock.flows.options.argv import format_bytes, split_args
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import discard, existing_run, open_store
+from penstock.flows.runtime.runs import existing_run, open_store, remove_with_tracking
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.removal import is_removed, translate_write_errors
@@ -45,6 +45,6 @@ def main(argv: list[str]) -> int:
                 f"run {run!r} has {num_rounds} trained rounds and {len(kinds)} commits: confirm with --yes {run}"
             )
     with translate_write_errors(store):
-        freed = discard(store, keys)
+        freed = remove_with_tracking(store, keys)
     print(f"run {run} was removed from {store.uri}: {format_bytes(freed)} freed")
     return 0

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from penstock.flows.options.argv import format_bytes, single_run, split_args
+from penstock.flows.options.argv import format_bytes, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_store
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.maintenance.audit import Audit, audit
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
         OptionError: an argument is invalid.
     """
     positional, own, rest = split_args(argv, {"--no-hashes": False})
-    run = single_run("verify", positional)
+    run = parse_run_argument("verify", positional)
     store = open_store(parse_store(rest, "verify"), probe=False)
     start = time.monotonic()
     result = audit(store, RunKeys(run), hashes="--no-hashes" not in own)
     print(f"{run} in {store.uri}")
-    for title, text in table(result, time.monotonic() - start):
+    for title, text in report_rows(result, time.monotonic() - start):
         print(f"  {title:<12} {text}")
     for problem in result.problems[:MAX_SHOWN]:
         print(f"  WRONG: {problem}", file=sys.stderr)
@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     return 1 if result.problems else 0
 
 
-def table(result: Audit, seconds: float) -> Sequence[tuple[str, str]]:
-    """Return the lines of the report about what was checked: (title, text)."""
+def report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]]:
+    """Return the lines (title, text) of the report that say what was checked and how much of it."""
     commits = ", ".join(f"{count} {kind}" for kind, count in sorted(result.num_commits.items())) or "none"
     expired = f"; {result.num_expired} checkpoints have expired" if result.num_expired else ""
     rows = [
@@ -61,7 +61,7 @@ def table(result: Audit, seconds: float) -> Sequence[tuple[str, str]]:
     if result.num_without_digest:
         rows.append(
             (
-                "unsealed",
+                "no digest",
                 f"{result.num_without_digest} records have no digest: an earlier release wrote them",
             )
         )

@@ -15,7 +15,7 @@ from penstock.storage.errors import OptionError, RunError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.secrets import redact
 
-MAX_LINE = 390  # maximum characters of an error message
+MAX_LINE = 380  # maximum characters of an error message, so that "penstock: MESSAGE" fits 400
 MAX_VALUE = 80  # maximum characters of a value quoted in a message
 
 
@@ -61,7 +61,7 @@ def split_args(argv: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
     return positional, values, rest
 
 
-def single_run(command: str, positional: Sequence[str]) -> str:
+def parse_run_argument(command: str, positional: Sequence[str]) -> str:
     """Return the run name from the positional arguments of `penstock COMMAND RUN`.
 
     Raises:

@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> PostTrainConfig:
     Raises:
         InputError: a flag is unknown or has no value, or the config is invalid.
     """
-    return validated(values_of(argv))
+    return validated(parse_values(argv))
 
 
 def parse_store(argv: Sequence[str], command: str) -> RunConfig:
@@ -44,19 +44,19 @@ def parse_store(argv: Sequence[str], command: str) -> RunConfig:
     Raises:
         OptionError: the command line has another option.
     """
-    for name, _ in split(argv):
+    for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
             if name not in own_flags() and not name.startswith(ENGINE_PREFIXES) and name not in megatron_flag_names():
                 raise OptionError(unknown_flag(name, STORE_FLAGS))
             raise OptionError(
                 f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
             )
-    values = values_of(argv).get("run", {})
+    values = parse_values(argv).get("run", {})
     names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
     return validated({"run": {name: values[name] for name in names if name in values}}).run
 
 
-def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
+def parse_values(argv: Sequence[str], onto: Values | None = None) -> Values:
     """Return section -> option -> value from a command line and its `--config` files, not validated.
 
     Args:
@@ -67,24 +67,24 @@ def values_of(argv: Sequence[str], onto: Values | None = None) -> Values:
         OptionError: a flag is unknown or has no value.
     """
     values: Values = {} if onto is None else onto
-    split_flags = split(argv)
-    for name, args in split_flags:
+    occurrences = split_flags(argv)
+    for name, args in occurrences:
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file")
-    for path in [path for name, args in split_flags if name == "--config" for path in args]:
+    for path in [path for name, args in occurrences if name == "--config" for path in args]:
         for section, entries in read_toml(path).items():
             target = values.setdefault(section, {})
             for key, value in entries.items():
                 old = target.get(key)
                 target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     cleared: set[str] = set()
-    for name, args in split_flags:
+    for name, args in occurrences:
         if name != "--config":
             apply_flag(values, name, args, cleared)
     return values
 
 
-def store_of(values: Values) -> RunConfig:
+def store_config(values: Values) -> RunConfig:
     """Return the store options among the values of a command line."""
     stores = {name: value for name, value in values.get("run", {}).items() if name.startswith("store")}
     return validated({"run": stores}).run
@@ -96,16 +96,16 @@ def with_options(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfi
     Raises:
         OptionError: an option is invalid.
     """
-    given, values = values_of(argv), config.model_dump(mode="json")
+    given, values = parse_values(argv), config.model_dump(mode="json")
     sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
     if sizes & {*given.get("rollout", {}), *given.get("train", {})}:  # a derived value must not contradict a given one
         values["train"]["global_batch_size"] = None
     elif "global_batch_size" in given.get("train", {}):
         values["train"]["num_steps_per_rollout"] = None
-    return validated(values_of(argv, values))
+    return validated(parse_values(argv, values))
 
 
-def split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])].
 
     Raises:
@@ -183,10 +183,10 @@ def megatron_flag_names() -> dict[str, str]:
 
 def unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
-    return f"unknown flag {short_repr(name)[1:-1]}{nearest(name, known) or ': `penstock train --help` lists them'}"
+    return f"unknown flag {short_repr(name)[1:-1]}{did_you_mean(name, known) or ': `penstock train --help` lists them'}"
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Return `: did you mean X?`, or an empty string if no known word is similar."""
     near = difflib.get_close_matches(word[:64], known, n=1, cutoff=0.5)
     return f": did you mean {near[0]}?" if near else ""

@@ -38,21 +38,21 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
 }
 
 
-def absolute(config: PostTrainConfig) -> PostTrainConfig:
+def with_absolute_paths(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with every local path made absolute, relative to the current directory."""
-    return _with_paths(config, os.path.abspath)
+    return _map_paths(config, os.path.abspath)
 
 
-def relative(config: PostTrainConfig, directory: str) -> PostTrainConfig:
+def with_relative_paths(config: PostTrainConfig, directory: str) -> PostTrainConfig:
     """Return a config with the absolute paths below `directory` made relative to it.
 
     Two configs are equal in this form if only the directory was moved between them.
     """
     prefix = directory.rstrip("/") + "/"
-    return _with_paths(config, lambda path: path.removeprefix(prefix))
+    return _map_paths(config, lambda path: path.removeprefix(prefix))
 
 
-def _with_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTrainConfig:
+def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTrainConfig:
     """Return the config with `change` applied to every local path."""
 
     def file(value: Any) -> Any:

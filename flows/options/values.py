@@ -31,7 +31,7 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
         field: pydantic field of the option.
 
     Raises:
-        OptionError: the value is one of those listed in the module's docstring.
+        OptionError: the value is a boolean for a number, not finite, beyond 64 bits, empty text or not valid text.
     """
     kinds = leaf_types(field.annotation)
     for item in value if isinstance(value, list) else [value]:

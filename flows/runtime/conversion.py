@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
     from penstock.stages.convert.export_plan import Origin
 
-Report = Callable[[int, int], object]  # (bytes done, total bytes)
-POLL_INTERVAL = 0.25  # seconds
+ProgressCallback = Callable[[int, int], object]  # (bytes done, total bytes)
+POLL_INTERVAL = 0.25  # seconds between updates of the progress
 
 
 def run_conversion(
-    cluster: Cluster, store: Store, config: ConvertConfig, *, verify: bool, report: Report | None = None
+    cluster: Cluster, store: Store, config: ConvertConfig, *, verify: bool, report: ProgressCallback | None = None
 ) -> CheckpointRef:
     """Convert a Hugging Face checkpoint to torch_dist, in the store or at `convert_save`."""
     from penstock.stages.convert import to_torch_dist
@@ -67,16 +67,18 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
     `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
     """
     from penstock.stages.convert import to_megatron
-    from penstock.stages.convert.targets import adopt, is_converted, megatron_directory
+    from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
 
     if is_converted(path):
-        return cluster.run(adopt, store, path, timeout=config.convert_timeout)
+        return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
-        return cluster.run(to_megatron.adopt_megatron, store, path, origin_of(config), timeout=config.convert_timeout)
+        return cluster.run(
+            to_megatron.import_megatron_checkpoint, store, path, export_origin(config), timeout=config.convert_timeout
+        )
     return run_conversion(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
 
 
-def origin_of(config: ConvertConfig) -> Origin:
+def export_origin(config: ConvertConfig) -> Origin:
     """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family)."""
     from penstock.stages.convert.export_plan import Origin
 
@@ -85,13 +87,18 @@ def origin_of(config: ConvertConfig) -> Origin:
 
 
 def run_export(
-    cluster: Cluster, store: Store, checkpoint: Commit | str, config: ConvertConfig, *, report: Report | None = None
+    cluster: Cluster,
+    store: Store,
+    checkpoint: Commit | str,
+    config: ConvertConfig,
+    *,
+    report: ProgressCallback | None = None,
 ) -> CheckpointRef:
     """Export a checkpoint to `convert_save`, as Hugging Face files or, with `megatron_names`, as torch_dist."""
     from penstock.stages.convert import to_hf, to_megatron
 
     assert config.convert_save, "an export has no default directory"
-    origin = replace(origin_of(config), vocab_size=config.export_vocab_size)
+    origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
     with _collect_progress(report, config.convert_ranks) as reports:
         args = (store, checkpoint, origin, config.convert_save)
         if config.megatron_names:
@@ -107,21 +114,26 @@ def run_export(
 
 
 def _run_ranks(
-    cluster: Cluster, write: Callable[..., None], work: Any, reports: Sequence[Report | None], timeout: float
+    cluster: Cluster,
+    write: Callable[..., None],
+    work: Any,
+    callbacks: Sequence[ProgressCallback | None],
+    timeout: float,
 ) -> None:
-    """Run `write` in one process per rank. Wait for all processes, then raise the first failure."""
-    ranks = len(reports)
+    """Run `write` in one process per rank, each with its own progress callback (or None). Wait for all processes, then
+    raise the first failure."""
+    ranks = len(callbacks)
     with ThreadPoolExecutor(ranks, thread_name_prefix="convert") as pool:
         calls = [
-            pool.submit(cluster.run, write, work, rank, ranks, report, timeout=timeout)
-            for rank, report in enumerate(reports)
+            pool.submit(cluster.run, write, work, rank, ranks, callback, timeout=timeout)
+            for rank, callback in enumerate(callbacks)
         ]
     for call in calls:
         call.result()
 
 
 @contextmanager
-def _collect_progress(report: Report | None, ranks: int) -> Iterator[Sequence[Any]]:
+def _collect_progress(report: ProgressCallback | None, ranks: int) -> Iterator[Sequence[Any]]:
     """Yield one progress callback (or None) per rank; a thread adds up their progress and passes it to `report`."""
     if report is None:
         yield [None] * ranks

@@ -24,7 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between retries
 MESSAGES = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 
 
-def run_with_room(
+def retry_while_disk_full(
     body: Callable[[], T], directories: Sequence[str], stop: StopRequest, note: Callable[[str], object]
 ) -> T:
     """Return the result of `body`, retried with backoff while the disk is full.
@@ -33,7 +33,7 @@ def run_with_room(
         body: an idempotent function.
         directories: directories that `body` writes to.
         stop: a stop request; it ends the wait.
-        note: called with a message before each wait.
+        note: prints a message; called before each wait.
 
     Raises:
         StoreFull: the disk was still full after PATIENCE seconds.
@@ -46,7 +46,7 @@ def run_with_room(
         try:
             return body()
         except Exception as error:
-            full = disk_full(error, directories)
+            full = disk_full_error(error, directories)
             if full is None:
                 raise
             if time.monotonic() - attempt_start > PATIENCE:  # a new shortage: restart the time limit
@@ -60,7 +60,7 @@ def run_with_room(
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def disk_full(error: BaseException, directories: Sequence[str] = ()) -> StoreFull | None:
+def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> StoreFull | None:
     """Return a StoreFull error with the path of the disk if a full disk caused `error`, else None."""
     for cause in _causes(error):
         if isinstance(cause, StoreFull):

@@ -33,7 +33,7 @@ from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.tracking.lineage import eval_rewards
 
-Report = Callable[[int, int], None]  # done, total
+ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
@@ -102,7 +102,7 @@ class Display:
                 logger.propagate = True
 
     @contextmanager
-    def progress(self, title: str) -> Iterator[Report]:
+    def progress(self, title: str) -> Iterator[ProgressCallback]:
         """Show a second progress bar during the block. Yields its callback (done, total), a no-op without a TTY."""
         if self._bar is None:
             yield lambda done, total: None
@@ -113,13 +113,13 @@ class Display:
         finally:
             bar.remove_task(task)
 
-    def published(self, seconds: float) -> None:
-        """Record the duration of a weight update; the next round's line shows it."""
+    def record_publish(self, seconds: float) -> None:
+        """Record the seconds that a weight update took; the next round's line shows them."""
         self._publish_seconds.append(seconds)
 
-    def commit(self, commit: Commit) -> str:
-        """Print the line of a new commit, and return it. A rollout returns "": its line is printed with its step's."""
-        self._commits.append(commit.model_copy(update={"state": {}}))  # the state holds texts: too large to keep
+    def print_commit(self, commit: Commit) -> str:
+        """Print and return the line of a new commit. For a rollout return "": its step's line shows it."""
+        self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
         samples: list[Text] = []
         if commit.kind == "rollout":
             self._rollouts[commit.index] = commit
@@ -157,7 +157,7 @@ class Display:
 
     def results(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """Return the results of `commits` (default: all commits printed so far): title -> text."""
-        return summary(self._commits if commits is None else commits, self._publish_seconds, self.store_uri)
+        return summary_rows(self._commits if commits is None else commits, self._publish_seconds, self.store_uri)
 
     def close(self) -> None:
         """Remove the progress bar and restore the terminal. Safe to call twice."""
@@ -222,7 +222,7 @@ def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_se
         value = next((numbers[name] for name in names if name in numbers), None)
         if value is not None:
             parts.append((label, format(value, style)))
-    if speed := tokens_per_second(step, rollout):
+    if speed := throughput(step, rollout):
         parts.append(("tokens/s", f"{speed:,.0f}"))
     for stage, seconds in _seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]).items():
         parts.append((stage, f"{seconds:.2f}s"))
@@ -257,14 +257,14 @@ def clip_line(text: str, width: int) -> str:
     return f"{set_cell_size(text, half)} ... {set_cell_size(text[::-1], half)[::-1]}"
 
 
-def tokens_per_second(step: Commit, rollout: Commit | None) -> float | None:
-    """Return generated tokens per second and GPU, or trained tokens per second if nothing was generated (SFT)."""
+def throughput(step: Commit, rollout: Commit | None) -> float | None:
+    """Return generated tokens per second per engine GPU or, for SFT, trained tokens per second over all ranks."""
     if rollout and "perf/tokens_per_gpu_per_sec" in rollout.summary:
         return rollout.summary["perf/tokens_per_gpu_per_sec"]
     return step.summary.get("perf/actor_train_tok_per_s")
 
 
-def summary(commits: Sequence[Commit], publish_seconds: Sequence[float], store_uri: str) -> dict[str, str]:
+def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], store_uri: str) -> dict[str, str]:
     """Return the results of a run and the seconds of each stage: title -> text."""
     rows: dict[str, str] = {}
     newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
@@ -313,14 +313,14 @@ def eval_line(commit: Commit) -> str:
             if name.startswith(f"eval/{task}-") and not name.endswith(("-ci_low", "-ci_high"))
         ]
         details = ", ".join(
-            f"{name.removeprefix(f'eval/{task}-')} {with_interval(commit.summary, name)}" for name in others
+            f"{name.removeprefix(f'eval/{task}-')} {format_with_interval(commit.summary, name)}" for name in others
         )
-        mean = with_interval(commit.summary, f"eval/{task}")
+        mean = format_with_interval(commit.summary, f"eval/{task}")
         results.append(f"{task} {mean} ({details})" if details else f"{task} {mean}")
     return f"  evaluated after {commit.index} rounds: {', '.join(results)}"
 
 
-def with_interval(summary: Mapping[str, float], name: str) -> str:
+def format_with_interval(summary: Mapping[str, float], name: str) -> str:
     """Format a metric with its confidence interval, if the summary has one: `0.500 [0.412, 0.588]`."""
     low, high = summary.get(f"{name}-ci_low"), summary.get(f"{name}-ci_high")
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"

@@ -20,7 +20,7 @@ QUIET = {
 }
 
 
-def prepare(*, verbose: bool = False) -> None:
+def set_default_variables(*, verbose: bool = False) -> None:
     """Set the variables of QUIET that are not set. With `verbose` keep Prefect's log lines on the terminal."""
     for name, value in QUIET.items():
         if not (verbose and "LOGGING" in name):

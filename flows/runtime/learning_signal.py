@@ -37,7 +37,7 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
         if norm > _TINY and not (group_relative and rollout and _has_equal_rewards(rollout.summary)):
             return None
     rollout = store.committed(keys.rollout(rollout_id))
-    reason = reason_of(rollout.summary if rollout else {})
+    reason = explain_zero_gradient(rollout.summary if rollout else {})
     return f"nothing was learned in the last {NUM_ROUNDS} rounds (zero gradients): {reason}"
 
 
@@ -52,7 +52,7 @@ def _num_equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
     return {name.removeprefix(_ZERO_STD): int(count) for name, count in summary.items() if name.startswith(_ZERO_STD)}
 
 
-def reason_of(summary: Mapping[str, float]) -> str:
+def explain_zero_gradient(summary: Mapping[str, float]) -> str:
     """Return the reason why a rollout gives no gradient, and advice, from the rollout's metrics."""
     num_samples, num_groups = int(summary.get("rollout/num_samples", 0)), int(summary.get("rollout/num_groups", 0))
     advice = "look at the samples of a round (below its line, or in MLflow)"

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.flows.runtime.environment import QUIET
-from penstock.flows.services.child_process import HOST, Service, answers, choose_port, log_directory
+from penstock.flows.services.child_process import HOST, Service, choose_port, http_answers, log_directory
 from penstock.flows.services.prefect_server import own_origins
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import write_private
@@ -37,8 +37,8 @@ EXIT_PATIENCE = 5.0  # seconds that the process waits at exit for an unavailable
 START_TRIES = 3  # attempts to start our own server, until it answers for the first time
 CLIENT_RETRIES = 7  # per request: 2 + 4 + ... + 128 s with jitter; the default of 5 ends after about 60 s
 HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows (default 180)
-_UNTIL_EXIT = ExitStack()  # settings of this process
-_UNTIL_LEFT = ExitStack()  # settings of the current flow, until `leave`
+_UNTIL_EXIT = ExitStack()  # Prefect settings of this process, until it exits
+_UNTIL_LEFT = ExitStack()  # Prefect settings of the current flow, until `leave_flow`
 _SERVER_FAILED = threading.Event()  # our own server is not restarted any more: do not wait for it
 
 
@@ -71,16 +71,16 @@ def ensure_prefect_api() -> str:
     address: str = PREFECT_API_URL.value() or ""
     if not address:
         port = choose_port("prefect", None, PREFECT_PORT)
-        start_watched(prefect_server(port))
+        start_with_watcher(prefect_server(port))
         address = f"http://{HOST}:{port}/api"
-        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: login_of(port)}
+        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: read_or_create_login(port)}
     else:
         check_login(address)
     _UNTIL_EXIT.enter_context(temporary_settings(ours))
     return address
 
 
-def run_environment() -> dict[str, str]:
+def flow_run_environment() -> dict[str, str]:
     """Return the environment variables of flow runs that a worker starts.
 
     In other processes `ensure_prefect_api` and the command line make these settings.
@@ -99,7 +99,7 @@ def prefect_server(port: int) -> Service:
     It needs a login that only this user can read, and rejects requests from other web pages than its own.
     """
     command = [sys.executable, "-P", str(LAUNCHER), "--host", HOST, "--port", str(port)]
-    login = login_of(port)
+    login = read_or_create_login(port)
     environment = {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_API_AUTH_STRING": login,  # the server's background services are API clients
@@ -119,7 +119,7 @@ def prefect_server(port: int) -> Service:
 
 def login_environment(port: int) -> dict[str, str]:
     """Return the environment variables of a client of our server at `port`: API address and login."""
-    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login_of(port)}
+    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": read_or_create_login(port)}
 
 
 def profile_path(port: int) -> Path:
@@ -127,7 +127,7 @@ def profile_path(port: int) -> Path:
     return log_directory(port) / "profiles.toml"
 
 
-def login_of(port: int) -> str:
+def read_or_create_login(port: int) -> str:
     """Return the login (`penstock:SECRET`) of our server at `port` from the profile, which is created if missing.
 
     Only this user can read the profile. The login is kept when the server ends, so browsers and shells can store it.
@@ -163,7 +163,7 @@ def check_login(address: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    if not answers(f"{address}/health"):
+    if not http_answers(f"{address}/health"):
         return
     try:
         with (
@@ -192,11 +192,11 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience: float | 
     address = PREFECT_API_URL.value()
     if not address:
         return True  # Prefect starts its own server
-    guard_exit()
+    limit_exit_wait()
     start = time.monotonic()
     deadline = start + (PATIENCE if patience is None else patience) * (not _retries_disabled())
     waited = False
-    while not answers(f"{address}/health"):
+    while not http_answers(f"{address}/health"):
         if not waited and note and deadline > start:
             note(
                 f"the Prefect API at {address} does not answer; waiting up to {deadline - start:.0f} s "
@@ -214,7 +214,7 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience: float | 
     return True
 
 
-def summary_artifact(markdown: str, note: Callable[[str], object] | None = None) -> bool:
+def publish_summary(markdown: str, note: Callable[[str], object] | None = None) -> bool:
     """Publish a Markdown table on the flow run's page. Return whether that worked; a failure does not fail the run."""
     from httpx import HTTPError
     from prefect.artifacts import create_markdown_artifact
@@ -230,18 +230,18 @@ def summary_artifact(markdown: str, note: Callable[[str], object] | None = None)
     return True
 
 
-def leave() -> None:
-    """Restore the client's settings after a flow. If the API does not answer, drop the queued log lines and events."""
+def leave_flow() -> None:
+    """Restore Prefect's client settings after a flow. If the API does not answer, drop queued log lines and events."""
     from prefect.settings import PREFECT_API_URL
 
     _UNTIL_LEFT.close()
     address = PREFECT_API_URL.value()
-    if address and not answers(f"{address}/health"):
+    if address and not http_answers(f"{address}/health"):
         _cancel_queues(_prefect_queues())
 
 
 @functools.cache
-def guard_exit() -> None:
+def limit_exit_wait() -> None:
     """Make this process wait at most EXIT_PATIENCE seconds at exit if the API does not answer.
 
     While the interpreter shuts down, Prefect sends its queued log lines and events, and retries every batch of lines
@@ -260,7 +260,7 @@ def guard_exit() -> None:
             # created later, and those hooks wait for the API.
             if not getattr(threading, "_SHUTTING_DOWN", False):
                 queues, last = _prefect_queues(), time.monotonic()
-            elif answers(health):
+            elif http_answers(health):
                 last = time.monotonic()
         _cancel_queues(queues)
 
@@ -285,23 +285,25 @@ def _cancel_queues(queues: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[An
 
 
 def _retries_disabled() -> bool:
-    """Return whether the Prefect client fails at once instead of retrying a request."""
+    """Return whether the Prefect client is set to fail at once instead of retrying a request."""
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
     return bool(PREFECT_CLIENT_MAX_RETRIES.value() == 0)
 
 
 def wait_first_ready(server: Service) -> None:
-    """Wait until the server answers for the first time. If it dies before, restart it; START_TRIES starts at most."""
+    """Wait until a started server answers. If it dies first, restart it, for at most START_TRIES starts in total."""
     for tries_left in reversed(range(START_TRIES)):
         try:
             return server.wait_ready()
         except RuntimeError:
-            if not tries_left or not server.keep():  # `keep` returns False if the server runs but does not answer
+            if (
+                not tries_left or not server.restart_if_ended()
+            ):  # `restart_if_ended` returns False if the server runs but does not answer
                 raise
 
 
-def start_watched(server: Service) -> None:
+def start_with_watcher(server: Service) -> None:
     """Start the server in a thread that also restarts it after a crash, and wait until it answers.
 
     The kernel ends a child process with the thread that started it, so the thread lives as long as this process.
@@ -322,11 +324,11 @@ def start_watched(server: Service) -> None:
         while True:
             server.process.wait()
             try:
-                server.keep()
+                server.restart_if_ended()
             except RuntimeError as error:
                 _SERVER_FAILED.set()
                 with server.log.open("a", encoding="utf-8") as log:
-                    log.write(f"penstock: the Prefect server is not restarted; the run continues without it: {error}\n")
+                    log.write(f"penstock: the Prefect server died too often; the run continues without it: {error}\n")
                 return
 
     threading.Thread(target=watch, name="prefect-server-watcher", daemon=True).start()

@@ -46,7 +46,7 @@ def _check_once(flow: str, config_json: str) -> None:
     from penstock.stages.convert.hf.headers import check_weights
 
     config = PostTrainConfig.model_validate_json(config_json)
-    check_request(flow, config)
+    check_options(flow, config)
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config.train, shape, config.convert.model_family_path)
     check_layout(shape, config.train)
@@ -55,7 +55,7 @@ def _check_once(flow: str, config_json: str) -> None:
     if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
         return  # the result is not written to the store
     if flow != "convert":
-        check_recorded(flow, config)
+        check_run_record(flow, config)
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow in GENERATING:
@@ -63,7 +63,7 @@ def _check_once(flow: str, config_json: str) -> None:
     open_store(config.run)  # last, because it writes a probe
 
 
-def check_recorded(flow: str, config: PostTrainConfig) -> None:
+def check_run_record(flow: str, config: PostTrainConfig) -> None:
     """Check that this config may start a new run, or continue the existing run of its name."""
     store = open_store(config.run, probe=False)
     try:
@@ -74,7 +74,7 @@ def check_recorded(flow: str, config: PostTrainConfig) -> None:
         ) from error
 
 
-def check_request(flow: str, config: PostTrainConfig) -> None:
+def check_options(flow: str, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     from penstock.engines.megatron.options.values import check_option_values
 
@@ -165,7 +165,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
     if flow not in GENERATING:
         return
     rollout, evals = config.rollout, config.eval
-    limit = _positions(config, shape)
+    limit = _context_length(config, shape)
     source = (
         "--sglang-context-length"
         if limit != shape.max_position_embeddings
@@ -192,7 +192,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
             )
 
 
-def _positions(config: PostTrainConfig, shape: ModelShape) -> int:
+def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
     """Return the context length of the engines: --sglang-context-length, by default the model's."""
     served = config.rollout.sglang.get("context_length")
     return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
@@ -212,9 +212,9 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
         template_options=config.rollout.apply_chat_template_kwargs,
     )
     check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
-    positions = _positions(config, shape)
+    positions = _context_length(config, shape)
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
-        check_prompt_data(config.rollout, demonstrations=demonstrations, tokenizer=tokenizer, num_positions=positions)
+        check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
         config.rollout.model_copy(update=config.eval.overrides(path, name))
         for name, path in config.eval.eval_prompt_data
@@ -226,7 +226,7 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
         )
     for rollout in evaluated:
-        check_prompt_data(rollout, tokenizer=tokenizer, num_positions=positions)
+        check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
     for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
         check_row_rewards(rollout)
 
@@ -234,7 +234,7 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 def check_row_rewards(rollout: RolloutConfig) -> None:
     """Check that the first rows have a reward and its columns; call a user-defined reward on test samples."""
     from penstock.stages.rewards.grading import check_reward
-    from penstock.stages.rewards.preflight import RewardRow, check_rows, try_reward
+    from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward
     from penstock.stages.rollout.prompts.check import first_rows
 
     rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
@@ -242,7 +242,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
-    check_rows(rollout, rows)
+    check_reward_rows(rollout, rows)
     for reason in try_reward(rollout, rows, rollout.model_dump()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 
@@ -265,15 +265,15 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
                     f"the {name} {path} has {key} {other_fields.get(key)!r}, but the policy has "
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
                 )
-    for path, usual_name, words in train.plugins:
-        load_checked(path, usual_name, words)
+    for path, default_name, words in train.plugins:
+        load_checked(path, default_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:
         experts_format(shape, "--use-rollout-routing-replay")
 
 
-def warnings(flow: str, config: PostTrainConfig) -> list[str]:
+def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     """Return warnings about valid settings that may be unintended."""
     if flow != "post_train":
         return []

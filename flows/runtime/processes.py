@@ -83,12 +83,12 @@ class Processes:
     def _options(self) -> EngineOptions:
         """Return the engine options. New engines load the initial weights, policy version 0."""
         log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
-        return engine_options(self.config).with_spec(weight_version=self.weight_version(0), log_dir=log_dir)
+        return engine_options(self.config).replace_spec_fields(weight_version=self.weight_version(0), log_dir=log_dir)
 
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend().router(self._options)
+        router = engine_backend().create_router(self._options)
         return None if router is None else self._entered.enter_context(router)
 
     @property
@@ -97,7 +97,7 @@ class Processes:
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
-    def connect_to_train(self) -> Callable[..., EngineClient]:
+    def connect_for_training(self) -> Callable[..., EngineClient]:
         """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
         if not self._options.return_experts:
             return self.connect
@@ -142,7 +142,9 @@ class Processes:
     def _restorer(self, trainer: TrainerGroup) -> PolicyRestorer:
         from penstock.stages.train.restore import PolicyRestorer
 
-        return PolicyRestorer(self.store, self.keys, trainer, self.base, stamp=self.provenance, on_progress=self.note)
+        return PolicyRestorer(
+            self.store, self.keys, trainer, self.base, provenance=self.provenance, on_progress=self.note
+        )
 
     def materialize_fork(self) -> None:
         """In a fork with other training options than its parent, save a checkpoint of the policy at the fork point.
@@ -204,7 +206,7 @@ class Processes:
         """Load policy `version` into every engine."""
         engines = self.start_engines()
         self._offload_trainer(keep_weights=True)
-        engines.bring_to(self.weight_version(version), partial(self._publish, version))
+        engines.update_to_version(self.weight_version(version), partial(self._publish, version))
 
     def _publish(self, version: int, urls: list[str]) -> None:
         trainer = self.trainer_at(version)
@@ -234,7 +236,7 @@ class Processes:
         """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
         return f"{self.keys.run}/{version}"
 
-    def end(self) -> None:
+    def stop_all(self) -> None:
         """Stop the router, the engines, the trainer and the run's own Ray cluster.
 
         Engines that another driver has adopted keep running.

@@ -18,7 +18,7 @@ FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines 
 TERMINATED = 143  # exit code after SIGTERM
 
 
-def start(name: str, config: PostTrainConfig) -> int:
+def run_flow(name: str, config: PostTrainConfig) -> int:
     """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 143 terminated.
 
     Raises:
@@ -32,7 +32,7 @@ def start(name: str, config: PostTrainConfig) -> int:
     preflight(name, config)  # before the import of Prefect, which takes seconds
     from prefect.exceptions import TerminationSignal
 
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave_flow
 
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     ensure_prefect_api()
@@ -40,26 +40,26 @@ def start(name: str, config: PostTrainConfig) -> int:
     try:
         observed.flow(config)
     except (TerminationSignal, SystemExit):
-        _report(f"{name} stopped on request; the same command resumes after the last committed stage")
+        _print_error(f"{name} stopped on request; the same command resumes after the last committed stage")
         return TERMINATED
     except Exception as error:  # all retries failed; the Prefect page has the traceback
         reason = observed.error or error  # `error` may be Prefect's, if it could not report the flow's own error
         if observed.finished:
-            _report(
+            _print_error(
                 f"{name} is complete, but its end could not be reported to Prefect ({type(error).__name__}: {error}); "
                 "the Prefect page shows it as running until it is marked crashed"
             )
             return 0
         if isinstance(reason, InputError | BrokenPipeError):  # an invalid request that preflight could not detect
             raise reason from None
-        _report(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
+        _print_error(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
         print(
             "The Prefect page has the traceback (`make up`). The same command resumes after the last committed stage.",
             file=sys.stderr,
         )
         return 1
     finally:
-        leave()
+        leave_flow()
     return 0
 
 
@@ -94,5 +94,5 @@ def exit_on_sigterm(number: int, frame: object) -> None:
     raise SystemExit(TERMINATED)
 
 
-def _report(message: str) -> None:
+def _print_error(message: str) -> None:
     print(f"\npenstock: {redact(message)}", file=sys.stderr)

@@ -13,17 +13,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.flows.config import PostTrainConfig, RunConfig, config_hash, flag, part, training_options, validated
+from penstock.flows.config import (
+    PostTrainConfig,
+    RunConfig,
+    config_hash,
+    flag,
+    options_with,
+    training_options,
+    validated,
+)
 from penstock.flows.options.argv import check_run_name
-from penstock.flows.options.paths import absolute, relative
+from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.keys import is_run_name
 from penstock.storage.maintenance.leases import Lease, live_drivers
-from penstock.storage.maintenance.removal import being_removed, is_removed, remove_run
+from penstock.storage.maintenance.removal import describe_remover, is_removed, remove_run
 from penstock.storage.maintenance.retention import fork_key
 from penstock.storage.refs import RunKeys
-from penstock.storage.secrets import masked
+from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 RECORD_VERSION = 1
@@ -95,20 +103,20 @@ def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease |
     Raises:
         RunError: see `check_run`.
     """
-    keys, own, config = run_keys(config.run.run), lease.key if lease else None, absolute(config)
+    keys, own_lease, config = run_keys(config.run.run), lease.key if lease else None, with_absolute_paths(config)
     while True:
-        check_run(store, flow, config, own=own)
+        check_run(store, flow, config, own_lease=own_lease)
         if not is_removed(store, keys):
             if create_record(store, flow, config):
                 return keys
             record = read_record(store, keys)
-            if record is not None and difference(record, flow, config) is None:
-                record_schedule(store, keys, record, part(config, "schedule"))
+            if record is not None and describe_difference(record, flow, config) is None:
+                record_schedule(store, keys, record, options_with(config, "schedule"))
                 return keys
-        discard(store, keys, but=own)
+        remove_with_tracking(store, keys, own_lease=own_lease)
 
 
-def discard(store: Store, keys: RunKeys, *, but: str | None = None) -> int:
+def remove_with_tracking(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> int:
     """Remove a run with its files and its undelivered MLflow data. Return the number of bytes deleted.
 
     Args:
@@ -119,7 +127,7 @@ def discard(store: Store, keys: RunKeys, *, but: str | None = None) -> int:
     Raises:
         RunError: another process drives the run, or a fork needs its files.
     """
-    files = remove_run(store, keys, own_lease=but)
+    files = remove_run(store, keys, own_lease=own_lease)
     if not store.is_local:  # in a local store MLflow data is among the run's files
         from penstock.storage.tracking import tracking_directory
 
@@ -129,13 +137,13 @@ def discard(store: Store, keys: RunKeys, *, but: str | None = None) -> int:
 
 def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
     """Write the record of a run that has none, with the extra fields `more`. Return whether this call wrote it."""
-    config = absolute(config)
+    config = with_absolute_paths(config)
     # store_options are not recorded: they may contain credentials, and every start gives them again.
     values = config.model_dump(mode="json", exclude={"run": {"store_options"}})
     record = {
         "record_version": RECORD_VERSION,
         "flow": flow,
-        "config": masked(values),
+        "config": mask_secrets(values),
         "config_hash": config_hash(config),
         "directory": str(Path.cwd()),  # paths below it still match after the project is moved
         "code_version": code_version(),
@@ -146,7 +154,7 @@ def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any)
     return store.create(RunKeys(config.run.run).record, json.dumps(record, indent=1).encode())
 
 
-def check_run(store: Store, flow: str, config: PostTrainConfig, *, own: str | None = None) -> None:
+def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
     """Check that this config may start a new run, or continue the existing run of its name.
 
     Args:
@@ -159,8 +167,8 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own: str | No
         RunError: the flow or an identity option differs from the record of a run that is a fork, has commits or has a
         driver; or the run has commits but no record; or it is being removed.
     """
-    keys, config = run_keys(config.run.run), absolute(config)
-    if other := being_removed(store, keys):
+    keys, config = run_keys(config.run.run), with_absolute_paths(config)
+    if other := describe_remover(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
         return
@@ -168,7 +176,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own: str | No
     if record is None:
         check_unrecorded(store, keys, flow, config)
         return
-    problem = difference(record, flow, config)
+    problem = describe_difference(record, flow, config)
     if problem is None:
         return
     if record.get("parent"):
@@ -177,11 +185,11 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own: str | No
         steps = [prefix for prefix in prefixes if "/steps/" in prefix]
         advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
         raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
-    if drivers := live_drivers(store, keys, own_lease=own):
+    if drivers := live_drivers(store, keys, own_lease=own_lease):
         raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
 
 
-def difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> str | None:
+def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> str | None:
     """Describe the first identity option in which a config differs from a run's record. Return None if all are equal.
 
     Paths that are equal relative to the directories of the two starts count as equal, so a project may be moved.
@@ -189,10 +197,10 @@ def difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> st
     run = config.run.run
     if record["flow"] != flow:
         return f"run {run!r} was started by `{record['flow']}`, not `{flow}`"
-    before, now = absolute(_config_of(record)), absolute(config)
-    old, new = part(before, "identity"), part(now, "identity")
-    moved_old = part(relative(before, record.get("directory") or str(Path.cwd())), "identity")
-    moved_new = part(relative(now, str(Path.cwd())), "identity")
+    before, now = with_absolute_paths(_config_of(record)), with_absolute_paths(config)
+    old, new = options_with(before, "identity"), options_with(now, "identity")
+    moved_old = options_with(with_relative_paths(before, record.get("directory") or str(Path.cwd())), "identity")
+    moved_new = options_with(with_relative_paths(now, str(Path.cwd())), "identity")
     for field, value in new.items():
         if old[field] != value and moved_old[field] != moved_new[field]:
             recorded_value, given = (
@@ -218,7 +226,7 @@ def check_unrecorded(store: Store, keys: RunKeys, flow: str, config: PostTrainCo
         flow == ("sft" if rollouts[0].policy_version == -1 else "post_train") if rollouts else flow == "evaluate"
     )
     # The second hash, of relative paths, is the one that older releases recorded.
-    ours = {config_hash(config), config_hash(relative(config, str(Path.cwd())))}
+    ours = {config_hash(config), config_hash(with_relative_paths(config, str(Path.cwd())))}
     if not shared and same_flow and {commit.config_hash for commit in commits} <= ours:
         return  # the commits were made with these options
     raise RunError(
@@ -279,7 +287,7 @@ def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
     record = read_record(store, keys)
     if record is None:
         raise unknown_run(store, keys.run)
-    schedule = part(_config_of(record), "schedule")
+    schedule = options_with(_config_of(record), "schedule")
     if names := _changes(store, keys):
         change = store.read_json(f"{keys.prefix}/changes/{names[-1]}")
         if not isinstance(change, dict) or not isinstance(change.get("schedule"), dict):
@@ -299,7 +307,7 @@ def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedul
 
     If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
     """
-    before = part(absolute(_with_schedule(record, latest_schedule(store, keys))), "schedule")
+    before = options_with(with_absolute_paths(_with_schedule(record, latest_schedule(store, keys))), "schedule")
     if schedule == before:
         return
     change = {"at": time.time(), "id": uuid.uuid4().hex, "schedule": schedule}
@@ -317,7 +325,7 @@ def _with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrai
     return _config_of({"config": values})
 
 
-def recorded(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
+def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
     """Return the flow name and the config of a run, with its latest schedule, from the store of `where`.
 
     Raises:

@@ -15,16 +15,16 @@ from penstock.storage.store import Store
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
 
 
-def resolved(store: Store, config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with this start's target as `num_rollout`. Without --num-rollout-per-start it is unchanged."""
+def with_target(store: Store, config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with `num_rollout` set to this start's target, or unchanged without --num-rollout-per-start."""
     if config.run.num_rollout_per_start is None:
         return config
-    run = config.run.model_copy(update={"num_rollout": target(store, RunKeys(config.run.run), config)})
+    run = config.run.model_copy(update={"num_rollout": target_rounds(store, RunKeys(config.run.run), config)})
     return config.model_copy(update={"run": run})
 
 
-def target(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
-    """Return the number of rounds at which this start ends.
+def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
+    """Return the total number of trained rounds at which this start of a run ends.
 
     If the previous start did not finish, this is its target; otherwise it is the number of trained rounds plus
     --num-rollout-per-start.

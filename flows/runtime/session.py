@@ -15,16 +15,16 @@ from prefect.runtime import flow_run
 
 from penstock.engines import scratch
 from penstock.flows.config import PostTrainConfig, config_hash
-from penstock.flows.options.paths import absolute
+from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
-from penstock.flows.runtime.preflight import preflight, warnings
+from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, open_run, open_store, run_keys
-from penstock.flows.runtime.schedule import resolved
+from penstock.flows.runtime.schedule import with_target
 from penstock.flows.runtime.signals import stop_on_sigterm
-from penstock.storage.commits import run_commits
+from penstock.storage.commits import read_commits
 from penstock.storage.errors import RunError
 from penstock.storage.maintenance.leases import Lease, driver_key
 from penstock.storage.preemption import Preempted, StopRequest
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """The execution of a flow for a run. Leaving this context manager stops every process that it started."""
+    """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
         preflight(flow, config)
         self.store = open_store(config.run)
-        self.config = config = absolute(resolved(self.store, config))
+        self.config = config = with_absolute_paths(with_target(self.store, config))
         self._entered = ExitStack()
         self.keys = self._open_run(flow)
         self.stop = StopRequest()
@@ -62,9 +62,9 @@ class Session:
             config.model_dump(mode="json"),
             store_uri=self.store.uri,
         )
-        self.tracker.catch_up(self.store, self.keys)
+        self.tracker.record_missing_commits(self.store, self.keys)
         self.processes = Processes(config, self.store, self.keys, self.provenance, self.display.note, self._published)
-        for warning in warnings(flow, config):
+        for warning in config_warnings(flow, config):
             self.display.note(warning)
 
     def _open_run(self, flow: str) -> RunKeys:
@@ -87,9 +87,9 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
-            scratch.keep()  # keep the temporary directory: it has the logs of Ray and the engines
+            scratch.keep_at_exit()  # keep the temporary directory: it has the logs of Ray and the engines
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
-        for end in (self._finish_checkpoint, self._stack.close, self.processes.end):
+        for end in (self._finish_checkpoint, self._stack.close, self.processes.stop_all):
             end()
         self.display.close()
         waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
@@ -107,7 +107,7 @@ class Session:
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
     def rounds(self) -> Iterator[int]:
-        """Yield the rounds to run, from the last trained one on: its checkpoint or evaluation may be missing."""
+        """Yield the rounds to run, from the last trained one on, whose checkpoint or evaluation may be missing."""
         done = self.num_trained()
         total = self.config.run.num_rollout
         if done:
@@ -125,7 +125,7 @@ class Session:
 
     def record(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
-        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.commit(commit)):
+        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
                 self._warn_if_not_learning(commit.index)
@@ -144,11 +144,11 @@ class Session:
 
     def set_base(self, base: CheckpointRef) -> CheckpointRef:
         """Set the initial weights of the run. Raises RunError if the run started from other weights."""
-        self.pin("base", self.config.convert.hf_checkpoint, base)
+        self.pin_model("base", self.config.convert.hf_checkpoint, base)
         self.processes.base = base
         return base
 
-    def pin(self, name: str, path: str, model: CheckpointRef) -> None:
+    def pin_model(self, name: str, path: str, model: CheckpointRef) -> None:
         """Record which converted model the run uses as `name` (base, reference or teacher).
 
         Raises:
@@ -171,7 +171,7 @@ class Session:
 
     def finish(self) -> dict[str, str]:
         """Show and return the results of the whole run, including rounds before a resume: title -> text."""
-        commits = run_commits(self.store, self.keys)
+        commits = read_commits(self.store, self.keys)
         self.display.finish(commits)
         return self.display.results(commits)
 
@@ -192,7 +192,7 @@ class Session:
             )
 
     def _published(self, version: int, seconds: float) -> None:
-        self.display.published(seconds)
+        self.display.record_publish(seconds)
         if version > 0:  # one point per step, also if a version is published again after a fault or a resume
             self.tracker.log(f"publish-{version}", {"perf/update_weights_time": seconds}, step=version - 1)
 

@@ -32,7 +32,7 @@ def stop_on_sigterm(stop: StopRequest, grace: float) -> ExitStack:
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         if not stop.requested:
-            stop.ask(grace)
+            stop.request(grace)
             signal.setitimer(signal.ITIMER_REAL, max(grace, 1e-3))
 
     def on_deadline(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 
-from penstock.flows.runtime.disk_space import run_with_room
+from penstock.flows.runtime.disk_space import retry_while_disk_full
 from penstock.flows.runtime.session import Session
 from penstock.storage.errors import StoreFull
 
@@ -29,7 +29,7 @@ def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any
 
 
 class Stage:
-    """A function of the session as a Prefect task.
+    """A function whose first argument is a Session, as a Prefect task.
 
     It does not start after a stop request. A failure is printed and retried. If the disk is full, the stage waits for
     free space (disk_space.py) before it fails. Results are not persisted: with a cached result a stage would not check
@@ -44,7 +44,7 @@ class Stage:
         @functools.wraps(body)
         def attempt(session: Session, *args: Any) -> Any:
             try:
-                return run_with_room(
+                return retry_while_disk_full(
                     lambda: body(session, *args), session.local_directories, session.stop, session.display.note
                 )
             except BaseException as error:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from penstock.engines.ports import free_port, is_free, is_reserved_here, reserve
+from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
 
 HOST = "127.0.0.1"
-START_TIMEOUT = 120.0
-STOP_TIMEOUT = 15.0
+START_TIMEOUT = 120.0  # seconds
+STOP_TIMEOUT = 15.0  # seconds
 MAX_RESTARTS = 20  # of one service within RESTART_WINDOW seconds
 RESTART_WINDOW = 600.0
 _PR_SET_PDEATHSIG = 1
@@ -70,16 +70,16 @@ class Service:
             RuntimeError: the service ended or did not answer in time; the message has the end of its log.
         """
         deadline = time.monotonic() + timeout
-        while self.ready and not answers(self.ready):
-            self.check()
+        while self.ready and not http_answers(self.ready):
+            self.raise_if_ended()
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self.name} did not answer at {self.ready} within {timeout:.0f} s:\n{self.log_tail()}"
                 )
             time.sleep(0.2)
-        self.check()
+        self.raise_if_ended()
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise RuntimeError if the process has ended."""
         assert self.process is not None
         if self.process.poll() is not None:
@@ -87,7 +87,7 @@ class Service:
                 f"{self.name} ended with status {self.process.returncode}; the end of {self.log}:\n{self.log_tail()}"
             )
 
-    def keep(self) -> bool:
+    def restart_if_ended(self) -> bool:
         """Restart the process if it has ended, with the same port and files. Return whether it had ended.
 
         Raises:
@@ -98,7 +98,7 @@ class Service:
             return False
         now = time.monotonic()
         if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW:
-            self.check()
+            self.raise_if_ended()
         recent = sum(now - restart < RESTART_WINDOW for restart in self._restarts)
         time.sleep(min(0.5 * 2**recent, 15.0) if recent else 0.0)  # no delay before the first restart
         self._restarts.append(now)
@@ -127,7 +127,7 @@ class Service:
         self.process.wait()
 
 
-def answers(address: str, timeout: float = 2.0) -> bool:
+def http_answers(address: str, timeout: float = 2.0) -> bool:
     """Return whether an HTTP server answers at `address` with a status below 500 (4xx counts as an answer)."""
     loopback = urllib.parse.urlsplit(address).hostname in (HOST, "localhost", "::1")
     proxies = urllib.request.ProxyHandler({} if loopback else None)  # proxies cannot reach our loopback
@@ -140,27 +140,26 @@ def answers(address: str, timeout: float = 2.0) -> bool:
         return False
 
 
-def choose_port(name: str, given: int | None, usual: int) -> int:
-    """Return a port, reserved while this process lives: the given one, else the usual one if it is free, else any free
-    port.
+def choose_port(name: str, requested: int | None, default: int) -> int:
+    """Reserve a port while this process lives, and return it: the requested one, else the default, else any free port.
 
     Args:
         name: service in the flag --NAME-port, for the error message.
-        given: the requested port; 0 requests any free port, None the usual one.
-        usual: the service's default port.
+        requested: 0 requests any free port, None the default one or, if that is taken, any free port.
+        default: the service's default port.
 
     Raises:
-        OptionError: the given port is taken.
+        OptionError: the requested port is taken.
     """
-    if given:
-        if not (reserve([given]) or (is_reserved_here(given) and is_free(given))):
+    if requested:
+        if not (reserve_ports([requested]) or (is_reserved_here(requested) and is_free(requested))):
             raise OptionError(
-                f"port {given} on {HOST} is taken: give another --{name}-port, or leave it out to use a free port"
+                f"port {requested} on {HOST} is taken: give another --{name}-port, or leave it out to use a free port"
             )
-        return given
-    if given is None and reserve([usual]):
-        return usual
-    return free_port()
+        return requested
+    if requested is None and reserve_ports([default]):
+        return default
+    return reserve_free_port()
 
 
 def log_directory(port: int) -> Path:

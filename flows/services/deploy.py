@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.options.argv import split_args
-from penstock.flows.runtime.prefect_api import run_environment
+from penstock.flows.runtime.prefect_api import flow_run_environment
 from penstock.flows.runtime.runner import FLOWS
 from penstock.flows.services.work_pool import POOL, ensure_pool, ensure_zombie_automation, flow_names
 from penstock.storage.errors import OptionError
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         )
     schedule = parse_schedule(own)
     config = flags.parse(rest)
-    check_secrets(config, literal=False)
+    check_secrets(config, allow_literal=False)
     preflight(flow, config)
     address = ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
             "Once --num-rollout is reached, later starts have nothing to train: "
             "give --num-rollout-per-start N to train N more rounds each time."
         )
-    print(f"Run it now:  {run_line(title, address)}")
+    print(f"Run it now:  {start_command(title, address)}")
     return 0
 
 
@@ -92,7 +92,7 @@ def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POO
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         enforce_parameter_schema=True,
         work_pool_name=pool,
-        job_variables={"working_dir": str(Path.cwd()), "env": run_environment()},
+        job_variables={"working_dir": str(Path.cwd()), "env": flow_run_environment()},
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     deployment.apply()
@@ -117,7 +117,9 @@ def deploy_all(address: str) -> int:
     for entry in yaml.safe_load(source.read_text(encoding="utf-8"))["deployments"]:
         flow = entry["entrypoint"].rpartition(".")[2].replace("_", "-")
         deployments[f"{flow}/{entry['name']}"] = entry
-    new = {title: entry for title, entry in deployments.items() if not ("schedules" in entry and exists(title))}
+    new = {
+        title: entry for title, entry in deployments.items() if not ("schedules" in entry and deployment_exists(title))
+    }
     ensure_pool(POOL)
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
     for entry in new.values():
@@ -131,11 +133,13 @@ def deploy_all(address: str) -> int:
     ensure_zombie_automation(address)
     for title in deployments:
         print(f"  {title:<22} {'deployed' if title in new else 'exists already, unchanged'}")
-    print(f"at {address}. Give the config at the start:  {run_line('convert/default', address)} -p config='{{...}}'")
+    print(
+        f"at {address}. Give the config at the start:  {start_command('convert/default', address)} -p config='{{...}}'"
+    )
     return 0
 
 
-def exists(title: str) -> bool:
+def deployment_exists(title: str) -> bool:
     """Return whether the deployment `flow/name` exists."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
@@ -174,16 +178,16 @@ def parse_schedule(own: dict[str, str]) -> Any:
 
 def module_name(flow: str) -> str:
     """Return the module of a flow: `post-train` -> `post_train`. Raises OptionError for an unknown flow."""
-    from penstock.flows.options.flags import nearest
+    from penstock.flows.options.flags import did_you_mean
 
     if (name := flow.replace("-", "_")) not in FLOWS:
         known = flow_names()
-        raise OptionError(f"unknown flow {flow!r}{nearest(flow, known) or ': the flows are ' + ', '.join(known)}")
+        raise OptionError(f"unknown flow {flow!r}{did_you_mean(flow, known) or ': the flows are ' + ', '.join(known)}")
     return name
 
 
-def run_line(title: str, address: str) -> str:
-    """Return the shell command that starts a deployment and watches it.
+def start_command(title: str, address: str) -> str:
+    """Return the shell command that starts a run of the deployment `title` (flow/name) and watches it.
 
     It sets the API address unless PREFECT_PROFILES_PATH is set here.
     """

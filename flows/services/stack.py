@@ -18,11 +18,11 @@ from pathlib import Path
 from penstock.flows.runtime.prefect_api import (
     PREFECT_PORT,
     PROFILE,
+    flow_run_environment,
     login_environment,
-    login_of,
     prefect_server,
     profile_path,
-    run_environment,
+    read_or_create_login,
 )
 from penstock.flows.services.child_process import HOST, Service, choose_port, log_directory
 from penstock.flows.services.prefect_server import LOOPBACK, own_origins
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, StoreError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
-    return up(prefect_port=prefect_port, mlflow_port=mlflow_port, database=database)
+    return run_services(prefect_port=prefect_port, mlflow_port=mlflow_port, database=database)
 
 
-def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
+def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     """Start the services, print their links, and restart services that die, until Ctrl-C.
 
     Returns:
@@ -76,11 +76,11 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         for service in (*mlflow, prefect):
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
-        show_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
         while True:
             time.sleep(1.0)
             for service in services:
-                if service.keep():
+                if service.restart_if_ended():
                     print(f"{service.name} died; restarted it (log: {service.log})", flush=True)
     except KeyboardInterrupt:
         print("\nstopping ...", flush=True)
@@ -93,12 +93,12 @@ def up(*, prefect_port: int, mlflow_port: int, database: str) -> int:
             service.stop()
 
 
-def show_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
+def print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
     """Create the automation on the Prefect server, then print the addresses of the services and how to connect."""
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
     server, profile = f"http://{HOST}:{prefect_port}", profile_path(prefect_port)
-    with temporary_settings({PREFECT_API_AUTH_STRING: login_of(prefect_port)}):
+    with temporary_settings({PREFECT_API_AUTH_STRING: read_or_create_login(prefect_port)}):
         ensure_zombie_automation(f"{server}/api")
     print(f"  Prefect  {server}")
     print(f"  MLflow   {mlflow_page}")
@@ -132,7 +132,7 @@ def prefect_worker(port: int, logs: Path) -> Service:
     """Return the service of a Prefect worker, which runs flows as processes and marks runs of dead ones as crashed."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     command += ["--install-policy", "never"]
-    environment = {**login_environment(port), **run_environment()}  # flow runs inherit it
+    environment = {**login_environment(port), **flow_run_environment()}  # flow runs inherit it
     # After SIGTERM a worker whose server is gone waits for it forever (more than 30 s observed): kill it.
     return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
-from penstock.engines.families.ops import Layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
-from penstock.stages.convert.hf.fp8 import QUANTIZATION, is_quantized, quantize, scale_shape
+from penstock.stages.convert.hf.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
 from penstock.stages.convert.hf.headers import SCALE
 from penstock.stages.convert.hf.weights import (
     HFWeights,
@@ -37,7 +37,7 @@ from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import Progress
 
 SHARD_BYTES = 5_000_000_000
-# keeps its dtype in exports: rounding to bf16 would change which experts are selected
+# parameter that is exported in its own dtype: rounding it to bf16 would change which experts are selected
 KEEPS_DTYPE = "mlp.router.expert_bias"
 
 
@@ -48,7 +48,9 @@ class Origin:
     directory: Path  # with config.json and tokenizer, which are copied into the export
     dtype: ExportDtype | None = None  # of exported weights; None: as in the checkpoint
     vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
-    mtp: Mtp = "skip"  # whether to export the MTP layers of `directory`; carried tensors are always exported
+    mtp: Mtp = (
+        "skip"  # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
+    )
     family_path: str | None = field(default=None, repr=False)  # --model-family-path
 
     def shape(self) -> ModelShape:
@@ -56,9 +58,9 @@ class Origin:
         shape = read_shape(self.directory, self.family_path)
         return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
 
-    def state(self) -> str:
-        """Return a string that changes whenever config, tokenizer or carried tensors in `directory` change, or the
-        source code of the family."""
+    def change_key(self) -> str:
+        """Return a string that changes whenever config, tokenizer or `CARRIED` tensors in `directory` change, or the
+        source code of a user-defined model family."""
         family_path = self.shape().family_path
         return assets_hash(self.directory) + (f" {source_hash(family_path)}" if family_path else "")
 
@@ -68,7 +70,9 @@ class ExportFile:
     """A work item: one weight file of the export."""
 
     shard: Shard
-    sources: tuple[str, ...]  # per group of the shard: Megatron name, or Hugging Face name of a carried tensor
+    sources: tuple[
+        str, ...
+    ]  # per group of the shard: name of a Megatron parameter, or of a tensor copied from the origin
 
     @property
     def name(self) -> str:
@@ -80,7 +84,7 @@ class ExportFile:
 
 
 class ExportPlan:
-    """The plan of one export. Used as a context manager: it keeps the origin's files open.
+    """The plan of a Hugging Face export. A context manager: it keeps the files of copied tensors open.
 
     Args:
         source: directory of the torch_dist checkpoint.
@@ -96,12 +100,12 @@ class ExportPlan:
         self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, checkpoint: CheckpointLayout | None = None
     ) -> None:
         self.origin, shape = origin, origin.shape()
-        self.layout: Layout = layout_for(shape)
+        self.layout: TensorLayout = tensor_layout(shape)
         self.checkpoint = checkpoint or checkpoint_layout(shape)
         self.weights = TorchDistWeights(source, self.checkpoint)
         self.carried = _carried_weights(origin, self.layout)
         names = [*self.layout.megatron_names(), *(self.carried.info if self.carried else ())]
-        self.shards = plan_shards([self._export_infos(name) for name in names], shard_bytes)
+        self.shards = plan_shards([self._plan_all(name) for name in names], shard_bytes)
         remaining = iter(names)
         self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
@@ -113,8 +117,8 @@ class ExportPlan:
         if self.carried:
             self.carried.__exit__(*exception)
 
-    def write(self, file: ExportFile, directory: Path, progress: Progress) -> dict[str, str]:
-        """Write one weight file and return its xxh3-128 by file name."""
+    def write_file(self, file: ExportFile, directory: Path, progress: Progress) -> dict[str, str]:
+        """Write one weight file of the export and return {file name: xxh3-128 hash}."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for source in file.sources:
@@ -124,7 +128,7 @@ class ExportPlan:
 
         return {file.name: write_shard(directory / file.name, file.shard, tensors())}
 
-    def write_rest(self, directory: Path) -> None:
+    def write_config_and_index(self, directory: Path) -> None:
         """Write config.json, the tokenizer's files and the index of the weight files."""
         copy_assets(self.origin.directory, directory)
         write_index(directory, self.shards)
@@ -140,28 +144,30 @@ class ExportPlan:
         if new != config:
             path.write_text(json.dumps(new, indent=2) + "\n")
 
-    def _export_infos(self, source: str) -> list[NamedTensor]:
-        """Return the names, dtypes and shapes of the exported tensors of a Megatron parameter or a carried tensor."""
+    def _plan_all(self, source: str) -> list[NamedTensor]:
+        """Return the names, dtypes and shapes of the tensors that a Megatron parameter, or a tensor copied from the
+        origin, is exported as."""
         if self.carried and source in self.carried.info:
-            return self._export_info(source, source, self.carried.info[source])
+            return self._plan_with_scales(source, source, self.carried.info[source])
         meta = torch.empty(self.checkpoint.shape(source), dtype=self.weights.dtype(source), device="meta")
         parts = self.layout.to_hf(source, meta)
         infos = [(name, TensorInfo(part.dtype, tuple(part.shape))) for name, part in parts]
-        return [named for name, info in infos for named in self._export_info(source, name, info)]
+        return [named for name, info in infos for named in self._plan_with_scales(source, name, info)]
 
-    def _export_info(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
+    def _plan_with_scales(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
         """Return name, dtype and shape of an exported tensor and, if it is quantized to fp8, of its scales."""
         if self.origin.dtype is None or source.endswith(KEEPS_DTYPE):
             return [(name, info)]
         if self.origin.dtype != "fp8":
             return [(name, replace(info, dtype=getattr(torch, self.origin.dtype)))]
-        if not is_quantized(name, info.shape):
+        if not should_quantize(name, info.shape):
             return [(name, replace(info, dtype=torch.bfloat16))]
         scales = TensorInfo(torch.float32, scale_shape(info.shape))
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
 
     def _export_tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the exported tensors, with names, of a Megatron parameter or a carried tensor."""
+        """Yield the names and values of the tensors that a Megatron parameter, or a tensor copied from the origin, is
+        exported as."""
         if self.carried and source in self.carried.info:
             yield from self._convert_tensor(source, source, self.carried.fetch(source))
             return
@@ -171,7 +177,7 @@ class ExportPlan:
 
     def _convert_tensor(self, source: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor in the dtype of the export and, if it is quantized to fp8, its scales."""
-        planned = self._export_info(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
+        planned = self._plan_with_scales(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
         if len(planned) == 1:
             yield name, tensor.to(planned[0][1].dtype)
         else:
@@ -197,7 +203,7 @@ class ExportPlan:
         return changes
 
 
-def _carried_weights(origin: Origin, layout: Layout) -> HFWeights | None:
+def _carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | None:
     """Return the tensors that are copied from the origin, because Megatron's model does not have them; None if there
     are none."""
     if (origin.directory / CARRIED).is_file():

@@ -3,7 +3,7 @@ interpreted correctly; equal weights, bit for bit, do not prove that.
 
 Both models compute a few tokens in fp32 on this machine, one after the other. Of a large model only a part is compared,
 with its own weights: the first and last layers, some experts, some rows of the vocabulary. This bounds time and memory.
-If the part does not fit into memory either, the comparison is skipped and its result states the reason.
+If this part does not fit into memory either, the comparison is skipped, and its result states the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from penstock.engines.families import family_of, layout_for, read_config, read_shape, shape_of
+from penstock.engines.families import family_of, read_config, read_shape, shape_from_config, tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
@@ -42,7 +42,7 @@ UNUSED = {"sklearn.metrics": "roc_curve"}  # only for assisted generation; impor
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """The result of comparing logits."""
+    """Result of comparing a converted model's logits with those of transformers."""
 
     difference: float | None = None  # maximum difference of log-probabilities; None: not compared
     reason: str = ""  # why logits were not compared
@@ -63,17 +63,19 @@ class PartialModel:
     layers: tuple[int, ...]  # indices in the whole model, ascending
     is_whole: bool
 
-    def source(self, name: str) -> str:
+    def whole_name(self, name: str) -> str:
         """Return the name in the whole model of a Megatron tensor of this partial model."""
         return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(self.layers[int(match[0])]), name)
 
     def hf_sources(self, whole: ModelShape) -> dict[str, str]:
         """Return the name in the whole model of every Hugging Face tensor of this partial model, by its name here."""
-        layout, whole_layout = layout_for(self.shape), layout_for(whole)
+        layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
         return {
             name: source
             for megatron in layout.megatron_names()
-            for name, source in zip(layout.hf_of(megatron), whole_layout.hf_of(self.source(megatron)), strict=True)
+            for name, source in zip(
+                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.whole_name(megatron)), strict=True
+            )
         }
 
     def __str__(self) -> str:
@@ -101,14 +103,14 @@ def compare_logits(
     Args:
         converted: directory of the torch_dist checkpoint.
         hf_dir: Hugging Face directory that it was converted from.
-        part: part of the model to compare; default: chosen by `part_of`.
+        part: part of the model to compare; default: chosen by `choose_part`.
         family_path: `--model-family-path`.
 
     Raises:
         ModelError: log-probabilities differ by more than TOLERANCE, or transformers cannot load the source.
     """
     shape = read_shape(hf_dir, family_path)
-    part = part or part_of(read_config(hf_dir / "config.json"), family_path=family_path)
+    part = part or choose_part(read_config(hf_dir / "config.json"), family_path=family_path)
     needed, available = part.shape.num_parameters * BYTES_PER_PARAMETER, psutil.virtual_memory().available
     if available < needed:
         return LogitsComparison(
@@ -139,29 +141,29 @@ def compare_logits(
     return LogitsComparison(difference, part=str(part))
 
 
-def part_of(
+def choose_part(
     values: dict[str, Any], max_whole: int = MAX_WHOLE_PARAMETERS, family_path: str | None = None
 ) -> PartialModel:
     """Return the part of a model whose logits are compared: the whole model if it is small.
 
     Args:
-        values: entries of its config.json.
+        values: entries of the model's config.json.
         max_whole: maximum number of parameters of a model that is compared as a whole.
         family_path: `--model-family-path`.
     """
     values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
     values |= {"num_nextn_predict_layers": 0} if values.get("num_nextn_predict_layers") else {}
-    whole = shape_of(values, family_path=family_path)
+    whole = shape_from_config(values, family_path=family_path)
     if whole.num_parameters <= max_whole or (whole.experts and not family_of(whole).expert_entries):
         return PartialModel(values, whole, tuple(range(whole.num_layers)), True)
     first_sparse = whole.experts.num_dense_layers if whole.experts else 0
-    part = _with_layers(values, whole, {0, first_sparse, whole.num_layers - 1})
+    part = _part_with_layers(values, whole, {0, first_sparse, whole.num_layers - 1})
     if part.shape.num_parameters <= MAX_PARAMETERS:
         return part
-    return _with_layers(values, whole, {0, first_sparse or whole.num_layers - 1})
+    return _part_with_layers(values, whole, {0, first_sparse or whole.num_layers - 1})
 
 
-def _with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int]) -> PartialModel:
+def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int]) -> PartialModel:
     """Return the part of a model that has only the layers `chosen`."""
     layers, experts = tuple(sorted(chosen)), whole.experts
     num_dense = sum(layer < (experts.num_dense_layers if experts else whole.num_layers) for layer in layers)
@@ -177,7 +179,7 @@ def _with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int]) ->
         name = "num_experts" if "num_experts" in family.defaults else "n_routed_experts"
         num_experts = min(experts.num_experts, experts.num_groups * group_size)
         values |= dict.fromkeys((name, "num_local_experts"), num_experts)
-    return PartialModel(values, shape_of(values, family_path=whole.family_path), layers, False)
+    return PartialModel(values, shape_from_config(values, family_path=whole.family_path), layers, False)
 
 
 @torch.no_grad()
@@ -187,7 +189,7 @@ def _transformers_log_probs(
     """Return the log-probabilities that transformers computes, [T, V]."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
-    sizes, sources = layout_for(part.shape).hf_shapes, part.hf_sources(shape)
+    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_sources(shape)
     with HFWeights(directory) as weights:
         tensors = {name: weights.fetch(sources[name], size[0]).float() for name, size in sizes.items()}
     model, report = model_class.from_pretrained(
@@ -218,7 +220,7 @@ def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, 
 
             [model] = build_model(part.shape)
             for name, tensor in local_parameters(model):
-                with weights.borrow(part.source(name)) as parameter:
+                with weights.borrow(part.whole_name(name)) as parameter:
                     tensor.copy_(parameter[: tensor.shape[0]])
             cu_seqlens = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
             pack = _Pack(token_ids, torch.arange(NUM_TOKENS), cu_seqlens, NUM_TOKENS)

@@ -2,7 +2,7 @@
 model.
 
 Both targets write to a private attempt first and publish the complete result at the end. The same command finds its
-attempt again after a kill. The records of finished work items are stored beside the attempt, under a name that ends in
+attempt again after a kill. The records of finished work items are stored next to the attempt, under a name that ends in
 `.parts`.
 """
 
@@ -34,7 +34,7 @@ class Target(Protocol):
 
     store: Store
     attempt: str  # key prefix of the written files
-    parts: str  # key prefix of the records of finished work items
+    records_prefix: str  # key prefix of the records of finished work items
 
     def existing(self, identity: str) -> CheckpointRef | None:
         """Return the published result with this identity, or None.
@@ -44,7 +44,7 @@ class Target(Protocol):
         """
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        """Make the result visible. `commit` lists its files under `attempt`."""
+        """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
 
 
 @dataclass
@@ -56,24 +56,24 @@ class StoreTarget:
 
     def __post_init__(self) -> None:
         self.attempt = f"models/attempt-{self.name}"
-        self.parts = f"{self.attempt}.parts"
+        self.records_prefix = f"{self.attempt}.parts"
 
     def existing(self, identity: str) -> CheckpointRef | None:
         commit = self.store.committed(f"models/{identity}")
-        return None if commit is None else self._ref(identity, commit)
+        return None if commit is None else self._checkpoint_ref(identity, commit)
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        return self._ref(identity, self.store.commit(f"models/{identity}", commit))
+        return self._checkpoint_ref(identity, self.store.commit(f"models/{identity}", commit))
 
-    def may_have(self, headers: str) -> bool:
-        """Return whether the store may have a model whose source has the header hash `headers`
+    def may_have_model(self, header_hash: str) -> bool:
+        """Return whether the store may have a model whose source has this hash of config, tokenizer and file headers
         (`assets.header_hash`)."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
         commits = disk.in_parallel(lambda name: self.store.committed(f"models/{name}"), names, 16)
-        return any(commit is not None and commit.state.get("headers", headers) == headers for commit in commits)
+        return any(commit is not None and commit.state.get("headers", header_hash) == header_hash for commit in commits)
 
-    def _ref(self, identity: str, commit: Commit) -> CheckpointRef:
+    def _checkpoint_ref(self, identity: str, commit: Commit) -> CheckpointRef:
         uri = f"{self.store.uri}/{commit.attempt}"
         return CheckpointRef(key=commit_key(f"models/{identity}"), uri=uri, format="torch_dist", policy_version=0)
 
@@ -99,12 +99,12 @@ class DirectoryTarget:
         self.uri, self.format = f"{self.store.uri.rstrip('/')}/{self.final}", format
         self.work = f".{self.final}.incoming-{name}" if self.store.is_local else self.final
         self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
-        self.parts = f".{self.final}.incoming-{name}.parts"
+        self.records_prefix = f".{self.final}.incoming-{name}.parts"
 
     def existing(self, identity: str) -> CheckpointRef | None:
         record = read_record(self.store, self.final)
         if record is not None and record.state.get("identity") == identity:
-            return self._ref(record)
+            return self._checkpoint_ref(record)
         if record is not None or self.is_occupied():
             raise OptionError(
                 f"{self.uri} is not empty and has other content: give --save another directory, or remove this one"
@@ -137,16 +137,16 @@ class DirectoryTarget:
                     "or repeat the conversion with another --save directory"
                 ) from error
             disk.fsync(target.parent)
-        return self._ref(record)
+        return self._checkpoint_ref(record)
 
     def is_occupied(self) -> bool:
         """Return whether the directory has files that are not from an unfinished attempt at the same result."""
-        if not self.store.is_local and self.store.list(self.parts):
+        if not self.store.is_local and self.store.list(self.records_prefix):
             return False
         path = Path(self.store.path(self.final))
         return bool(self.store.list(self.final)) if path.is_dir() or not self.store.is_local else path.exists()
 
-    def _ref(self, commit: Commit) -> CheckpointRef:
+    def _checkpoint_ref(self, commit: Commit) -> CheckpointRef:
         key = f"{self.final}/{RECORD}"
         return CheckpointRef(key=key, uri=self.uri, format=self.format, policy_version=commit.policy_version)
 
@@ -240,7 +240,7 @@ def config_directory(directory: str) -> Path | None:
     return assets if (assets / "config.json").is_file() else None
 
 
-def adopt(store: Store, directory: str) -> CheckpointRef:
+def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     """Copy a model written by `penstock convert --save` into a store, unless the store already has it. Verifies all
     hashes.
 

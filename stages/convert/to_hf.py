@@ -18,7 +18,7 @@ import xxhash
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.export_plan import SHARD_BYTES, ExportFile, ExportPlan, Origin
 from penstock.stages.convert.targets import DirectoryTarget, check_free_space, full_disk_as_store_error
-from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, files_of, write_files
+from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, Commit
@@ -63,8 +63,8 @@ def export_hf(
         ExportPlan(source, origin, shard_bytes) as plan,
     ):
         progress = Progress(plan.num_bytes, on_progress)
-        disk.in_parallel(lambda file: plan.write(file, writing.path, progress), plan.files, NUM_THREADS)
-        plan.write_rest(writing.path)
+        disk.in_parallel(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
+        plan.write_config_and_index(writing.path)
         failpoint("export-writing")
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(checkpoint)
     return store.commit(
@@ -149,7 +149,7 @@ def prepare_export(
     """Return the existing result; if there is none, plan the export and check the free space. Arguments and errors as
     in `export_to`."""
     form = replace(origin, directory=Path())
-    content = f"{FORMAT} {checkpoint_state(checkpoint)} {origin.state()} {form} {shard_bytes}"
+    content = f"{FORMAT} {checkpoint_change_key(checkpoint)} {origin.change_key()} {form} {shard_bytes}"
     identity = xxhash.xxh3_64_hexdigest(content.encode())
     target = DirectoryTarget(save, "hf", identity, store.options)
     if existing := target.existing(identity):
@@ -165,14 +165,14 @@ def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress:
     with work.plan() as (plan, items):
         progress = Progress(plan.num_bytes, on_progress)
 
-        def do(file: ExportFile) -> WorkRecord:
+        def process_item(file: ExportFile) -> WorkRecord:
             hashes: dict[str, str] = {}
             files = write_files(
-                work.target, lambda directory: hashes.update(plan.write(file, directory, progress)), lambda: hashes
+                work.target, lambda directory: hashes.update(plan.write_file(file, directory, progress)), lambda: hashes
             )
             return {"files": [file.model_dump() for file in files]}
 
-        items.run(do, progress, rank, num_ranks)
+        items.run(process_item, progress, rank, num_ranks)
     failpoint("export-writing")
 
 
@@ -181,9 +181,9 @@ def finish_export(work: HFExport) -> CheckpointRef:
     checkpoint = work.checkpoint
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(Path(checkpoint).resolve())
     with work.plan() as (plan, items):
-        files = files_of(items.records())
+        files = collect_file_records(items.records())
         with full_disk_as_store_error(work.target.store):
-            files += write_files(work.target, plan.write_rest)
+            files += write_files(work.target, plan.write_config_and_index)
         commit = Commit(
             kind="export",
             **_provenance(checkpoint),
@@ -197,7 +197,7 @@ def finish_export(work: HFExport) -> CheckpointRef:
         return ref
 
 
-def checkpoint_state(checkpoint: Commit | str) -> str:
+def checkpoint_change_key(checkpoint: Commit | str) -> str:
     """Return a string that changes whenever the files of a checkpoint change."""
     if isinstance(checkpoint, Commit):
         return str(checkpoint.attempt)

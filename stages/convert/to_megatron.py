@@ -29,10 +29,10 @@ from penstock.stages.convert.targets import (
     check_free_space,
     megatron_directory,
 )
-from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_state
+from penstock.stages.convert.to_hf import checkpoint_change_key, checkpoint_files
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
-from penstock.stages.convert.work import OnBytes, Progress, WorkItems, files_of, write_files
+from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
 from penstock.storage.refs import CheckpointRef, Commit, commit_key
 from penstock.storage.store import Store
 
@@ -67,10 +67,10 @@ def export_megatron(
     if existing := target.existing(identity):
         return existing
     with checkpoint_files(store, checkpoint) as source:
-        return rewrite(source, origin, target, identity, names, on_progress)
+        return copy_weights(source, origin, target, identity, names, on_progress)
 
 
-def adopt_megatron(store: Store, directory: str, origin: Origin) -> CheckpointRef:
+def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> CheckpointRef:
     """Copy the model weights of a Megatron checkpoint into the store, unless the store already has them.
 
     Args:
@@ -91,13 +91,13 @@ def adopt_megatron(store: Store, directory: str, origin: Origin) -> CheckpointRe
     known = store.read_json(memo)
     if known and (existing := target.existing(known["identity"])):
         return existing
-    ref = rewrite(source, origin, target, None, "local")
+    ref = copy_weights(source, origin, target, None, "local")
     identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
     store.create(memo, json.dumps({"identity": identity}).encode())
     return ref
 
 
-def rewrite(
+def copy_weights(
     source: Path,
     origin: Origin,
     target: StoreTarget | DirectoryTarget,
@@ -116,7 +116,7 @@ def rewrite(
     """
     assets_dir, shape = origin.directory, origin.shape()
     layout = checkpoint_layout(shape)
-    weights, result = TorchDistWeights(source, layout), layout.with_names(names)
+    weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
     slices: dict[Slice, tuple[str, ShardSlice]] = {
         Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
         for name, pieces in result.slices.items()
@@ -134,7 +134,7 @@ def rewrite(
     items.run(lambda unit: write_unit(target, unit, content, progress.add), progress)
     records = items.records()
 
-    def write_rest(directory: Path) -> None:
+    def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, shape)
         spans = [(unit, record["spans"]) for unit, record in records]
         objects = result.extra_states(names) if isinstance(target, DirectoryTarget) else []
@@ -143,13 +143,13 @@ def rewrite(
         if (assets_dir / CARRIED).is_file():
             shutil.copyfile(assets_dir / CARRIED, directory / ASSETS_DIRECTORY / CARRIED)
 
-    files = files_of(records)
+    files = collect_file_records(records)
     content_hash = xxhash.xxh3_128_hexdigest(f"{[file.xxh3 for file in files]} {assets_hash(assets_dir)}".encode())
     commit = Commit(
         kind="model",
         policy_version=0,
         attempt=target.attempt,
-        files=files + write_files(target, write_rest),
+        files=files + write_files(target, write_index_and_assets),
         inputs={"checkpoint": str(source)},
         summary={"convert/num_bytes": items.num_bytes},
         state={"shape": shape.model_dump(), "headers": "", "carried": 0, "skipped": {"count": 0, "bytes": 0}},
@@ -161,4 +161,6 @@ def rewrite(
 
 def _identity(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
     """Return a hash of the checkpoint's files, the origin and the tensor names."""
-    return xxhash.xxh3_64_hexdigest(f"{FORMAT} {checkpoint_state(checkpoint)} {origin.state()} {names}".encode())
+    return xxhash.xxh3_64_hexdigest(
+        f"{FORMAT} {checkpoint_change_key(checkpoint)} {origin.change_key()} {names}".encode()
+    )

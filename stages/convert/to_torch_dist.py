@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
@@ -26,7 +26,7 @@ from penstock.engines.megatron.checkpoints.layout import (
     write_common_files,
 )
 from penstock.stages.convert.config import Mtp
-from penstock.stages.convert.hf.assets import CARRIED, copy_assets, fingerprint, header_hash, stat_hash
+from penstock.stages.convert.hf.assets import CARRIED, copy_assets, header_hash, model_fingerprint, stat_hash
 from penstock.stages.convert.hf.weights import HFWeights, Shard, write_shard
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, DirectoryTarget, StoreTarget, check_free_space
 from penstock.stages.convert.torch_dist_writer import (
@@ -38,7 +38,7 @@ from penstock.stages.convert.torch_dist_writer import (
     write_unit,
 )
 from penstock.stages.convert.verify import check_source, verify_conversion
-from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, files_of, write_files
+from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, Commit
@@ -138,7 +138,7 @@ def prepare_conversion(
     hf_dir = Path(hf_dir).resolve()
     shape = read_shape(hf_dir, options.family_path)
     with HFWeights(hf_dir) as weights:
-        layout, stat = layout_for(shape), stat_hash(hf_dir)
+        layout, stat = tensor_layout(shape), stat_hash(hf_dir)
         untrained = tuple(sorted(name for name in weights.info if layout.is_untrained(name)))
         form = f"{options.mtp if untrained else ''}{'' if options.names == 'local' else f' {options.names}'}"
         form += f" {source_hash(shape.family_path)}" if shape.family_path else ""
@@ -158,7 +158,7 @@ def prepare_conversion(
         weights.read_ahead()
         checkpoint = checkpoint_layout(shape)
         check_source(layout, checkpoint, weights)
-        checkpoint = checkpoint.with_names(options.names)
+        checkpoint = checkpoint.with_key_names(options.names)
         units = plan_units(layout, checkpoint, weights, options.unit_bytes)
         items = _work_items(weights, units, with_hashes=source.fingerprint is None)
     work = Conversion(hf_dir, shape, checkpoint, target, WorkItems(target, items), source, options)
@@ -181,15 +181,15 @@ def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_d
     are hashed during the conversion, unless the target may already have the same model.
     """
     if isinstance(target, DirectoryTarget):
-        return fingerprint(hf_dir) if target.is_occupied() else None
-    memo = store.read_json(_memo_key(stat))
+        return model_fingerprint(hf_dir) if target.is_occupied() else None
+    memo = store.read_json(_fingerprint_key(stat))
     if memo is not None:
         return memo["fingerprint"]
-    return fingerprint(hf_dir) if target.may_have(header_hash(hf_dir)) else None
+    return model_fingerprint(hf_dir) if target.may_have_model(header_hash(hf_dir)) else None
 
 
-def _memo_key(stat: str) -> str:
-    return f"models/sources/{stat}.json"  # stores the fingerprint of files with this `stat_hash`
+def _fingerprint_key(stat_hash: str) -> str:
+    return f"models/sources/{stat_hash}.json"  # stores the fingerprint of files with this `stat_hash`
 
 
 def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) -> list[SourceHash | WorkUnit]:
@@ -220,32 +220,32 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def content(piece: Slice) -> Iterator[memoryview]:
             for rows in piece.rows:
-                yield from weights.rows(rows.name, rows.start, rows.stop)
+                yield from weights.read_rows(rows.name, rows.start, rows.stop)
 
-        def do(item: SourceHash | WorkUnit) -> WorkRecord:
+        def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
                 return {"xxh3": weights.hash(item.path)}
             return write_unit(work.target, item, content, progress.add)
 
-        work.work_items.run(do, progress, rank, num_ranks)
+        work.work_items.run(process_item, progress, rank, num_ranks)
     failpoint("convert-writing")
 
 
 def finish_conversion(
     work: Conversion, *, verify: bool = True, check_logits: bool = False, on_progress: OnBytes | None = None
 ) -> CheckpointRef:
-    """Write index and assets, verify the result, and publish it. See `convert_hf`."""
+    """Write index, config and tokenizer of a converted model, verify it, and publish it. See `convert_hf`."""
     records, written_at = work.work_items.records(), time.time()
     if stat_hash(work.hf_dir) != work.source.stat_hash:
         raise ModelError(
             f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"
         )
     hashes = {item.path.name: record["xxh3"] for item, record in records if isinstance(item, SourceHash)}
-    source_fingerprint = work.source.fingerprint or fingerprint(work.hf_dir, hashes)
+    source_fingerprint = work.source.fingerprint or model_fingerprint(work.hf_dir, hashes)
     carried = work.source.untrained if work.options.mtp == "keep" else ()
     spans = [(item, record["spans"]) for item, record in records if isinstance(item, WorkUnit)]
 
-    def write_rest(directory: Path) -> None:
+    def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, work.shape)
         in_store = isinstance(work.target, StoreTarget)  # only Penstock reads stores; it needs no extra states
         objects = [] if in_store else work.checkpoint.extra_states(work.options.names)
@@ -264,7 +264,7 @@ def finish_conversion(
         kind="model",
         policy_version=0,
         attempt=work.target.attempt,
-        files=files_of(records) + write_files(work.target, write_rest),
+        files=collect_file_records(records) + write_files(work.target, write_index_and_assets),
         inputs={"hf_checkpoint": str(work.hf_dir)},
         seconds={"write": written_at - work.started_at},
         summary={"convert/num_bytes": work.work_items.num_bytes},
@@ -283,7 +283,7 @@ def finish_conversion(
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
         memo = json.dumps({"fingerprint": source_fingerprint}).encode()
-        work.target.store.create(_memo_key(work.source.stat_hash), memo)
+        work.target.store.create(_fingerprint_key(work.source.stat_hash), memo)
     work.work_items.delete_records()
     return ref
 
@@ -295,7 +295,7 @@ def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBy
     progress = Progress(2 * total, on_progress)
     progress.add(total)
     with HFWeights(work.hf_dir) as weights:
-        report = verify_conversion(weights, directory, layout_for(work.shape), work.checkpoint, progress.add)
+        report = verify_conversion(weights, directory, tensor_layout(work.shape), work.checkpoint, progress.add)
     return commit.model_copy(
         update={
             "seconds": {**commit.seconds, "verify": time.time() - start},
@@ -305,7 +305,8 @@ def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBy
 
 
 def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
-    """Compare logits, and return the commit with the result, so that later checks do not compare them again."""
+    """Compare the converted model's logits with those of transformers. Return the commit with the result added, so that
+    later checks do not repeat the comparison."""
     from penstock.stages.convert.logits import compare_logits
 
     start, result = time.time(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)

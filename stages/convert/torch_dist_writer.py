@@ -1,9 +1,9 @@
 """Write torch_dist checkpoints: plan which rows of the source make up each slice, write the files, and write their
 index.
 
-The tensor table only moves whole rows. A plan is therefore made by converting row numbers in place of weights, and
-writing copies bytes from file to file. The plan is split into work units of one file each, in the order of the source,
-so that disks read sequentially.
+`Layout`, which maps Hugging Face to Megatron tensors, only moves whole rows. A plan is therefore made by converting row
+numbers in place of weights, and writing copies bytes from file to file. The plan is split into work units of one file
+each, in the order of the source, so that disks read sequentially.
 
 Files and index have the format of torch.distributed.checkpoint, so Megatron loads them with any parallel sizes. torch's
 own writer needs every tensor in memory, computes a CRC that no reader checks (a quarter of the time, measured), and
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.engines.families.ops import Layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
 from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
@@ -96,12 +96,12 @@ class WorkUnit:
 
 
 def plan_units(
-    layout: Layout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
+    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
 ) -> list[WorkUnit]:
     """Plan the work units of a conversion. Deterministic: every process plans the same units for the same source.
 
     Args:
-        layout: tensor table of the model.
+        layout: mapping between the model's Hugging Face and Megatron tensors.
         checkpoint: checkpoint layout of the result.
         weights: weights of the source, of which only names, shapes and locations are used.
         unit_bytes: maximum size of a unit in bytes; a unit of a single slice may be larger.
@@ -109,11 +109,11 @@ def plan_units(
     runs = _RunFinder(layout, weights.info)
     placed: list[tuple[tuple[int, int], Slice]] = []
     for name, pieces in checkpoint.slices.items():
-        dtype, shape, whole = weights.info[layout.hf_of(name)[0]].dtype, checkpoint.shape(name), runs.of(name)
+        dtype, shape, whole = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name), runs.find(name)
         for piece in pieces:
             columns = [(part.start, part.stop) for part in piece.part[1:]]
             assert columns == [(0, size) for size in shape[1:]], (
-                f"{piece.key} is split by columns, only rows are supported"
+                f"{piece.key} is split by columns, but only splits by rows are supported"
             )
             rows = _rows_between(whole, piece.part[0].start, piece.part[0].stop)
             placed.append((_last_byte(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
@@ -145,13 +145,13 @@ class _RunFinder:
     """Finds the source rows that a parameter is joined from. Results are cached for all layers and experts with the
     same shapes."""
 
-    def __init__(self, layout: Layout, info: dict[str, TensorInfo]) -> None:
+    def __init__(self, layout: TensorLayout, info: dict[str, TensorInfo]) -> None:
         self.layout, self.info = layout, info
         self._known: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
 
-    def of(self, name: str) -> tuple[RowRange, ...]:
+    def find(self, name: str) -> tuple[RowRange, ...]:
         """Return the source rows that the Megatron parameter `name` is joined from, in order."""
-        sources = self.layout.hf_of(name)
+        sources = self.layout.hf_names_of(name)
         shapes = tuple(self.info[source].shape for source in sources)
         kind = (re.sub(r"\d+", "#", name), shapes)
         if kind not in self._known:
@@ -172,7 +172,7 @@ class _RunFinder:
         if rows.ndim > 1:
             joined, rows = rows, rows[:, 0] // 2
             moves_rows = torch.equal(joined, torch.stack([2 * rows, 2 * rows + 1], dim=1))
-            assert moves_rows, f"{sources}: the tensor table must only move whole rows"
+            assert moves_rows, f"{sources}: `Layout` must only move whole rows"
         starts = [0, *(torch.nonzero(rows[1:] != rows[:-1] + 1).flatten() + 1).tolist(), len(rows)]
         first = [int(rows[at]) for at in starts[:-1]]
         return [

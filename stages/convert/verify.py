@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
-from penstock.engines.families.ops import Layout
+from penstock.engines.families import read_shape, tensor_layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.hf.headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
@@ -36,8 +36,8 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return (title, text) pairs for the terminal."""
         return [
-            ("names", f"{self.num_tensors} tensors, each accounted for on both sides"),
-            ("shapes", "all as config.json says"),
+            ("names", f"{self.num_tensors} tensors, the same in both formats"),
+            ("shapes", "all match config.json"),
             ("bits", f"{self.num_bytes:,} bytes are identical after the round trip"),
             ("logits", self.logits),
         ]
@@ -65,7 +65,7 @@ def verify_existing(
         if "convert/num_tensors" in summary:
             report = ConversionReport(int(summary["convert/num_tensors"]), int(summary["convert/num_bytes"]))
         else:
-            layout, checkpoint = layout_for(shape), checkpoint_layout(shape)
+            layout, checkpoint = tensor_layout(shape), checkpoint_layout(shape)
             check_source(layout, checkpoint, weights)
             report = verify_conversion(weights, directory, layout, checkpoint)
         if "convert/logits_difference" in summary:
@@ -73,7 +73,7 @@ def verify_existing(
         return replace(report, logits=str(compare_logits(directory, Path(hf_dir), family_path=family_path)))
 
 
-def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
+def check_source(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
     """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
     duplicates of tensors (a tied head), whose contents are compared.
 
@@ -82,27 +82,27 @@ def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeight
             tensor that it should duplicate.
     """
     assert set(layout.megatron_names()) == set(checkpoint.slices), (
-        f"tensor table and model have different names: {sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
+        f"`Layout` and model have different names: {sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
     )
     check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
 
-    def meta(name: str) -> Tensor:
+    def meta_tensor(name: str) -> Tensor:
         return torch.empty(weights.info[name].shape, dtype=weights.info[name].dtype, device="meta")
 
     dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
     for name, pieces in checkpoint.slices.items():
-        joined = layout.to_megatron(name, meta)
-        assert joined.shape == checkpoint.shape(name), f"{name}: tensor table and model have different shapes"
+        joined = layout.to_megatron(name, meta_tensor)
+        assert joined.shape == checkpoint.shape(name), f"{name}: `Layout` and model have different shapes"
         expected = dtypes.setdefault(pieces[0].key, joined.dtype)
         if expected != joined.dtype:
             raise ModelError(
-                f"{weights.directory}: {layout.hf_of(name)[0]} has {joined.dtype}, but other layers have {expected}: "
-                "save the checkpoint in one dtype"
+                f"{weights.directory}: {layout.hf_names_of(name)[0]} has {joined.dtype}, but other layers have "
+                f"{expected}: save the checkpoint in one dtype"
             )
     for copy, original in layout.copies.items():
         if copy not in weights.info:
             continue
-        chunks = zip(weights.rows(copy), weights.rows(original), strict=True)
+        chunks = zip(weights.read_rows(copy), weights.read_rows(original), strict=True)
         if weights.info[copy] != weights.info[original] or any(bytes(left) != bytes(right) for left, right in chunks):
             raise ModelError(
                 f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
@@ -113,20 +113,20 @@ def check_source(layout: Layout, checkpoint: CheckpointLayout, weights: HFWeight
 def verify_conversion(
     weights: HFWeights,
     directory: Path,
-    layout: Layout,
+    layout: TensorLayout,
     checkpoint: CheckpointLayout,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> ConversionReport:
     """Read every parameter back from the checkpoint, split it into Hugging Face tensors, and compare these with the
     source bit for bit.
 
-    Verification is independent of writing: it reads torch's index of the checkpoint and uses `Layout.to_hf`, whereas
-    writing uses `Layout.to_megatron`.
+    Verification is independent of writing: it reads torch's index of the checkpoint and uses `TensorLayout.to_hf`,
+    whereas writing uses `TensorLayout.to_megatron`.
 
     Args:
         weights: weights of the Hugging Face source.
         directory: directory of the torch_dist checkpoint.
-        layout: tensor table of the model.
+        layout: mapping between the model's Hugging Face and Megatron tensors.
         checkpoint: checkpoint layout of the model.
         on_bytes: called with the size in bytes of every compared tensor.
 
@@ -135,20 +135,22 @@ def verify_conversion(
     """
     converted = TorchDistWeights(directory, checkpoint)
 
-    def check(name: str) -> list[tuple[str, int]]:
+    def check_parameter(name: str) -> list[tuple[str, int]]:
         with converted.borrow(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
-                compare(hf_name, weights, tensor)
+                check_bits(hf_name, weights, tensor)
                 on_bytes(tensor.nbytes)
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
-    sizes = dict(entry for entries in in_parallel(check, layout.megatron_names(), NUM_THREADS) for entry in entries)
+    sizes = dict(
+        entry for entries in in_parallel(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
+    )
     assert sizes.keys() == layout.hf_names()
     return ConversionReport(len(sizes), sum(sizes.values()))
 
 
-def compare(name: str, weights: HFWeights, tensor: Tensor) -> None:
+def check_bits(name: str, weights: HFWeights, tensor: Tensor) -> None:
     """Raise ModelError unless `tensor` has the dtype, shape and bits of the source tensor `name`. Bits are compared,
     not values: a NaN equals itself, and -0.0 differs from 0.0."""
     info, at = weights.info[name], 0
@@ -158,7 +160,7 @@ def compare(name: str, weights: HFWeights, tensor: Tensor) -> None:
             f"{list(info.shape)} in the source: please report this as a bug"
         )
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    for chunk in weights.rows(name):
+    for chunk in weights.read_rows(name):
         if not np.array_equal(content[at : at + len(chunk)], np.frombuffer(chunk, dtype=np.uint8)):
             raise ModelError(
                 f"{name} has different bits after the round trip: check disk and memory, or report this as a bug"

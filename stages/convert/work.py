@@ -42,16 +42,16 @@ W = TypeVar("W", bound=WorkItem)
 
 
 class Progress:
-    """Sums up the bytes that several threads have processed, and reports the sum."""
+    """Sums up the bytes that several threads have processed, and calls `report` with (bytes done, total bytes)."""
 
     def __init__(self, total: int, report: OnBytes | None) -> None:
         self.total, self.report = total, report
         self.done, self._lock = 0, threading.Lock()
 
-    def add(self, count: int) -> None:
+    def add(self, num_bytes: int) -> None:
         if self.report is not None:
             with self._lock:
-                self.done += count
+                self.done += num_bytes
                 self.report(self.done, self.total)
 
 
@@ -90,12 +90,12 @@ class WorkItems(Generic[W]):
     def num_bytes(self) -> int:
         return sum(item.num_bytes for item in self.items)
 
-    def run(self, do: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
+    def run(self, process: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
         """Run the unfinished items of this process, in order: of all items, every `num_ranks`-th, starting with `rank`.
 
         Args:
-            do: runs one item and returns its record.
-            progress: counts the bytes of items that were already finished; `do` counts the others.
+            process: processes one item and returns its record.
+            progress: counts the bytes of items that were already finished; `process` counts the others.
             rank: rank of this process.
             num_ranks: number of processes.
 
@@ -109,12 +109,14 @@ class WorkItems(Generic[W]):
             if item.name not in unfinished:
                 progress.add(item.num_bytes)
                 return
-            record = json.dumps(do(item)).encode()
-            if not self.target.store.create(self._key(item), record):
-                self.target.store.delete([self._key(item)])  # replace the record of an item whose files are missing
-                self.target.store.create(self._key(item), record)
+            record = json.dumps(process(item)).encode()
+            if not self.target.store.create(self._record_key(item), record):
+                self.target.store.delete(
+                    [self._record_key(item)]
+                )  # replace the record of an item whose files are missing
+                self.target.store.create(self._record_key(item), record)
 
-        with full_disk_as_store_error(self.target.store), leases.writer(self.target.store, self.target.attempt):
+        with full_disk_as_store_error(self.target.store), leases.writer_lease(self.target.store, self.target.attempt):
             disk.in_parallel(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
     def unfinished(self, items: Sequence[W] | None = None) -> list[W]:
@@ -140,7 +142,7 @@ class WorkItems(Generic[W]):
         store = self.target.store
 
         def read(item: W) -> WorkRecord | None:
-            record = store.read_json(self._key(item))
+            record = store.read_json(self._record_key(item))
             files = [] if record is None else record.get("files", [])
             return record if all(store.size(file["path"]) == file["bytes"] for file in files) else None
 
@@ -150,15 +152,15 @@ class WorkItems(Generic[W]):
         """Delete the records, and temporary files of killed processes. Called after the result was published."""
         store = self.target.store
         if store.is_local:
-            shutil.rmtree(store.path(self.target.parts), ignore_errors=True)
+            shutil.rmtree(store.path(self.target.records_prefix), ignore_errors=True)
         else:
-            store.delete([self._key(item) for item in self.items])
+            store.delete([self._record_key(item) for item in self.items])
 
-    def _key(self, item: W) -> str:
-        return f"{self.target.parts}/{item.name}.json"
+    def _record_key(self, item: W) -> str:
+        return f"{self.target.records_prefix}/{item.name}.json"
 
 
-def files_of(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
+def collect_file_records(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
     """Return the file records of finished items."""
     return [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
 
@@ -182,7 +184,10 @@ def write_files(
         with store.writing(target.attempt) as writing:
             write(writing.path)
         return writing.files
-    top, scratch = Path(store.path(target.attempt)), Path(store.path(f"{target.parts}/writing-{uuid.uuid4().hex[:12]}"))
+    top, scratch = (
+        Path(store.path(target.attempt)),
+        Path(store.path(f"{target.records_prefix}/writing-{uuid.uuid4().hex[:12]}")),
+    )
     disk.make_directory(top)
     disk.make_directory(scratch)
     try:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.stages.eval.intervals import intervals
-from penstock.stages.eval.score import groups_of, reward_of
+from penstock.stages.eval.intervals import bootstrap_intervals
+from penstock.stages.eval.score import group_by_prompt, reward_or_zero
 from penstock.storage.errors import DataError
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
@@ -42,12 +42,12 @@ class Comparison:
         return self.mean_b - self.mean_a
 
 
-def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
-    """Compare two evaluations, given as prompt -> reward, on their common prompts (at least one)."""
+def compare_rewards(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
+    """Compare two evaluations, given as prompt number -> mean reward, on their common prompts (at least one)."""
     common = sorted(a.keys() & b.keys())
     assert common, "the evaluations have no common prompt"
     differences = np.array([b[prompt] - a[prompt] for prompt in common])  # [prompts]
-    lower, upper = intervals(differences[:, None])
+    lower, upper = bootstrap_intervals(differences[:, None])
     return Comparison(
         num_prompts=len(common),
         mean_a=statistics.fmean(a[prompt] for prompt in common),
@@ -68,13 +68,13 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
     rows = read_table(store, commit).select(list(_COLUMNS)).to_pylist()
     samples = [Sample(row["sample_id"], row["group_id"], "", commit.index, reward=row["reward"]) for row in rows]
     return {
-        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_of, group))
-        for group in groups_of(samples)
+        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_or_zero, group))
+        for group in group_by_prompt(samples)
     }
 
 
 def check_same_data(name: str, a: Commit, b: Commit) -> None:
-    """Check that two evaluations used the same prompts. Raises DataError."""
+    """Check that two evaluations on the data set `name` used the same prompts. Raises DataError."""
     content_a, content_b = (
         [
             (segment["rows"], segment["digest"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
-from penstock.stages.eval.data_sets import EvalFile, check_names, eval_file, read_eval_file
+from penstock.stages.eval.data_sets import EvalFile, check_names, parse_eval_file, read_eval_file
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
@@ -54,7 +54,7 @@ class EvalConfig(StageConfig):
     """A response passes if its reward is at least this; needed for pass@k unless every reward is 0 or 1."""
 
     log_passrate: bool = option(False, mutability="schedule")
-    """Fail if the rewards do not define pass@k. Without this flag, pass@k is then left out."""
+    """Fail if the rewards do not define pass@k; default: report no pass@k in that case."""
 
     @field_validator("eval_prompt_data", mode="before")
     @classmethod
@@ -80,31 +80,31 @@ class EvalConfig(StageConfig):
         """Read the file at a path, or validate the content of the file as a run has recorded it."""
         if isinstance(value, str):
             return read_eval_file(value)
-        return eval_file(value) if isinstance(value, dict) else value
+        return parse_eval_file(value) if isinstance(value, dict) else value
 
     @field_validator("eval_config")
     @classmethod
     def _check_all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
-        own = _file_pairs(value)
+        own = _names_and_paths(value)
         check_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
         return value
 
     @model_validator(mode="after")
     def _add_file_data_sets(self) -> EvalConfig:
         """Add the data sets of --eval-config to `eval_prompt_data`."""
-        if own := _file_pairs(self.eval_config):
+        if own := _names_and_paths(self.eval_config):
             self.eval_prompt_data = [pair for pair in self.eval_prompt_data if pair not in own] + own
         return self
 
     @field_serializer("eval_prompt_data")
     def _leave_out_file_data_sets(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Leave out the data sets of --eval-config, so that another file replaces them when a run is resumed."""
-        own = _file_pairs(self.eval_config)
+        own = _names_and_paths(self.eval_config)
         return [pair for pair in value if pair not in own]
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of a data set, under their names in the --eval-config file. A setting is the data set's
-        own, else the file's default, else the flag."""
+        """Return the settings of the data set `name`, under their names in the --eval-config file. A setting comes from
+        the data set's entry in that file, else from the file's [defaults], else from the --eval-* flag."""
         flags = {
             "n_samples_per_eval_prompt": self.n_samples_per_eval_prompt,
             "temperature": self.eval_temperature,
@@ -134,10 +134,10 @@ class EvalConfig(StageConfig):
         overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
         if "rm_type" in settings:
             overrides["custom_rm_path"] = None
-        return overrides | {IN_ROLLOUT[key]: value for key, value in settings.items() if key in IN_ROLLOUT}
+        return overrides | {ROLLOUT_FIELDS[key]: value for key, value in settings.items() if key in ROLLOUT_FIELDS}
 
 
-IN_ROLLOUT = {
+ROLLOUT_FIELDS = {
     "n_samples_per_eval_prompt": "n_samples_per_prompt",
     "temperature": "rollout_temperature",
     "top_p": "rollout_top_p",
@@ -152,5 +152,5 @@ IN_ROLLOUT = {
 }  # setting of a data set -> field of the rollout's config
 
 
-def _file_pairs(file: EvalFile | None) -> list[tuple[str, str]]:
+def _names_and_paths(file: EvalFile | None) -> list[tuple[str, str]]:
     return [(data_set.name, data_set.path) for data_set in file.datasets] if file else []

@@ -77,7 +77,7 @@ class EvalFile(StageConfig):
     datasets: list[DataSet] = Field(default_factory=list)
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of a data set, including the defaults; {} if the file does not contain it."""
+        """Return the settings of the data set `name`, including the file's defaults; {} if the file lacks it."""
         for data_set in self.datasets:
             if data_set.name == name:
                 own = data_set.model_dump(exclude={"name", "path"}, exclude_none=True)
@@ -99,34 +99,34 @@ def read_eval_file(path: str) -> EvalFile:
         raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
     except OSError as error:
         raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
-    return eval_file(values)
+    return parse_eval_file(values)
 
 
-def eval_file(values: dict[str, Any]) -> EvalFile:
+def parse_eval_file(values: dict[str, Any]) -> EvalFile:
     """Validate the parsed content of an --eval-config file. Raises OptionError for the first problem in it."""
-    _check_keys("the file", values, ["defaults", "datasets"])
+    _reject_unknown_settings("the file", values, ["defaults", "datasets"])
     defaults, data_sets = values.get("defaults", {}), values.get("datasets", [])
     if not isinstance(defaults, dict):
         raise OptionError("defaults is not a table: write [defaults], and below it setting = value")
     if not (isinstance(data_sets, list) and data_sets and all(isinstance(entry, dict) for entry in data_sets)):
         raise OptionError("the file has no data sets: write a [[datasets]] with name and path for each")
-    _check_keys("[defaults]", defaults, list(DataSetSettings.model_fields))
-    _check_values("[defaults]", defaults)
+    _reject_unknown_settings("[defaults]", defaults, list(DataSetSettings.model_fields))
+    _reject_invalid_values("[defaults]", defaults)
     for number, entry in enumerate(data_sets, start=1):
-        where = f"data set {str(entry.get('name', number))[:60]}"
-        _check_keys(where, entry, list(DataSet.model_fields))
-        _check_values(where, entry)
+        location = f"data set {str(entry.get('name', number))[:60]}"
+        _reject_unknown_settings(location, entry, list(DataSet.model_fields))
+        _reject_invalid_values(location, entry)
         if missing := {"name", "path"} - entry.keys():
-            raise OptionError(f"{where} has no {min(missing)}: every [[datasets]] needs a name and a path")
+            raise OptionError(f"{location} has no {min(missing)}: every [[datasets]] needs a name and a path")
     try:
         file = EvalFile.model_validate(values)
     except ValidationError as errors:
         error = errors.errors()[0]
         section, *rest = error["loc"]
-        where = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
+        location = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
         message = error["msg"].removeprefix("Value error, ")
         value = repr(error.get("input"))[:80]
-        raise OptionError(f"{where} has {rest[-1]} = {value}: {message[0].lower()}{message[1:]}") from None
+        raise OptionError(f"{location} has {rest[-1]} = {value}: {message[0].lower()}{message[1:]}") from None
     check_names([data_set.name for data_set in file.datasets])
     return file
 
@@ -142,17 +142,17 @@ def check_names(names: list[str]) -> None:
             raise OptionError(f"two data sets are named {name}: give each its own name")
 
 
-def _check_keys(where: str, values: dict[str, Any], known: list[str]) -> None:
+def _reject_unknown_settings(location: str, values: dict[str, Any], known: list[str]) -> None:
     if unknown := next((key for key in values if key not in known), None):
         near = [key for key in known if unknown in key] or difflib.get_close_matches(unknown, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(known)}"
-        raise OptionError(f"{where} has the unknown setting {unknown[:60]!r}: {hint}")
+        raise OptionError(f"{location} has the unknown setting {unknown[:60]!r}: {hint}")
 
 
-def _check_values(where: str, values: dict[str, Any]) -> None:
+def _reject_invalid_values(location: str, values: dict[str, Any]) -> None:
     """Check that no value is a boolean, which pydantic would convert to a number, or "". Raises OptionError."""
     for name, value in values.items():
         if isinstance(value, bool):
-            raise OptionError(f"{where} has {name} = {str(value).lower()}: give a number or text")
+            raise OptionError(f"{location} has {name} = {str(value).lower()}: give a number or text")
         if value == "":
-            raise OptionError(f"{where} has {name} = '': give a value, or leave it out")
+            raise OptionError(f"{location} has {name} = '': give a value, or leave it out")

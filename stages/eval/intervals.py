@@ -15,8 +15,8 @@ _SEED = 0
 _MAX_COUNTS = 1 << 22  # maximum number of resampling counts in memory at a time (32 MB)
 
 
-def intervals(sums: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds of the confidence intervals of several means over the same prompts.
+def bootstrap_intervals(sums: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds of the 95% confidence intervals of several metrics, each a mean over the same prompts.
 
     Args:
         sums: [prompts, metrics], the sum of each prompt's values.

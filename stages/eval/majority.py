@@ -2,7 +2,7 @@
 
 A sample votes for its answer, which is the first of these that exists:
 
-    rewards["answer"]               a number that the reward function returned beside the reward
+    rewards["answer"]               a number that the reward function returned in addition to the reward
     metadata["extracted_answer"]    text that a custom generate function has stored
     the last \\boxed{...} of the response
     the text after the last "Answer:" or "answer is" on its line; if the label is a number, the first number there
@@ -40,7 +40,7 @@ _ANSWER = re.compile(r"(?:\banswer\s*:|\banswer\s+is\b:?)[ \t*]*([^\n]+)", re.IG
 Vote = tuple[str | None, bool]  # answer, whether the sample passes
 
 
-def answer_of(sample: Sample) -> str | None:
+def voted_answer(sample: Sample) -> str | None:
     """Return the normalized answer that a sample votes for, or None without an answer."""
     if "answer" in sample.rewards:
         return repr(sample.rewards["answer"])
@@ -73,12 +73,15 @@ def majority_rates(groups: Sequence[Sequence[Vote]]) -> dict[int, np.ndarray]:
     for k in (2**power for power in range(2, min(sizes).bit_length())):
         of_size = {n: subsets(n, k) for n in sizes}
         rates[k] = np.array(
-            [np.mean([winner_passes([group[i] for i in chosen]) for chosen in of_size[len(group)]]) for group in groups]
+            [
+                np.mean([majority_pass_rate([group[i] for i in chosen]) for chosen in of_size[len(group)]])
+                for group in groups
+            ]
         )
     return rates
 
 
-def winner_passes(votes: Sequence[Vote]) -> float:
+def majority_pass_rate(votes: Sequence[Vote]) -> float:
     """Return the fraction of samples that pass among those with the most common answer (with a tie, the mean over the
     tied answers), or 0 if no sample has an answer."""
     passed: dict[str, list[bool]] = defaultdict(list)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.stages.eval.score import groups_of, score
+from penstock.stages.eval.score import compute_eval_metrics, group_by_prompt
 from penstock.stages.rewards.grading import Grader
 from penstock.storage.errors import RewardError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key
@@ -34,7 +34,7 @@ class Scoring:
     rm_model_path: str | None = None
     rm_url: str | None = None
     pass_threshold: float | None = None
-    evaluated_integers: bool = False
+    evaluated_integers: bool = False  # --rm-evaluated-integers
 
     @property
     def hash(self) -> str:
@@ -78,20 +78,18 @@ def rescore_stage(
     """Grade a stored evaluation again and commit the result; return the existing commit if this was done before.
 
     Args:
-        store: the run's store.
+        store: store of the run.
         source: evaluation whose samples are graded again.
         scoring: new scoring settings; their hash names the new commit.
         grader: grader with the settings of `scoring`.
-        max_response_len: response limit of the evaluation in tokens: a sample whose earlier grading failed counts as
-            truncated if its response has this length.
-        require_pass_rate: raise an error if pass@k is undefined.
+        max_response_len: tokens; an ungraded sample with a response of this length counts as truncated.
+        require_pass_rate: raise an error if the rewards do not define pass@k.
         code_version: recorded in the commit.
 
     Raises:
         RunError: the evaluation does not exist.
         RewardError: the reward is invalid or fails for every sample.
-        OptionError: pass@k is required, but the rewards do not define it.
-        StoreError: the stored samples are damaged.
+        OptionError, StoreError: pass@k is required but not defined; the stored samples are damaged.
     """
     old = store.committed(source.prefix)
     if old is None:
@@ -106,10 +104,12 @@ def rescore_stage(
     for sample in samples:
         for field in ("sample_id", "group_id", "trajectory_id"):
             id = getattr(sample, field)
-            assert id.startswith(source.id_prefix), f"{id} is not an id of {source.id_prefix}"
+            assert id.startswith(source.id_prefix), f"id {id} does not begin with {source.id_prefix}"
             setattr(sample, field, target.id_prefix + id.removeprefix(source.id_prefix))
     graded = time.perf_counter()
-    summary = score(samples, target.name, pass_threshold=scoring.pass_threshold, require_pass_rate=require_pass_rate)
+    summary = compute_eval_metrics(
+        samples, target.name, pass_threshold=scoring.pass_threshold, require_pass_rate=require_pass_rate
+    )
     attempt = store.new_attempt(target.prefix)
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
@@ -135,7 +135,7 @@ def _grade_again(samples: list[Sample], grader: Grader, max_response_len: int) -
         if sample.status is Status.FAILED:
             sample.metadata.pop("error", None)
             sample.status = Status.TRUNCATED if sum(sample.loss_mask) >= max_response_len else Status.COMPLETED
-    groups = groups_of(answered)
+    groups = group_by_prompt(answered)
     submitted = [grader.submit_group(group) for group in groups]
     for group, outcomes in zip(groups, submitted):
         for sample, outcome in zip(group, outcomes):

@@ -12,24 +12,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.stages.eval.intervals import intervals
-from penstock.stages.eval.majority import answer_of, majority_rates
+from penstock.stages.eval.intervals import bootstrap_intervals
+from penstock.stages.eval.majority import majority_rates, voted_answer
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.sample import Sample, Status
 
 LOW, HIGH = "-ci_low", "-ci_high"  # suffixes of the metrics with the bounds of an interval
 
 
-def score(
+def compute_eval_metrics(
     samples: Sequence[Sample], name: str, *, pass_threshold: float | None = None, require_pass_rate: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of one data set.
+    """Return the metrics of an evaluation on one data set.
 
     Args:
         samples: all samples of the data set, graded.
         name: name of the data set.
-        pass_threshold: a response passes if its reward is at least this; None = see `passes_of`.
-        require_pass_rate: raise an error if pass@k is undefined.
+        pass_threshold: a response passes if its reward is at least this; None = see `decide_passes`.
+        require_pass_rate: raise an error if the rewards do not define pass@k.
 
     Returns:
         `eval/<name>` (mean reward), `eval/<name>-truncated_ratio`, `eval/<name>-failed_ratio`,
@@ -40,9 +40,9 @@ def score(
     Raises:
         OptionError: pass@k is required, but the rewards do not define which samples pass.
     """
-    groups = groups_of(samples)
+    groups = group_by_prompt(samples)
     lengths = [sum(sample.loss_mask) for sample in samples]
-    rewards = [[reward_of(sample) for sample in group] for group in groups]
+    rewards = [[reward_or_zero(sample) for sample in group] for group in groups]
     plain = {
         f"eval/{name}-truncated_ratio": _fraction_with_status(samples, Status.TRUNCATED),
         f"eval/{name}-failed_ratio": _fraction_with_status(samples, Status.FAILED),
@@ -54,7 +54,7 @@ def score(
     }
     sizes = np.array([len(group) for group in groups], dtype=np.float64)
     sums, weights = {f"eval/{name}": np.array([sum(group) for group in rewards])}, {f"eval/{name}": sizes}
-    passes = passes_of(groups, pass_threshold)
+    passes = decide_passes(groups, pass_threshold)
     if passes is None and require_pass_rate:
         other = next(reward for group in rewards for reward in group if reward not in (0.0, 1.0))
         raise OptionError(
@@ -62,13 +62,13 @@ def score(
             "the lowest passing reward, choose another entry with --eval-reward-key, or omit --log-passrate"
         )
     if passes is not None:
-        votes = [[(answer_of(s), ok) for s, ok in zip(group, oks)] for group, oks in zip(groups, passes)]
+        votes = [[(voted_answer(s), ok) for s, ok in zip(group, oks)] for group, oks in zip(groups, passes)]
         sums |= {f"eval/{name}-pass@{k}": rates for k, rates in _pass_rates(passes).items()}
         sums |= {f"eval/{name}-majority@{k}": rates for k, rates in majority_rates(votes).items()}
     return _means_with_intervals(sums, weights) | plain
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return the samples of each prompt, sorted by id, so that metrics do not depend on the order of writing."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in sorted(samples, key=lambda sample: sample.sample_id):
@@ -76,12 +76,12 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [groups[group_id] for group_id in sorted(groups)]
 
 
-def reward_of(sample: Sample) -> float:
+def reward_or_zero(sample: Sample) -> float:
     """Return the reward of a sample, or 0 if generation or grading failed."""
     return 0.0 if sample.reward is None else sample.reward
 
 
-def passes_of(groups: Sequence[Sequence[Sample]], threshold: float | None) -> list[list[bool]] | None:
+def decide_passes(groups: Sequence[Sequence[Sample]], threshold: float | None) -> list[list[bool]] | None:
     """Return for each sample of each group whether it passes, or None if the rewards do not define this.
 
     The criterion is the first of these that applies: the reward is at least `threshold`, if given; the entry "correct"
@@ -101,7 +101,8 @@ def passes_of(groups: Sequence[Sequence[Sample]], threshold: float | None) -> li
 
 
 def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """Return k -> mean pass@k over the groups, for k = 1, 2, 4, ... up to the smallest group."""
+    """Return k -> mean pass@k over prompts, for k = 1, 2, 4, ... up to the smallest number of samples of a prompt.
+    `groups` holds, for each prompt, whether each of its samples passes."""
     return {k: float(rates.mean()) for k, rates in _pass_rates(groups).items()}
 
 
@@ -113,7 +114,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def _pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, np.ndarray]:
-    """Return k -> pass@k of each group, [groups], for k = 1, 2, 4, ... up to the smallest group."""
+    """Return k -> pass@k of each prompt, [prompts], for k = 1, 2, 4, ... up to the smallest number of samples."""
     smallest = min(len(group) for group in groups)
     ks = [2**power for power in range(smallest.bit_length())]
     return {k: np.array([pass_at_k(len(group), sum(group), k) for group in groups]) for k in ks}
@@ -131,7 +132,7 @@ def _means_with_intervals(sums: dict[str, np.ndarray], weights: dict[str, np.nda
     if len(values) < 2:
         return {name: float(mean) for name, mean in zip(sums, means)}
     out: dict[str, float] = {}
-    for name, mean, low, high in zip(sums, means, *intervals(values, counts)):
+    for name, mean, low, high in zip(sums, means, *bootstrap_intervals(values, counts)):
         out |= {name: float(mean), f"{name}{LOW}": float(low), f"{name}{HIGH}": float(high)}
     return out
 

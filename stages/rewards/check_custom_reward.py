@@ -1,4 +1,4 @@
-"""Check a user-defined reward in a subprocess, because importing it may hang, crash or exit.
+"""Check a user-defined reward in a subprocess, because importing the reward's module may hang, crash or exit.
 
 `python -m penstock.stages.rewards.check_custom_reward FD OPTIONS` writes the result as JSON to the file descriptor FD.
 """
@@ -21,18 +21,18 @@ def check_custom_reward(
     *,
     group_rm: bool = False,
     rm_model_path: str | None = None,
-    within: str | None = None,
+    required_package: str | None = None,
     timeout: float = 300.0,
 ) -> bool:
-    """Import a user-defined reward in a subprocess, check its signature, and return whether it is a class. Results are
-    cached; `load_custom_reward` explains the arguments.
+    """Import a user-defined reward in a subprocess, check its signature, and return whether the reward is a class.
+    Results are cached. The arguments are those of `load_custom_reward`.
 
     Raises:
         PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
             wrong signature.
     """
     read, write = os.pipe()
-    options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "within": within}
+    options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
     search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with os.fdopen(read, encoding="utf-8") as pipe:
         try:
@@ -50,12 +50,12 @@ def check_custom_reward(
             process.kill()
             process.wait()
             raise PluginError(
-                f"{path} takes more than {timeout:g} s to import: make it faster, or raise --reward-start-timeout"
+                f"{path} takes more than {timeout:g} s to import: speed up the import, or raise --reward-start-timeout"
             ) from None
         text = pipe.read()
     if not text:
         raise PluginError(
-            f"importing {path} terminated the process with exit code {code}: remove os._exit, or fix the crash"
+            f"importing {path} terminated the process with exit code {code}: remove calls of os._exit, or fix the crash"
         )
     result = json.loads(text)
     if "error" in result:
@@ -75,7 +75,7 @@ def main() -> None:
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
         json.dump(result, pipe)
     sys.stdout.flush()
-    os._exit(0)  # threads that the module started must not keep the process alive
+    os._exit(0)  # even if the imported module has started threads
 
 
 if __name__ == "__main__":

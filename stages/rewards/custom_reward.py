@@ -1,12 +1,10 @@
-"""User-defined rewards: the accepted forms, and how each of them is called.
+"""Load and call user-defined rewards. Accepted forms (`async` is optional in each):
 
     async def reward_func(args, sample, **kwargs) -> float       one sample
     async def reward_func(args, samples, **kwargs) -> list       with --group-rm: all samples of a prompt
-    class RewardModel:                                           a model that is loaded in the grading process
+    class RewardModel:                                           for a model to load in the grading process
         def __init__(self): ...                                  or (self, model_path), which gets --rm-model-path
         async def compute_reward(self, prompts, responses) -> list
-
-`async` is optional everywhere.
 
 outcome.py checks the returned values.
 """
@@ -19,34 +17,34 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from penstock.stages.plugins import check_signature, load_function, name_of
+from penstock.stages.plugins import check_signature, describe_function, load_function
 from penstock.storage.errors import PluginError
 
-if TYPE_CHECKING:  # check_custom_reward.py starts a process that imports this module: keep its imports few
+if TYPE_CHECKING:  # check_custom_reward.py imports this module in a new process: keep imports few
     from penstock.stages.rewards.settings import RewardSettings
     from penstock.storage.samples.sample import Sample
 
 METHOD = "compute_reward"
-Call = Callable[["list[Sample]"], Any]  # returns a list of values, or an awaitable of one
+RewardCall = Callable[["list[Sample]"], Any]  # takes samples; returns a list of rewards, or an awaitable of such a list
 
 
 @dataclass(frozen=True)
 class CustomReward:
-    """A user-defined reward that is loaded and checked, but not called yet."""
+    """A user-defined reward function or class whose signature has been checked."""
 
-    name: str  # for messages
+    name: str  # for error messages
     target: Callable[..., Any]
-    takes_group: bool  # all samples of a prompt in one call
+    takes_group: bool  # one call grades all samples of a prompt
     is_class: bool
 
     @property
     def is_async(self) -> bool:
-        """Return whether calls are awaited, so that many run concurrently."""
+        """Whether the reward is async, so that many calls run concurrently."""
         target = getattr(self.target, METHOD) if self.is_class else self.target
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
-    def bind(self, settings: RewardSettings) -> Call:
-        """Return a function that takes samples and returns their rewards. If the reward is a class, construct it.
+    def bind(self, settings: RewardSettings) -> RewardCall:
+        """Return a function that takes samples and returns their rewards. Creates an instance of a class.
 
         Raises:
             PluginError: the constructor raises or exits.
@@ -68,26 +66,26 @@ class CustomReward:
 
 
 def load_custom_reward(
-    path: str, *, group_rm: bool = False, rm_model_path: str | None = None, within: str | None = None
+    path: str, *, group_rm: bool = False, rm_model_path: str | None = None, required_package: str | None = None
 ) -> CustomReward:
     """Load the user-defined reward at `path` and check its signature.
 
     Args:
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
         group_rm: whether a function takes all samples of a prompt, instead of one sample.
-        rm_model_path: argument of a class's constructor, if the constructor takes one.
-        within: package that must define the reward; a reward that the package only imports is rejected.
+        rm_model_path: model path for the constructor of a reward class, if the constructor takes an argument.
+        required_package: package that must define the reward (importing it there is not enough); None: any package.
 
     Raises:
         PluginError: the reward does not load, or has the wrong signature.
     """
-    target = load_function(path, usual=lambda function: hasattr(function, METHOD))
-    if within is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{within}."):
+    target = load_function(path, is_candidate=lambda function: hasattr(function, METHOD))
+    if required_package is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{required_package}."):
         raise PluginError(
-            f"a row's custom_rm_path {path} is not defined inside --allow-row-code {within}: "
+            f"a row's custom_rm_path {path} is not defined inside --allow-row-code {required_package}: "
             "name a function that this package defines"
         )
-    name = name_of(target, path)
+    name = describe_function(target, path)
     if not inspect.isclass(target):
         check_signature(target, name, ("args", "samples" if group_rm else "sample"))
         return CustomReward(name, target, takes_group=group_rm, is_class=False)
@@ -103,11 +101,11 @@ def load_custom_reward(
 
 
 def _path_parameter(target: Callable[..., Any]) -> inspect.Parameter | None:
-    """Return the first parameter of a constructor, which takes the model path, or None if it has no such parameter."""
+    """Return the first parameter of a constructor, which takes the model path, or None if it has none."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return None  # implemented in C, no signature: a wrong call fails at run time
+        return None  # a C function without a signature: a wrong call fails later, at run time
     first = next(iter(parameters.values()), None)
     return first if first and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) else None
 

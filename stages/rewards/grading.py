@@ -1,9 +1,9 @@
-"""Grading of samples: dispatch to grading processes, time limits, failures.
+"""Grade samples: dispatch them to grading processes, and handle time limits and failures.
 
-Rewards that take microseconds are called in this process. All others, and every user-defined function, run in grading
-processes while generation continues: a reward can neither block the event loop nor crash the driver, and one that
-hangs is killed. A sample whose grading fails gets the reason in `metadata["error"]`, has no reward, and is not trained
-on. An error that concerns all samples, such as an unknown reward, raises RewardError or PluginError.
+Built-in rewards that take microseconds are called in the driver process. All other rewards, including all user-defined
+ones, run in grading processes while generation continues: a reward can neither block the event loop nor crash the
+driver, and a reward that hangs is killed. A sample whose grading fails gets the reason in `metadata["error"]`, has no
+reward, and is not trained on. An error that affects all samples, such as an unknown reward, fails the run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock.stages.rewards.check_custom_reward import check_custom_reward
 from penstock.stages.rewards.hub import check_builtin, get_reward
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
 from penstock.stages.rewards.process import GradingProcess
-from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_name, custom_path
+from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_reward_name, custom_reward_path
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
 
 class Grader:
-    """Grades samples. Grading processes start when first needed and run until `close`; a Grader is a context manager.
+    """Grades samples. Grading processes start when first needed and run until `close`. A Grader is a context manager.
 
     Args:
         settings: settings of grading.
-        num_workers: maximum number of grading processes per reward; rows may name further rewards.
+        num_workers: maximum number of grading processes per reward; rows may name additional rewards.
 
     Raises:
         RewardError: the built-in reward is unknown, or a flag that it needs is missing (--rm-url, --reward-key).
@@ -37,12 +37,12 @@ class Grader:
             check_builtin(settings.rm_type, settings.rm_url, settings.reward_key)
         self.settings = settings
         self.num_workers = num_workers
-        # (path, built-in name, group_rm) -> processes
+        # (custom_rm_path, rm_type, group_rm) -> grading processes
         self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}
 
     @classmethod
     def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
-        """Return the grader of a configuration. Raises as the constructor does."""
+        """Return a grader for the rollout configuration `options`. Raises the errors of the constructor."""
         return cls(RewardSettings.from_options(options, arguments), num_workers)
 
     def __enter__(self) -> Grader:
@@ -52,23 +52,24 @@ class Grader:
         self.close()
 
     def submit(self, sample: Sample) -> Future[Outcome]:
-        """Start grading a sample and return its future outcome, which the caller applies to the sample
+        """Start grading a sample, and return a future with the outcome, which the caller applies to the sample
         (`Outcome.apply`).
 
-        A function that takes groups (--group-rm) gets a group with this sample only; use `submit_group` to grade all
-        samples of a prompt together.
+        A reward function that takes groups (--group-rm) gets a group of only this sample; use `submit_group` to grade
+        all samples of a prompt together.
         """
         return self._submit([sample])[0]
 
     def submit_group(self, samples: list[Sample]) -> list[Future[Outcome]]:
-        """Start grading the samples of one prompt: in one call if the reward takes groups, else in one call each."""
-        if samples and self._takes_group(samples[0]):
+        """Start grading the samples of one prompt, and return one future outcome per sample. A reward that takes groups
+        grades all samples in one call."""
+        if samples and self._takes_whole_group(samples[0]):
             return self._submit(samples)
         return [self.submit(sample) for sample in samples]
 
     def grade(self, samples: list[Sample]) -> None:
-        """Grade samples, wait, and write the outcomes into them. Raises RewardError if the reward settings are
-        wrong."""
+        """Grade samples, wait for the outcomes, and apply them to the samples. Raises RewardError if the reward
+        settings are wrong."""
         futures = [self.submit(sample) for sample in samples]
         for sample, future in zip(samples, futures):
             future.result().apply(sample)
@@ -93,23 +94,23 @@ class Grader:
         return min(pool, key=lambda process: process.num_pending).submit(samples)
 
     def _process_settings(self, sample: Sample) -> RewardSettings | None:
-        """Return the settings of the processes that grade this sample, or None if it is graded in this process.
+        """Return the settings of the grading processes for this sample, or None if it is graded in the current process.
 
         Raises:
-            InputError: the sample's reward is unknown, lacks a flag, or is not allowed.
+            InputError: the sample's reward is unknown, needs a flag that is missing, or is not allowed.
         """
-        path = custom_path(sample, self.settings)
+        path = custom_reward_path(sample, self.settings)
         if path is not None:
             return replace(
                 self.settings,
                 custom_rm_path=path,
                 rm_type=None,
                 group_rm=self._is_group_function(sample),
-                within=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
+                required_package=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
             )
-        name = builtin_name(sample.metadata, self.settings.rm_type)
+        name = builtin_reward_name(sample.metadata, self.settings.rm_type)
         if name is None:
-            return None  # `grade_builtin` returns the error
+            return None  # `grade_builtin` reports that no reward is given
         reward = check_builtin(name, self.settings.rm_url, self.settings.reward_key)
         if reward.in_process:
             return None
@@ -119,20 +120,20 @@ class Grader:
         return replace(self.settings, rm_type=None if default and get_reward(default).remote else default)
 
     def _is_group_function(self, sample: Sample) -> bool:
-        """Return whether the user-defined function takes groups (--group-rm). A function that the row names never
-        does."""
+        """Return whether the user-defined reward function of a sample takes groups (--group-rm). A function that
+        the row's metadata names takes single samples."""
         return self.settings.group_rm and not sample.metadata.get("custom_rm_path")
 
-    def _takes_group(self, sample: Sample) -> bool:
+    def _takes_whole_group(self, sample: Sample) -> bool:
         try:
-            path = custom_path(sample, self.settings)
+            path = custom_reward_path(sample, self.settings)
             if path is None:
                 return False
             is_class = check_custom_reward(
                 path,
                 group_rm=self._is_group_function(sample),
                 rm_model_path=self.settings.rm_model_path,
-                within=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
+                required_package=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
                 timeout=self.settings.start_timeout,
             )
         except PluginError:
@@ -141,10 +142,10 @@ class Grader:
 
 
 def check_reward(options: RewardOptions) -> None:
-    """Check that the built-in reward of a configuration exists, and that the user-defined one loads and can be called.
+    """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature.
 
     Raises:
-        RewardError: the built-in reward is unknown or lacks a flag.
+        RewardError: the built-in reward is unknown, or needs a flag that is missing.
         PluginError: the user-defined reward does not load, or has the wrong signature.
     """
     if options.rm_type is not None:

@@ -1,9 +1,9 @@
-"""Table of the built-in rewards; docs/rewards.md describes each of them.
+"""Table of the built-in rewards; docs/rewards.md describes each reward.
 
 A built-in reward is a function that takes a sample and returns a number, or a dictionary of numbers from which
 `--reward-key` selects one. A reward that waits for a server is async and gets `args` as its first argument, like a
-user-defined one. To add a built-in reward, write a file in builtin/ and add a row here; user-defined rewards
-(custom_reward.py) need no row.
+user-defined reward. To add a built-in reward, write a file in builtin/ and add an entry to REWARDS; user-defined
+rewards (custom_reward.py) need no entry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.stages.rewards.builtin.boxed import last_boxed
-from penstock.stages.rewards.builtin.coin import coin
+from penstock.stages.rewards.builtin.coin import random_reward
 from penstock.stages.rewards.builtin.dapo import dapo
 from penstock.stages.rewards.builtin.deepscaler import deepscaler
 from penstock.stages.rewards.builtin.exact_number import exact_number
@@ -30,13 +30,13 @@ BOXED_PREFIX = "boxed_"
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    """A built-in reward: its function, and how the function is called."""
+    """A built-in reward: its function, and how to call the function."""
 
     function: Callable[..., Any]  # takes a sample, or (args, sample) if `remote`
-    in_process: bool = False  # takes microseconds and cannot hang: called without a grading process
-    remote: bool = False  # async: asks the server at --rm-url, many requests concurrently
+    in_process: bool = False  # takes microseconds and cannot hang, so it is called without a grading process
+    remote: bool = False  # async function that requests the reward from the server at --rm-url
     options: tuple[str, ...] = ()  # fields of RewardSettings that are passed as keyword arguments
-    keys: tuple[str, ...] = ()  # keys of the returned dictionary, one of which --reward-key must select
+    keys: tuple[str, ...] = ()  # keys of the returned dictionary; --reward-key must name one of them
 
 
 REWARDS: dict[str, BuiltinReward] = {
@@ -47,7 +47,7 @@ REWARDS: dict[str, BuiltinReward] = {
     "gpqa": BuiltinReward(gpqa),
     "ifbench": BuiltinReward(ifbench),
     "math": BuiltinReward(math_answer, options=("evaluated_integers",)),
-    "random": BuiltinReward(coin, in_process=True),
+    "random": BuiltinReward(random_reward, in_process=True),
     "remote_rm": BuiltinReward(remote_rm, remote=True),
 }
 
@@ -57,26 +57,26 @@ def get_reward(name: str) -> BuiltinReward:
     content of the last \\boxed{} in the response.
 
     Raises:
-        RewardError: the reward is unknown.
+        RewardError: there is no built-in reward of this name.
     """
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         matches = difflib.get_close_matches(base_name, REWARDS, n=1)
         hint = f"did you mean {matches[0]}?" if matches else "choose one of these, or give --custom-rm-path"
-        raise RewardError(f"reward {name!r} is unknown; the built-in ones are {', '.join(REWARDS)}: {hint}")
+        raise RewardError(f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}")
     reward = REWARDS[base_name]
     if name == base_name:
         return reward
 
-    def grade_box(*args_and_sample: Any, **options: Any) -> Any:
+    def grade_boxed_content(*args_and_sample: Any, **options: Any) -> Any:
         *args, sample = args_and_sample
         return reward.function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
 
-    return replace(reward, function=grade_box)
+    return replace(reward, function=grade_boxed_content)
 
 
 def check_builtin(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
-    """Return a built-in reward after checking the flags that it needs. Raises RewardError."""
+    """Return the built-in reward `name`. Raises RewardError if it is unknown, or needs --rm-url or --reward-key."""
     reward = get_reward(name)
     if reward.keys and reward_key not in reward.keys:
         raise RewardError(

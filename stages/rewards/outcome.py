@@ -1,4 +1,4 @@
-"""The result of grading one sample: a reward, the reason of a failure, or an error in the request."""
+"""Define the result of grading one sample: a reward, the reason of a failure, or a configuration error."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.stages.rewards.hub import get_reward
-from penstock.stages.rewards.settings import RewardSettings, builtin_name
+from penstock.stages.rewards.settings import RewardSettings, builtin_reward_name
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample, Status
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of grading a sample. Exactly one is set: `reward`; `error`, the reason why grading this sample failed; or
-    `request_error`, a mistake in options or data for which the whole run fails.
+    """Result of grading a sample. Exactly one of these fields is set: `reward`; `error`, the reason why grading this
+    sample failed; or `request_error`, an error in options or data that fails the whole run. `rewards` has the numbers
+    of a reward that returned a dictionary.
 
-    The text of `error` before its first colon becomes the name of a metric, `rollout/error_cat/*`: do not reword it.
+    The text of `error` before the first colon becomes the name of a metric, `rollout/error_cat/*`: do not reword it.
     """
 
     reward: float | None = None
@@ -27,7 +28,7 @@ class Outcome:
     request_error: str | None = None
 
     def apply(self, sample: Sample) -> None:
-        """Write the outcome into the sample. Raises RewardError for a `request_error`."""
+        """Set the reward, or the failure, of `sample`. Raises RewardError for a `request_error`."""
         if self.request_error is not None:
             raise RewardError(self.request_error)
         sample.reward, sample.rewards = self.reward, self.rewards
@@ -36,19 +37,19 @@ class Outcome:
             sample.metadata["error"] = self.error
 
 
-def failed(reason: str) -> Outcome:
-    """Return the outcome of a sample whose grading failed for the given reason."""
+def failed_outcome(reason: str) -> Outcome:
+    """Return the outcome of a sample whose grading failed for `reason`."""
     return Outcome(error=reason)
 
 
-def failed_with(error: BaseException, name: str) -> Outcome:
-    """Return the outcome of a sample for which the reward `name` raised `error`."""
-    return failed(f"{type(error).__name__}: {error} (raised by {name})")
+def outcome_of_exception(error: BaseException, name: str) -> Outcome:
+    """Return the outcome of a sample for which the reward function `name` raised `error`."""
+    return failed_outcome(f"{type(error).__name__}: {error} (raised by {name})")
 
 
 def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
-    """Grade a sample in this process with the built-in reward that its metadata or the settings name."""
-    name = builtin_name(sample.metadata, settings.rm_type)
+    """Grade a sample in the current process, with the built-in reward that its metadata or `settings` names."""
+    name = builtin_reward_name(sample.metadata, settings.rm_type)
     if name is None:
         return Outcome(
             request_error="no reward is given: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of "
@@ -61,12 +62,12 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
     try:
         value = reward.function(sample, **{option: getattr(settings, option) for option in reward.options})
     except Exception as error:
-        return failed_with(error, name)
+        return outcome_of_exception(error, name)
     return parse_reward(value, settings.reward_key, name)
 
 
 def parse_rewards(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:
-    """Return one outcome per sample, from the list that the reward `name` returned for all of them."""
+    """Return one outcome per sample from `values`, the list that the reward `name` returned for all samples."""
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
     if not isinstance(values, list | tuple):
         reason = f"no list: {name} returned {_safe_repr(values)} for {num_samples} samples"
@@ -74,12 +75,11 @@ def parse_rewards(values: Any, num_samples: int, reward_key: str | None, name: s
         reason = f"another number of rewards than samples: {name} returned {len(values)} for {num_samples}"
     else:
         return [parse_reward(value, reward_key, name) for value in values]
-    return [failed(f"the reward function returned {reason}")] * num_samples
+    return [failed_outcome(f"the reward function returned {reason}")] * num_samples
 
 
 def parse_reward(value: Any, reward_key: str | None, name: str) -> Outcome:
-    """Return the outcome of one sample from `value`, the number or dictionary that the reward `name` returned for
-    it."""
+    """Return the outcome of one sample from `value`, the number or dictionary that the reward `name` returned."""
     rewards: dict[str, float] = {}
     if isinstance(value, Mapping):
         if reward_key is None or reward_key not in value:
@@ -92,11 +92,11 @@ def parse_reward(value: Any, reward_key: str | None, name: str) -> Outcome:
         value = value[reward_key]
     reward = _to_float(value)
     if value is None:
-        return failed(f"the reward function returned None: {name} must return a number")
+        return failed_outcome(f"the reward function returned None: {name} must return a number")
     if reward is None:
-        return failed(f"the reward function returned no number: {name} returned {_safe_repr(value)}")
+        return failed_outcome(f"the reward function returned no number: {name} returned {_safe_repr(value)}")
     if not math.isfinite(reward):
-        return failed(f"the reward function returned {reward}: {name} must return a finite number")
+        return failed_outcome(f"the reward function returned {reward}: {name} must return a finite number")
     return Outcome(reward=reward, rewards={key: part for key, part in rewards.items() if math.isfinite(part)})
 
 

@@ -1,4 +1,5 @@
-"""Check a reward before a run starts: validate the first rows of the data, and call the reward on test responses."""
+"""Check the reward before a run starts: validate the first rows of the prompt data, and call user-defined rewards on
+test responses."""
 
 from __future__ import annotations
 
@@ -8,39 +9,39 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from penstock.stages.rewards.builtin.dapo import normalize_label
-from penstock.stages.rewards.builtin.gpqa import has_answer
+from penstock.stages.rewards.builtin.dapo import to_minerva_number
+from penstock.stages.rewards.builtin.gpqa import has_correct_option
 from penstock.stages.rewards.builtin.ifbench import read_instructions
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import BOXED_PREFIX, check_builtin
 from penstock.stages.rewards.outcome import Outcome
-from penstock.stages.rewards.settings import RewardOptions, builtin_name, row_custom_path
+from penstock.stages.rewards.settings import RewardOptions, builtin_reward_name, row_reward_path
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 
-NUM_SAMPLES = 3  # test samples
+NUM_SAMPLES = 3  # number of test samples
 _CONNECT_TIMEOUT = 5.0  # seconds
-_WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa may have its answer in the metadata
+_WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
 
 
 @dataclass(frozen=True)
 class RewardRow:
-    """The fields of a row of prompt data that a reward reads."""
+    """A row of prompt data, with the fields that a reward reads."""
 
-    where: str  # file and row, for messages
+    where: str  # file and row, for error messages
     label: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
 
 
 class RowOptions(RewardOptions, Protocol):
-    """RewardOptions, and the name of the column with the labels."""
+    """RewardOptions plus the name of the column with the labels (`--label-key`)."""
 
     label_key: str | None
 
 
-def check_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
-    """Check that every row has a reward that exists and is allowed, and a label if that reward needs one.
+def check_reward_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
+    """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
 
     Raises:
         RewardError: a row has no reward, an unknown `rm_type`, or no label; the message names the row.
@@ -54,9 +55,9 @@ def check_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
 
 
 def _check_row(options: RowOptions, row: RewardRow) -> None:
-    if row_custom_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
+    if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
-    name = builtin_name(row.metadata, options.rm_type)
+    name = builtin_reward_name(row.metadata, options.rm_type)
     if name is None:
         raise RewardError(
             "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
@@ -66,7 +67,7 @@ def _check_row(options: RowOptions, row: RewardRow) -> None:
     if base_name == "ifbench":
         read_instructions(row.metadata)
     if base_name == "gpqa":
-        has_label = has_answer(row.label, row.metadata)
+        has_label = has_correct_option(row.label, row.metadata)
     else:
         has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
     if not has_label:
@@ -74,27 +75,28 @@ def _check_row(options: RowOptions, row: RewardRow) -> None:
         fix = column if options.label_key else "name the column of labels with --label-key"
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
     if base_name == "dapo":
-        normalize_label(row.label)
+        to_minerva_number(row.label)
 
 
 def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None) -> list[str]:
-    """Call user-defined rewards on test samples made from the first rows, and connect to --rm-url.
+    """RewardCheck the reward by calling user-defined rewards on test samples made from the first rows, and by
+    connecting to --rm-url.
 
-    The response of a test sample is empty, the label, or the label in a box. Built-in rewards are not called:
-    `check_rows` covers what they need.
+    The response of a test sample is empty, the label, or the label in \\boxed{}. Built-in rewards are not called,
+    because `check_reward_rows` checks their requirements.
 
     Args:
-        options: the configuration.
-        rows: rows of the data; the first three are used, or with --group-rm the first one.
-        arguments: attributes of the `args` that the function gets: `config.model_dump()`.
+        options: the rollout's configuration.
+        rows: rows of the prompt data; the first three are used, or with --group-rm only the first.
+        arguments: attributes of the `args` passed to a user-defined reward: `config.model_dump()`.
 
     Returns:
-        The errors of the test samples that failed. They are not raised if at least one test sample got a reward,
-        because test samples may differ from real ones.
+        The error messages of the test samples that failed. These errors are only returned, not raised, if at least one
+        test sample got a reward, because test samples may differ from real samples.
 
     Raises:
-        RewardError: no test sample got a finite number, or nothing listens at --rm-url.
-        PluginError: the function does not load, or has the wrong signature.
+        RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
+        PluginError: the user-defined reward does not load, or has the wrong signature.
     """
     samples = _test_samples(rows, same_row=options.group_rm)
     if not samples:
@@ -113,13 +115,13 @@ def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dic
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
         raise RewardError(
-            f"the reward failed on all {len(reasons)} test samples, first with {reasons[0]:.200}: fix the function"
+            f"the reward failed on all {len(reasons)} test samples, first with {reasons[0]:.200}: fix the reward"
         )
     return reasons
 
 
 def _test_samples(rows: Sequence[RewardRow], *, same_row: bool) -> list[Sample]:
-    """Return NUM_SAMPLES finished samples: 4 tokens of the prompt, one token per character of the response."""
+    """Return NUM_SAMPLES completed test samples, with 4 prompt tokens and one token per character of the response."""
     if not rows:
         return []
     samples = []
@@ -147,8 +149,8 @@ def _test_samples(rows: Sequence[RewardRow], *, same_row: bool) -> list[Sample]:
 
 
 def _check_connection(url: str) -> None:
-    """Check that a TCP connection to the reward server succeeds. It is tried once, because a wrong address is more
-    likely than a server that is still starting. Raises RewardError."""
+    """Check that a TCP connection to the reward server succeeds. The check does not retry, because a wrong address is
+    more likely than a server that is still starting. Raises RewardError."""
     try:
         parts = urlsplit(url)
         address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -157,5 +159,5 @@ def _check_connection(url: str) -> None:
         reason = f"{type(error).__name__}: {error}"
         host = urlsplit(url).hostname if "@" in url else url
         raise RewardError(
-            f"--rm-url {host} does not answer ({reason:.100}): start the reward server first, or correct the address"
+            f"--rm-url {host} does not answer ({reason:.100}): start the reward server first, or correct the URL"
         ) from None

@@ -1,13 +1,13 @@
-"""Start and supervise a grading process. If the process hangs or dies, the current job fails and the process is
+"""Start and supervise a grading process. If the process hangs or dies, its current job fails and the process is
 restarted.
 
-A job is one sample, or the samples of one prompt if they are graded together; the time limit of a job is proportional
-to its number of samples.
+A job is one sample, or all samples of a prompt if the reward grades them in one call; the time limit of a job is
+proportional to its number of samples.
 
 The process is a plain subprocess, because `multiprocessing` would run the user's main script again in the child. One
-thread starts the process, receives results and enforces the time limit. A second thread sends the jobs: a reward that
-hangs inside C code (for example, a regular expression) holds the GIL of the child, which then reads nothing, so sending
-blocks when the pipe is full.
+thread starts the process, receives results and enforces the time limit. A second thread sends the jobs, because sending
+may block: a reward that hangs in C code (for example, a regular expression) holds the child's GIL, so the child does
+not read and the pipe fills up.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from penstock.stages.rewards.outcome import Outcome, failed
+from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rewards.settings import RewardSettings
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
-GRACE_PERIOD = 1.0  # seconds beyond the time limit, in which the grading process itself cancels an async call
-_POLL_INTERVAL = 0.1
+GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading process can cancel an async call itself
+_POLL_INTERVAL = 0.1  # seconds
 
 
 class GradingProcess:
-    """A supervised process that grades samples. Thread-safe; `submit` does not block."""
+    """Grades samples in a supervised subprocess. Thread-safe; `submit` does not block."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
@@ -42,9 +42,9 @@ class GradingProcess:
         self._pending: dict[int, tuple[list[Sample], list[Future[Outcome]]]] = {}  # job number -> samples, futures
         self._num_submitted = 0
         self._unsent: queue.SimpleQueue[object] = queue.SimpleQueue()  # None stops the sender
-        self._last_activity = 0.0  # time of the last message, or of the first job after idling
+        self._last_activity = 0.0  # time of the last message from the process, or of the first job after idling
         self._ready = False
-        self._name = settings.custom_rm_path or settings.rm_type or "the row's reward"  # for messages
+        self._name = settings.custom_rm_path or settings.rm_type or "the row's reward"  # for error messages
         self._fatal_error: Exception | None = None  # why no further job can be graded
         # The kernel kills the process when this thread ends (worker.py), so the thread lives as long as the process.
         self._supervisor = threading.Thread(target=self._supervise, name="penstock-grading", daemon=True)
@@ -52,13 +52,14 @@ class GradingProcess:
 
     @property
     def num_pending(self) -> int:
-        """Return the number of jobs without a result."""
+        """Number of submitted jobs without a result."""
         return len(self._pending)
 
     def submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
-        """Submit `samples` as one job and return one future per sample."""
+        """Submit `samples` as one job, and return one future outcome per sample."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
-        samples = [replace(sample, routed_experts=None) for sample in samples]  # large, and no reward reads it
+        # Do not send routed_experts: it is large, and rewards do not read it.
+        samples = [replace(sample, routed_experts=None) for sample in samples]
         with self._lock:
             if self._fatal_error is not None:
                 for future in futures:
@@ -72,14 +73,14 @@ class GradingProcess:
         return futures
 
     def close(self) -> None:
-        """Stop the process and fail the pending jobs."""
+        """Stop the grading process and fail its pending jobs."""
         self._fail_all(RuntimeError("the grading process was closed"))
         self._supervisor.join()
 
     # ---- the supervisor thread ---------------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
-        """Keep a process running until a fatal error or `close`; restart it whenever it hangs or dies."""
+        """Run the grading process until a fatal error or `close`; restart it whenever it hangs or dies."""
         try:
             while self._fatal_error is None:
                 process, connection = self._start()
@@ -93,7 +94,7 @@ class GradingProcess:
                 connection.close()
                 if self._fatal_error is None:
                     self._fail_oldest(reason)
-        except Exception as error:  # for example, the process could not be started: callers must not wait forever
+        except Exception as error:  # for example, the process cannot be started; callers must not wait forever
             self._fail_all(error)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -116,7 +117,8 @@ class GradingProcess:
         return process, connection
 
     def _receive(self, connection: Connection) -> str:
-        """Receive results until the process hangs, dies or is closed; return the reason, as the error of a sample."""
+        """Receive results until the grading process hangs, dies or is closed; return which of these happened, as an
+        error message."""
         while self._fatal_error is None:
             try:
                 if connection.poll(_POLL_INTERVAL):
@@ -145,14 +147,15 @@ class GradingProcess:
             future.set_result(outcome)
 
     def _job_limit(self) -> float:
-        """Return the longest time limit of the pending jobs, in seconds, because async jobs run concurrently."""
+        """Return the longest time limit of all pending jobs, in seconds (async jobs run concurrently)."""
         with self._lock:
             return self.settings.timeout * max((len(samples) for samples, _ in self._pending.values()), default=1)
 
     def _fail_oldest(self, reason: str) -> None:
-        """Fail the oldest pending job, which was being graded; the restarted process gets the other jobs.
+        """Fail the oldest pending job, which the process was grading when it hung or died; the restarted process gets
+        the others.
 
-        If the process did not become ready, it is not restarted, and all jobs fail.
+        If the process never became ready, it is not restarted, and all jobs fail.
         """
         if not self._ready:
             self._fail_all(
@@ -166,10 +169,10 @@ class GradingProcess:
             index = next(iter(self._pending), None)
             futures = [] if index is None else self._pending.pop(index)[1]
         for future in futures:
-            future.set_result(failed(reason))
+            future.set_result(failed_outcome(reason))
 
     def _fail_all(self, error: Exception) -> None:
-        """Fail all pending and all later jobs with `error`."""
+        """Fail all pending and all future jobs with `error`."""
         with self._lock:
             if self._fatal_error is None:
                 self._fatal_error = error

@@ -1,7 +1,7 @@
-"""Settings of grading, and the choice of the reward that grades a sample.
+"""Define the settings of grading, and select the reward that grades a sample.
 
-The reward is the first of these that is given: `custom_rm_path` in the row's metadata, --custom-rm-path, `rm_type` in
-the row's metadata, --rm-type.
+The reward of a sample is named by the first of these that is set: `custom_rm_path` in the row's metadata,
+--custom-rm-path, `rm_type` in the row's metadata, --rm-type.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class RewardOptions(Protocol):
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How samples are graded; sent to every grading process when it starts."""
+    """How samples are graded; every grading process receives these settings when it starts."""
 
-    rm_type: str | None = None  # built-in reward, unless a sample's metadata names another
+    rm_type: str | None = None  # name of the built-in reward; a sample's metadata overrides it
     custom_rm_path: str | None = None  # user-defined function or class; takes precedence over built-in rewards
-    reward_key: str | None = None  # entry of a returned dictionary that is the reward
+    reward_key: str | None = None  # key of the reward, if the reward function returns a dictionary
     timeout: float = 30.0  # seconds per sample
-    start_timeout: float = 300.0  # seconds until a process has imported the function and constructed the class
+    start_timeout: float = 300.0  # seconds to import the reward and construct its class in a grading process
     group_rm: bool = False  # the function at custom_rm_path takes all samples of a prompt
     rm_url: str | None = None  # server of remote_rm
     rm_model_path: str | None = None  # constructor argument of a class at custom_rm_path
-    arguments: dict[str, Any] = field(default_factory=dict)  # attributes of the `args` of a custom function
-    allow_row_code: str | None = None  # package from which rows may name functions; None rejects such rows
+    arguments: dict[str, Any] = field(default_factory=dict)  # attributes of the `args` of a user-defined function
+    allow_row_code: str | None = None  # package whose functions rows may name as reward; None: no row may
     evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
-    within: str | None = None  # package that must define the function at custom_rm_path
+    required_package: str | None = None  # package that must define the function at custom_rm_path
 
     @classmethod
     def from_options(cls, options: RewardOptions, arguments: dict[str, Any] | None = None) -> RewardSettings:
-        """Return the settings of a configuration."""
+        """Return the settings that `options` (a rollout's configuration) define; `arguments`: see the field."""
         return cls(
             rm_type=options.rm_type,
             custom_rm_path=options.custom_rm_path,
@@ -67,16 +67,16 @@ class RewardSettings:
         )
 
 
-def builtin_name(metadata: Mapping[str, Any], rm_type: str | None) -> str | None:
-    """Return the name of the built-in reward of a row: `rm_type` in its metadata, else --rm-type."""
+def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str | None:
+    """Return the name of the built-in reward that grades a row: `rm_type` in the row's metadata, else --rm-type."""
     return str(metadata.get("rm_type") or "").strip() or rm_type
 
 
-def row_custom_path(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
-    """Return the `custom_rm_path` of a row, or None if its metadata has none.
+def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
+    """Return the path of the user-defined reward that a row's metadata names (`custom_rm_path`), or None.
 
     Raises:
-        PluginError: rows may not name code (`allowed` is None), or the path is not inside the package `allowed`.
+        PluginError: rows may not name rewards (`allowed` is None), or the path is not inside the package `allowed`.
     """
     path = metadata.get("custom_rm_path")
     if not path:
@@ -84,7 +84,7 @@ def row_custom_path(metadata: Mapping[str, Any], allowed: str | None) -> str | N
     if allowed is None:
         raise PluginError(
             f"a row's metadata names code to import, custom_rm_path {path!r:.100}, which is off by default: if you "
-            "trust the data, give --allow-row-code PACKAGE, else drop the field"
+            "trust the data, give --allow-row-code PACKAGE, else remove custom_rm_path from the metadata"
         )
     prefixes = (f"{allowed}.", f"{allowed}:")
     if not isinstance(path, str) or not _DOTTED_PATH.fullmatch(path) or not path.startswith(prefixes):
@@ -95,10 +95,11 @@ def row_custom_path(metadata: Mapping[str, Any], allowed: str | None) -> str | N
     return path
 
 
-def custom_path(sample: Sample, settings: RewardSettings) -> str | None:
-    """Return the path of the user-defined reward of a sample: `custom_rm_path` in its metadata, else --custom-rm-path.
+def custom_reward_path(sample: Sample, settings: RewardSettings) -> str | None:
+    """Return the path of the user-defined reward that grades a sample: `custom_rm_path` in the sample's metadata, else
+    --custom-rm-path (or None).
 
     Raises:
         PluginError: --allow-row-code does not allow the path in the metadata.
     """
-    return row_custom_path(sample.metadata, settings.allow_row_code) or settings.custom_rm_path
+    return row_reward_path(sample.metadata, settings.allow_row_code) or settings.custom_rm_path

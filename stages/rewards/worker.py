@@ -1,7 +1,8 @@
-"""Main module of a grading process, `python -m penstock.stages.rewards.worker FD`, which process.py starts.
+"""Entry point of a grading process, `python -m penstock.stages.rewards.worker FD`, which process.py starts.
 
-Protocol on the connection FD: the worker receives the settings and sends `("ready", "")` or `("invalid", error)`; then
-it receives `(index, samples)` and sends `(index, outcomes)` for each job. The worker exits when its parent exits.
+Protocol on the pipe FD: the worker receives the RewardSettings and sends `("ready", "")` or `("invalid", error)`; then,
+for each job, it receives `(job number, samples)` and sends `(job number, outcomes)`. The worker exits when its parent
+exits.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from penstock.stages.rewards.custom_reward import Call, call_each, load_custom_reward
+from penstock.stages.rewards.custom_reward import RewardCall, call_each, load_custom_reward
 from penstock.stages.rewards.hub import get_reward
-from penstock.stages.rewards.outcome import Outcome, failed, failed_with, grade_builtin, parse_rewards
+from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rewards.settings import RewardSettings
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
-MAX_CONCURRENCY = 64  # concurrent async calls of one process
+MAX_CONCURRENCY = 64  # maximum number of concurrent calls of an async reward in one process
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-Job = tuple[int, list[Sample]]
+Job = tuple[int, list[Sample]]  # job number, samples
 
 
 def main() -> None:
-    """Grade jobs until the parent exits."""
-    if sys.platform == "linux":  # elsewhere `_start_receiver` notices the exit, unless C code holds the GIL
+    """Grade jobs from the parent process until the parent exits."""
+    if sys.platform == "linux":  # elsewhere `_start_receiver` detects the parent's exit, unless C code holds the GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))
     settings: RewardSettings = connection.recv()
@@ -48,8 +49,9 @@ def main() -> None:
         _serve(connection, settings, name, call)
 
 
-def _load_reward(settings: RewardSettings) -> tuple[str, Call | None, bool]:
-    """Return the reward's name, the function to call (None for built-in rewards), and whether it is async.
+def _load_reward(settings: RewardSettings) -> tuple[str, RewardCall | None, bool]:
+    """Return the reward's name, the function to call (None: grade with `grade_builtin`), and whether the function is
+    async.
 
     Raises:
         InputError: the reward does not load.
@@ -59,7 +61,7 @@ def _load_reward(settings: RewardSettings) -> tuple[str, Call | None, bool]:
             settings.custom_rm_path,
             group_rm=settings.group_rm,
             rm_model_path=settings.rm_model_path,
-            within=settings.within,
+            required_package=settings.required_package,
         )
         return reward.name, reward.bind(settings), reward.is_async
     if settings.rm_type is None or not get_reward(settings.rm_type).remote:
@@ -68,8 +70,8 @@ def _load_reward(settings: RewardSettings) -> tuple[str, Call | None, bool]:
     return settings.rm_type, partial(call_each, get_reward(settings.rm_type).function, args), True
 
 
-def _serve(connection: Connection, settings: RewardSettings, name: str, call: Call | None) -> None:
-    """Grade one job at a time; the parent kills this process if a job exceeds its time limit."""
+def _serve(connection: Connection, settings: RewardSettings, name: str, call: RewardCall | None) -> None:
+    """Grade jobs one after another; the parent kills this process if a job exceeds its time limit."""
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     _start_receiver(connection, jobs.put)
     while True:
@@ -80,21 +82,21 @@ def _serve(connection: Connection, settings: RewardSettings, name: str, call: Ca
             try:
                 values = call(samples)
             except (Exception, SystemExit) as error:
-                outcomes = [failed_with(error, name)] * len(samples)
+                outcomes = [outcome_of_exception(error, name)] * len(samples)
             else:
                 outcomes = parse_rewards(values, len(samples), settings.reward_key, name)
         connection.send((index, outcomes))
 
 
-async def _serve_async(connection: Connection, settings: RewardSettings, name: str, call: Call) -> None:
-    """Grade many jobs concurrently: async rewards mostly wait for a server."""
+async def _serve_async(connection: Connection, settings: RewardSettings, name: str, call: RewardCall) -> None:
+    """Grade jobs concurrently, because async rewards mostly wait for a server."""
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(MAX_CONCURRENCY)
 
     async def call_without_exit(samples: list[Sample]) -> object:
         try:
             return await call(samples)
-        except SystemExit as error:  # would stop the event loop, and with it every other job
+        except SystemExit as error:  # would stop the event loop and thereby all other jobs
             raise PluginError(f"SystemExit: {error.code!r}") from error
 
     async def grade(index: int, samples: list[Sample]) -> None:
@@ -105,9 +107,9 @@ async def _serve_async(connection: Connection, settings: RewardSettings, name: s
                 values = await asyncio.wait_for(call_without_exit(samples), limit)
                 outcomes = parse_rewards(values, len(samples), settings.reward_key, name)
             except TimeoutError:
-                outcomes = [failed(f"timeout: more than {limit:g} s in {name}")] * len(samples)
+                outcomes = [failed_outcome(f"timeout: more than {limit:g} s in {name}")] * len(samples)
             except Exception as error:
-                outcomes = [failed_with(error, name)] * len(samples)
+                outcomes = [outcome_of_exception(error, name)] * len(samples)
         connection.send((index, outcomes))
 
     _start_receiver(connection, lambda job: asyncio.run_coroutine_threadsafe(grade(*job), loop))
@@ -115,7 +117,8 @@ async def _serve_async(connection: Connection, settings: RewardSettings, name: s
 
 
 def _start_receiver(connection: Connection, accept: Callable[[Job], object]) -> None:
-    """Start a thread that passes every job to `accept`, and exits the process when the parent is gone."""
+    """Start a thread that passes every received job to `accept`, and terminates this process when the parent has
+    exited."""
 
     def run() -> None:
         while True:

@@ -1,7 +1,7 @@
-"""Define the options of a rollout: prompts, sampling, selection of groups, rewards, and the engines.
+"""Define the options of a rollout: prompts, sampling, filtering of groups, rewards, and the engines.
 
-Each class extends the one before: code that reads prompts takes a PromptConfig, code that generates responses a
-GenerationConfig, and the rollout stage a RolloutConfig with all options.
+Code that reads prompts takes a PromptConfig; code that generates responses takes a GenerationConfig, which adds
+sampling options; the rollout stage takes a RolloutConfig, which adds all others.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pydantic import field_validator, model_validator
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
-# Variables of the chat template that penstock sets, so that options cannot.
+# Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class PromptConfig(StageConfig):
     """Options of the prompts: files and columns, order, and number per rollout."""
 
-    # "schedule": files may move and more may be appended; the rows that a run has seen are compared by hash
-    # (prompts/source.py).
+    # "schedule" (may change on resume): files may move, and rows may be appended; prompts/source.py checks by hash that
+    # the rows seen by the run have not changed.
     prompt_data: list[str] = option(default_factory=list, mutability="schedule")
-    """Files with prompts: JSONL or Parquet, local path or fsspec URI. A pattern (`shards/*.jsonl`) names all files that
-    match, in order of their names; `@[a:b]` at the end selects rows a to b - 1. Rows and files may be appended before a
-    run is resumed."""
+    """Files with prompts: JSONL or Parquet, local path or fsspec URI. A glob pattern (`shards/*.jsonl`) names all
+    matching files, in natural order of their names; the suffix `@[a:b]` selects rows a to b - 1. Rows and files may be
+    appended before a run is resumed."""
 
     prompt_data_weights: list[float] = option(default_factory=list, mutability="schedule")
-    """Sampling weight of each entry of --prompt-data (normalized to sum 1); each entry then has its own epochs. Without
-    weights, the entries are read one after another."""
+    """Sampling weight of each entry of --prompt-data (normalized to sum 1); each entry then counts its own epochs.
+    Without weights, an epoch visits the entries one after another."""
 
     input_key: str = option("input", aliases=("prompt-key",))
     """Column with the prompt: text, or a list of chat messages."""
@@ -38,7 +38,7 @@ class PromptConfig(StageConfig):
     """Column with the label that the reward function compares the response with."""
 
     metadata_key: str = option("metadata")
-    """Column with a dictionary (or JSON text) that becomes the sample's metadata; rows without it have none."""
+    """Column with a dictionary (or JSON text) that becomes the sample's metadata; default: no metadata."""
 
     tool_key: str | None = option(None)
     """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template. Default: `tools`; '':
@@ -48,14 +48,14 @@ class PromptConfig(StageConfig):
     """Render prompts with the tokenizer's chat template; a plain-text prompt becomes one user message."""
 
     apply_chat_template_kwargs: dict[str, Any] = option(default_factory=dict)
-    """Additional variables of the chat template, as JSON ('{"enable_thinking": false}') or key=value words. They apply
-    to rollouts, evaluations and SFT; a request of an agent may override them."""
+    """Additional variables of the chat template, as JSON ('{"enable_thinking": false}') or key=value pairs. They apply
+    to rollouts, evaluations and SFT; a chat request of an agent may override them."""
 
     rollout_shuffle: bool = option(False)
     """Visit the prompts in a new random order every epoch."""
 
     rollout_seed: int = option(42, ge=0, lt=2**32)
-    """Seed of --rollout-shuffle, and first sampling seed of --rollout-sampling-seeds."""
+    """Seed of --rollout-shuffle, and the sampling seed of each prompt's first sample with --rollout-sampling-seeds."""
 
     rollout_max_prompt_len: int | None = option(None, ge=1)
     """Maximum tokens of a prompt; longer prompts are skipped and counted in rollout/num_skipped_prompts. Default: no
@@ -78,14 +78,14 @@ class PromptConfig(StageConfig):
 
     data_source_path: str | None = option(None)
     """User-defined data source: a class with `get_samples(num_samples)`, `add_samples(samples)` and optionally
-    `buffer_filter`. It selects the prompts of a round and takes back unused groups. By default, buffered groups are
-    used first, then the next prompts of the data set."""
+    `buffer_filter`. It provides the prompts of a round and takes back unused groups. Default: a source that returns
+    buffered groups first, then the next prompts of --prompt-data."""
 
     rollout_batch_size: int = option(32, ge=1)
     """Prompts per rollout (for SFT: rows per round)."""
 
     n_samples_per_prompt: int = option(1, ge=1)
-    """Responses per prompt. They form a group; GRPO computes advantages within it."""
+    """Responses per prompt. The responses of a prompt form a group, within which GRPO computes advantages."""
 
     @field_validator("prompt_data", mode="before")
     @classmethod
@@ -119,7 +119,7 @@ class PromptConfig(StageConfig):
 
 
 class GenerationConfig(PromptConfig):
-    """Options of the prompts and of generation: sampling parameters, and a user-defined generate function."""
+    """PromptConfig plus the options of generation: sampling parameters, and a user-defined generate function."""
 
     rollout_max_response_len: int = option(1024, ge=1)
     """Maximum tokens of a response."""
@@ -128,26 +128,26 @@ class GenerationConfig(PromptConfig):
     """Sampling temperature; the trainer divides its logits by the same temperature."""
 
     rollout_top_p: float = option(1.0, gt=0, le=1)
-    """Nucleus sampling: sample from the smallest set of tokens with at least this probability mass; 1 takes all."""
+    """Nucleus sampling: sample from the smallest set of tokens with at least this probability mass; 1: all tokens."""
 
     rollout_top_k: int = option(-1, ge=-1)
-    """Sample from the k most probable tokens; -1 takes all."""
+    """Sample from the k most probable tokens; -1: all tokens."""
 
     rollout_stop: list[str] = option(default_factory=list)
     """Stop strings: a response ends when it contains one of them."""
 
     rollout_stop_token_ids: list[int] = option(default_factory=list)
-    """Additional token ids that end a response, besides the model's own end token."""
+    """Token ids that end a response, in addition to the model's own end token."""
 
     rollout_sampling: dict[str, Any] = option(default_factory=dict)
-    """Any other SGLang sampling parameter under SGLang's name, e.g. min_p=0.05 or ignore_eos=true."""
+    """Further SGLang sampling parameters, under SGLang's names, e.g. min_p=0.05 or ignore_eos=true."""
 
     rollout_skip_special_tokens: bool = option(False)
     """Remove special tokens such as the end token from the response text (the tokens themselves are kept)."""
 
     rollout_sampling_seeds: bool = option(False)
     """Give sample j of every prompt the sampling seed --rollout-seed + j, so that an engine with deterministic
-    inference generates the same response again."""
+    inference reproduces its responses."""
 
     custom_generate_function_path: str | None = option(None, aliases=("rollout-generate-func-path",))
     """User-defined generation, e.g. an agent: `async f(args, sample, sampling_params, engine)`, or one of the other
@@ -162,7 +162,7 @@ class GenerationConfig(PromptConfig):
 
     agent_endpoint_port: int = option(0, mutability="placement", ge=0, le=65535)
     """Port on 127.0.0.1 of the OpenAI-compatible endpoint for agents, which starts when a generate function first calls
-    `engine.openai`; 0 finds a free port."""
+    `engine.openai`; 0 selects a free port."""
 
     @field_validator("rollout_stop", mode="before")
     @classmethod
@@ -187,28 +187,29 @@ class GenerationConfig(PromptConfig):
 class RolloutConfig(GenerationConfig):
     """All options of a rollout: prompts, sampling, selection of groups, rewards and placement of the engines."""
 
-    # ---- which groups are trained on ---------------------------------------------------------------------------------
+    # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 
     dynamic_sampling_filter_path: str | None = option(None)
-    """User-defined filter that decides whether a finished group is trained on, `f(args, samples) -> bool`, or the
-    built-in penstock.stages.rollout.plugins.filters.check_reward_nonzero_std. Other groups are generated to replace
-    dropped ones."""
+    """Filter that decides whether a finished group is trained on or dropped: user-defined, `f(args, samples) -> bool`,
+    or the built-in penstock.stages.rollout.plugins.filters.check_reward_nonzero_std. Dropped groups are replaced by
+    groups of further prompts."""
 
     over_sampling_batch_size: int | None = option(None, ge=1)
     """Prompts per sampling batch; a batch is requested whenever fewer groups are kept or in flight than the rollout
-    needs. Default: --rollout-batch-size. Once enough groups are kept, the others are aborted and handed back to the
-    data source."""
+    needs. Default: --rollout-batch-size. Once --rollout-batch-size groups are kept, groups in flight are aborted and
+    returned to the data source."""
 
     max_waves: int = option(100, mutability="placement", ge=1)
-    """Maximum sampling batches of a rollout. If the filter keeps too few groups of them, the rollout fails."""
+    """Maximum number of sampling batches per rollout. If the dynamic sampling filter keeps too few of their groups, the
+    rollout fails."""
 
     partial_rollout: bool = option(False)
-    """Continue aborted responses in a later round, with the policy of that round. By default, their tokens are
-    discarded and they restart."""
+    """Continue aborted responses in a later round, with the policy of that round. Without this option, their tokens are
+    discarded and generated again."""
 
     mask_offpolicy_in_partial_rollout: bool = option(False)
-    """With --partial-rollout: train only on tokens that the policy of the round has generated; tokens of earlier
-    policies get loss mask 0."""
+    """With --partial-rollout: train only on tokens that the policy of the current round generated; tokens that earlier
+    policies generated get loss mask 0."""
 
     buffer_filter_path: str | None = option(None)
     """User-defined function that selects which buffered groups are used next, `f(args, rollout_id, buffer, num_samples)
@@ -244,12 +245,10 @@ class RolloutConfig(GenerationConfig):
     PACKAGE.module:name). Without this option, rows that name one are an error."""
 
     rm_evaluated_integers: bool = option(False)
-    """math and deepscaler: if the label is an integer, the answer must be a number too, so that 17\\cdot 23 does not
-    equal 391."""
+    """Rewards math and deepscaler: if the label is an integer, accept 391 as the answer, but not 17\\cdot 23."""
 
     group_rm: bool = option(False)
-    """The user-defined reward is `f(args, samples)` and grades all samples of a prompt in one call; evaluations ignore
-    this option."""
+    """Call the user-defined reward as `f(args, samples)` with all samples of a prompt; ignored in evaluations."""
 
     rm_model_path: str | None = option(None)
     """Model path passed to the constructor of a reward class, if the constructor takes an argument."""
@@ -259,23 +258,23 @@ class RolloutConfig(GenerationConfig):
     or a dictionary."""
 
     reward_key: str | None = option(None)
-    """If the reward function returns a dictionary: the key whose value is the reward (dapo: score or acc)."""
+    """If the reward function returns a dictionary: the key of the value to use as the reward (dapo: score or acc)."""
 
     reward_timeout: float = option(30.0, mutability="placement", gt=0)
-    """Seconds that grading one sample may take; after that the sample's status is failed. For samples graded in one
-    call, the limit is multiplied by their number."""
+    """Seconds that grading one sample may take; a sample that takes longer gets the status failed. If one call grades
+    several samples, the limit is multiplied by their number."""
 
     reward_start_timeout: float = option(300.0, mutability="placement", gt=0)
     """Seconds that a grading process may take to import the reward and construct its class, including loading a model.
     """
 
     reward_workers: int = option(2, mutability="placement", ge=1)
-    """Number of grading processes, for rewards that run outside the rollout process."""
+    """Maximum number of grading processes per reward."""
 
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     num_engines: int = option(1, mutability="placement", ge=1)
-    """Number of engines (SGLang servers) on a machine without GPUs. With GPUs, it is --rollout-num-gpus /
+    """Number of engines (SGLang servers) on a machine without GPUs. With GPUs, the number is --rollout-num-gpus /
     --rollout-num-gpus-per-engine."""
 
     rollout_num_gpus: int | None = option(None, mutability="placement", ge=1)
@@ -295,18 +294,18 @@ class RolloutConfig(GenerationConfig):
     """Arguments of SGLang's router, under the router's names; on the command line --router-<name>."""
 
     sglang_server_concurrency: int = option(512, mutability="placement", ge=1)
-    """Maximum samples in flight per engine."""
+    """Maximum number of samples in flight per engine."""
 
     rollout_timeout: float = option(3600.0, mutability="placement", gt=0)
-    """Seconds after which a whole rollout is cancelled and retried."""
+    """Seconds that a whole rollout may take; after that it is cancelled and retried."""
 
     use_fault_tolerance: bool = option(True, mutability="placement")
-    """Replace engines that die or hang, and resend their requests to other engines. If disabled, the first engine that
-    dies fails the stage."""
+    """Replace engines that die or hang, and resend their requests to other engines. If disabled, the stage fails when
+    an engine dies."""
 
     engine_restarts: int = option(3, mutability="placement", ge=0)
-    """Maximum number of engine replacements within one stage. If another engine dies, the stage fails and prints the
-    tail of the engine's log."""
+    """Maximum number of engine replacements within one stage. If one more engine dies, the stage fails and prints the
+    tail of that engine's log."""
 
     rollout_health_check_interval: float = option(10.0, mutability="placement", gt=0)
     """Seconds between health checks of every engine."""
@@ -319,7 +318,7 @@ class RolloutConfig(GenerationConfig):
     replaced at once."""
 
     rollout_journal_interval: float = option(60.0, mutability="placement", ge=0)
-    """Seconds between writes of finished groups to the journal of an unfinished rollout, so that a kill does not lose
+    """Seconds between writes of finished groups to the journal of an unfinished rollout, from which a retry reuses
     them; 0 disables the journal."""
 
     sglang: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
@@ -332,7 +331,7 @@ class RolloutConfig(GenerationConfig):
     """PYTHONPATH for the SGLang servers, prepended to the inherited PYTHONPATH."""
 
     sglang_port: int = option(0, mutability="placement", ge=0, le=65535)
-    """Port of the first SGLang server; the next servers use the following ports. 0 finds free ports."""
+    """Port of the first SGLang server; the other servers use the next ports. 0 selects free ports."""
 
     sglang_threads: int | None = option(None, mutability="placement", ge=1)
     """CPU threads per SGLang server on a machine without GPUs."""

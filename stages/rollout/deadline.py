@@ -1,4 +1,4 @@
-"""Run the coroutines of a round until it completes, one of them fails, a time limit expires or a stop is requested."""
+"""Run the coroutines of a round until it completes, a coroutine fails, time runs out or a stop is requested."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from penstock.storage.preemption import Preempted, StopRequest
 
-RESERVE = 2.0  # seconds of the grace period that are reserved for writing the journal and exiting
+RESERVE = 2.0  # seconds of a preemption's grace period that are reserved for writing the journal and exiting
 
 T = TypeVar("T")
 
 
 class SampleProgress:
-    """Counts finished samples and estimates the time until all of them are finished.
+    """Counts the finished samples of a round and estimates the time until all its samples are finished.
 
     Args:
         total: number of samples of the round.
@@ -31,13 +31,13 @@ class SampleProgress:
         self._start = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count finished samples."""
+        """Record that `count` further samples are finished, and report the progress."""
         self.done += count
         if self._on_progress is not None:
             self._on_progress(self.done, self.total)
 
     def seconds_left(self) -> float:
-        """Return the estimated seconds until all samples are finished; 0 before the first one is."""
+        """Return the estimated seconds until all samples are finished; 0 before the first sample is finished."""
         return (time.monotonic() - self._start) * (self.total - self.done) / self.done if self.done else 0.0
 
 
@@ -49,15 +49,15 @@ async def run_with_deadline(
     time_limit: float,
     stop: StopRequest | None,
 ) -> T:
-    """Return the result of `work`; the coroutines of `background` run concurrently and are cancelled at its end. The
-    first exception in any of them cancels the others and is raised.
+    """Return the result of `work`. The coroutines in `background` run concurrently and are cancelled when `work`
+    returns. The first exception in any coroutine cancels all others and is raised.
 
     Args:
         work: the coroutine to wait for.
-        background: coroutines that run until `work` has returned.
-        progress: estimates the remaining time, for a stop request.
-        time_limit: seconds (`--rollout-timeout`).
-        stop: may request to stop; None: never.
+        background: coroutines to run until `work` returns.
+        progress: estimates whether `work` would finish within the grace period of a stop request.
+        time_limit: maximum seconds for `work` (`--rollout-timeout`).
+        stop: polled for a stop request; None: no stop is ever requested.
 
     Raises:
         TimeoutError: `work` takes longer than `time_limit`.
@@ -71,21 +71,21 @@ async def run_with_deadline(
             for task in others:
                 task.cancel()
         return result
-    except BaseExceptionGroup as failures:  # the first exception caused the others, or all have the same cause
+    except BaseExceptionGroup as failures:  # later exceptions follow from the first one or have the same cause
         errors = list(_flatten_errors(failures))
         raise next((error for error in errors if isinstance(error, Preempted)), errors[0]) from None
     except TimeoutError:
         if deadline.expired():
             raise TimeoutError(
                 f"only {progress.done} of {progress.total} samples were finished within --rollout-timeout "
-                f"{time_limit:g} s: raise it, or use more engines"
+                f"{time_limit:g} s: raise --rollout-timeout, or use more engines"
             ) from None
         raise
 
 
-def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like `asyncio.run`, even if the calling thread already runs an event loop (in a notebook, or in
-    `prefect flow-run retry`): the coroutine then runs in a new thread."""
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result, like `asyncio.run`. If the calling thread already runs an event loop (in a
+    notebook, or in `prefect flow-run retry`), the coroutine runs in a new thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -116,8 +116,8 @@ def _flatten_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[Bas
 
 
 @contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Store the duration of the block in `seconds[name]`."""
+def record_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Store the duration of the `with` block in `seconds[name]`, in seconds."""
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start

@@ -1,9 +1,9 @@
-"""Generate the responses of one group with the engines, then grade them.
+"""Generate the responses of a group with the engines, then grade them.
 
-The engine's token ids are authoritative: text is decoded from them and never tokenized again. Every response reports
-the weight version that generated it; a version other than the round's is an error. Many groups are in flight at once,
-bounded by the engines' concurrency, and grading one group overlaps the generation of others. rollout.py decides which
-groups are generated, and how many.
+A sample's tokens are the token ids that the engine returned; the response text is decoded from them and never tokenized
+again. Every response reports the weight version that generated it; a version other than the round's is an error. Many
+groups are in flight at once, bounded by the engines' concurrency, and groups are graded while others are generated.
+rollout.py decides which groups are generated, and how many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from penstock.engines.generation import EngineClient, Generation
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.outcome import Outcome, failed
+from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
@@ -31,15 +31,16 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 
 
 class Generator(Protocol):
-    """Generates the responses of a group: EngineGenerator, or a user-defined function (plugins/custom_generation.py).
+    """Interface for generating the responses of a group: implemented by EngineGenerator, and by CustomGeneration for
+    user-defined functions (plugins/custom_generation.py).
 
-    Afterwards the status of every sample is completed, truncated, failed or aborted; a later round continues or
+    A call sets the status of every sample to completed, truncated, failed or aborted; a later round continues or
     restarts aborted samples.
     """
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests; every turn of a conversation counts all tokens before it again."""
+        """Number of prompt tokens in all requests; each turn of a conversation counts all preceding tokens again."""
         ...
 
     @property
@@ -48,34 +49,34 @@ class Generator(Protocol):
         ...
 
     async def __call__(self, samples: Group) -> Group:
-        """Return the group with its responses. Raises ValueError if the engines cannot answer this prompt."""
+        """Return the group with its responses. Raises ValueError if the engines reject the group's prompt."""
         ...
 
     async def abort(self) -> None:
-        """Abort the requests in flight: their groups return at once, with status `aborted` on unfinished samples."""
+        """Abort the requests in flight; calls in progress return at once, their unfinished samples `aborted`."""
         ...
 
 
 @dataclass
 class GroupRunner:
-    """Generates and grades the groups of one round. It must be created in the event loop that calls `run`."""
+    """Generates and grades the groups of one round. Must be created in the event loop that calls `run`."""
 
     round: RolloutRound
     generator: Generator
-    journal: Journal  # provides groups that an earlier attempt has finished, and stores those finished now
-    submit: Callable[[list[Sample]], list[Future[Outcome]]]  # starts grading the samples of a prompt
+    journal: Journal  # provides groups that an earlier attempt generated, and stores groups generated in this one
+    submit: Callable[[list[Sample]], list[Future[Outcome]]]  # starts grading the samples of one prompt
     hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
-    slots: asyncio.Semaphore  # limits the number of groups that are generated concurrently
-    partial_rollout: bool  # aborted samples keep their tokens
-    stopping: bool = False  # `stop` was called
+    slots: asyncio.Semaphore  # limits how many groups are generated concurrently
+    partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
+    stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
     num_response_tokens: int = 0  # trained tokens generated in this attempt
     adopted: list[str] = field(default_factory=list)  # ids of groups taken from the journal
-    last_token: float = field(default_factory=time.perf_counter)  # time when the last group was generated
+    last_token_time: float = field(default_factory=time.perf_counter)  # time when the last group was generated
 
     async def run(self, group: Group) -> Group:
-        """Return the group with responses and rewards. If `stop` aborted it, return it ungraded: with the tokens so far
-        for `partial_rollout`, otherwise as it was before."""
+        """Return the group with responses and rewards. If `stop` aborted the group, return it ungraded: with the tokens
+        generated so far if `partial_rollout`, otherwise unchanged."""
         if _is_unfinished(group):
             if finished := self.journal.take(group):
                 group = finished
@@ -95,7 +96,7 @@ class GroupRunner:
         return group
 
     async def stop(self) -> None:
-        """Abort the groups in flight; their `run` returns them unfinished."""
+        """Abort the groups in flight; their `run` calls return them unfinished."""
         self.stopping = True
         await self.generator.abort()
 
@@ -104,11 +105,11 @@ class GroupRunner:
         async with self.slots:
             try:
                 group = await self.generator(group)
-            except ValueError as error:  # only this prompt is invalid (too long, for instance): the round continues
+            except ValueError as error:  # only this prompt is invalid (too long, for example); the round continues
                 for sample in group:
-                    failed(f"refused by the engine: {error}").apply(sample)
+                    failed_outcome(f"refused by the engine: {error}").apply(sample)
                 return group
-        self.last_token = time.perf_counter()
+        self.last_token_time = time.perf_counter()
         self.generated += group
         self.num_response_tokens += _num_trained_tokens(group) - num_before
         if self.round.kind == "eval":
@@ -118,19 +119,21 @@ class GroupRunner:
         return group
 
     async def _grade(self, group: Group) -> None:
-        """Grade the samples of a group and set their rewards. Raises ValueError if the reward is misconfigured."""
+        """Grade the samples of a group that have no reward yet, and set their rewards. Raises ValueError if the reward
+        is misconfigured."""
         samples = [sample for sample in group if sample.reward is None and sample.status is not Status.FAILED]
         if self.hook is not None:
             await asyncio.gather(*(self.hook(sample) for sample in samples))
             samples = [sample for sample in samples if sample.status is not Status.FAILED]
-        # Shielded: the end of the round must not cancel a future whose result the grader will still set.
+        # Shielded: cancelling this task must not cancel a future whose result the grader will still set.
         futures = [asyncio.shield(asyncio.wrap_future(future)) for future in self.submit(samples)]
         for sample, outcome in zip(samples, await asyncio.gather(*futures)):
             outcome.apply(sample)
 
 
 class EngineGenerator:
-    """Sends the pending samples of a group to an engine in one request. A partial sample continues after its tokens."""
+    """Sends the pending samples of a group to an engine in one request. A sample aborted in an earlier round is
+    continued after the tokens that it has."""
 
     def __init__(
         self, client: EngineClient, config: GenerationConfig, tokenizer: PromptTokenizer, round: RolloutRound
@@ -147,7 +150,7 @@ class EngineGenerator:
 
         Raises:
             ValueError: the engine refuses the prompt.
-            RuntimeError: the engine serves another policy version than the round's.
+            RuntimeError: the engine serves a policy version other than the round's.
         """
         num_prompt = samples[0].prompt_length
         pending: list[tuple[Sample, dict[str, Any]]] = []
@@ -156,7 +159,7 @@ class EngineGenerator:
                 params = sampling_params_for(self.config, sample)
                 if params["max_new_tokens"] > 0:
                     pending.append((sample, params))
-                else:  # the length limit was higher in the round that aborted the sample
+                else:  # reached the length limit, which was higher in the earlier round that aborted the sample
                     sample.status = Status.TRUNCATED
         if not pending:
             return samples
@@ -166,9 +169,9 @@ class EngineGenerator:
         assert len(generations) == len(pending), f"{len(generations)} responses for {len(pending)} samples"
         self.num_prompt_tokens += sum(len(sample.token_ids) for sample, _ in pending)
         for (sample, _), generation in zip(pending, generations):
-            add_response(sample, generation, self.round)
+            append_generation(sample, generation, self.round)
             self.num_cached_tokens += generation.cached_tokens
-        # Decode the whole response: the bytes of one character may be split where a sample was aborted.
+        # Decode the whole response: where a sample was aborted, a character's bytes may be split between two requests.
         texts = self.tokenizer.decode(
             [sample.token_ids[num_prompt:] for sample, _ in pending],
             skip_special_tokens=self.config.rollout_skip_special_tokens,
@@ -178,13 +181,14 @@ class EngineGenerator:
         return samples
 
     async def abort(self) -> None:
-        """Abort all requests in flight; they return the tokens generated so far."""
+        """Abort all requests in flight; each returns the tokens generated so far."""
         await self.client.abort()
 
 
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for the remaining response of a sample. `max_new_tokens` is the number of
-    tokens still allowed; with `rollout_sampling_seeds`, `sampling_seed` depends on the sample's index in its group.
+    """Return SGLang's sampling parameters for the rest of a sample's response. `max_new_tokens` is the number of tokens
+    that the length limits still allow; with `rollout_sampling_seeds`, `sampling_seed` depends on the sample's index in
+    its group.
 
     Raises:
         DataError: the prompt leaves no room for a response.
@@ -211,35 +215,35 @@ def response_limit(config: GenerationConfig, num_prompt_tokens: int) -> int:
     if room < 1:
         raise DataError(
             f"a prompt of {num_prompt_tokens} tokens leaves no room for a response within "
-            f"--rollout-max-context-len {config.rollout_max_context_len}: raise it, or remove the prompt"
+            f"--rollout-max-context-len {config.rollout_max_context_len}: raise this limit, or remove the prompt"
         )
     return min(config.rollout_max_response_len, room)
 
 
-def add_response(sample: Sample, generation: Generation, round: RolloutRound) -> None:
-    """Append an engine's response to a sample: tokens with loss mask 1, log-probs, status and policy versions. The
-    caller decodes the text.
+def append_generation(sample: Sample, generation: Generation, round: RolloutRound) -> None:
+    """Append an engine's response to a sample: tokens (with loss mask 1), log-probs, status and policy versions. The
+    caller decodes and sets the response text.
 
-    If earlier tokens come from another policy version, `metadata["policy_spans"]` lists the spans in order, each
-    [policy version, number of trained tokens].
+    If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]` lists the versions in
+    order, each as [policy version, number of trained tokens].
 
     Raises:
-        RuntimeError: the response was generated by another weight version than the round's.
+        RuntimeError: a weight version other than the round's generated the response.
     """
     token_ids, logprobs = generation.token_ids, generation.logprobs
     assert len(token_ids) == len(logprobs), "the engine returned different numbers of tokens and log-probs"
     sample.status = STATUS[generation.finish_reason]
     if sample.status is Status.ABORTED:
         # SGLang checks for an abort before it checks for the end (`update_finish_state`, 0.5.21): the last token may be
-        # the end token, or the last one allowed. So the last token is removed here and sampled again.
+        # the end token or the last token allowed. Remove this token; it is sampled again when the sample continues.
         token_ids, logprobs = token_ids[:-1], logprobs[:-1]
-    if not token_ids:  # aborted before the first token, or ended at once by a stop text
+    if not token_ids:  # aborted before the first token, or stopped at once by a stop string
         return
     for weights in (generation.first_weight_version, generation.weight_version):
         if weights != round.weight_version:
             raise RuntimeError(
                 f"sample {sample.sample_id} was generated by weights {weights!r}, expected {round.weight_version!r}: "
-                "update the weights of the engine again"
+                "publish the weights to the engine again"
             )
     version, num_tokens = round.policy_version, len(token_ids)
     first, last = sample.policy_versions if any(sample.loss_mask) else (version, version)
@@ -255,9 +259,9 @@ def add_response(sample: Sample, generation: Generation, round: RolloutRound) ->
     sample.routed_experts = generation.routed_experts
 
 
-def mask_earlier_policies(sample: Sample) -> None:
-    """Set the loss mask and log-probs to 0 on tokens that an earlier policy version generated
-    (`--mask-offpolicy-in-partial-rollout`)."""
+def mask_stale_tokens(sample: Sample) -> None:
+    """Set the loss mask and log-probs of a sample's tokens to 0 where an earlier policy version than the last generated
+    them (`--mask-offpolicy-in-partial-rollout`)."""
     num_earlier = sum(count for _, count in sample.metadata.get("policy_spans", ())[:-1])
     if num_earlier:
         start = [position for position, trained in enumerate(sample.loss_mask) if trained][num_earlier]
@@ -274,6 +278,6 @@ def _num_trained_tokens(group: Group) -> int:
 
 
 def make_grader(config: RolloutConfig) -> Grader:
-    """Return a grader for the reward that `config` selects. Raises RewardError for an unknown reward."""
+    """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
     config = config.model_copy(update={"rm_url": reveal(config.rm_url)})
     return Grader.from_options(config, config.reward_workers, config.model_dump())

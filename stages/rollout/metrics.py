@@ -1,5 +1,5 @@
 """Compute the metrics of a rollout and a preview of its samples. Metric names are slime's; docs/metrics.md explains
-each."""
+each metric."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from penstock.stages.rollout.group import GroupRunner
 from penstock.storage.samples.sample import Sample, Status
 
-_LONG_TEXT = 10_000  # characters above which a text is checked for repetition
-_REPETITION = 10.0  # compression ratio above which a text is repetitive
-PREVIEW_CHARS = 2000  # maximum characters of a text in a preview
+_LONG_TEXT = 10_000  # characters; shorter texts are not checked for repetition
+_REPETITION = 10.0  # compression ratio above which a text counts as repetitive
+PREVIEW_CHARS = 2000  # maximum characters of a prompt, response, label or error in the sample preview
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics of rewards, lengths, turns, sample statuses, and groups whose rewards are all equal (they have
-    zero advantage in GRPO)."""
+    """Return the metrics (name -> value) of rewards, lengths, turns and statuses of samples, and of groups whose
+    rewards are all equal (zero advantage in GRPO)."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     out = {
         "rollout/raw_reward": statistics.fmean(rewards) if rewards else 0.0,
         "rollout/num_samples": float(len(samples)),
-        "rollout/truncated_ratio": ratio(sample.status is Status.TRUNCATED for sample in samples),
-        "rollout/failed_ratio": ratio(sample.status is Status.FAILED for sample in samples),
-        "rollout/removed_ratio": ratio(is_removed(sample) for sample in samples),
-        "rollout/repetition_frac": ratio(is_repetitive(sample.response) for sample in samples),
+        "rollout/truncated_ratio": true_fraction(sample.status is Status.TRUNCATED for sample in samples),
+        "rollout/failed_ratio": true_fraction(sample.status is Status.FAILED for sample in samples),
+        "rollout/removed_ratio": true_fraction(is_removed(sample) for sample in samples),
+        "rollout/repetition_frac": true_fraction(is_repetitive(sample.response) for sample in samples),
     }
     out |= length_metrics(samples) | multi_turn_metrics(samples)
     out["rollout/num_groups"] = float(len({sample.group_id for sample in samples}))
-    out |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in zero_std_groups(samples).items()}
-    out |= {f"rollout/error_cat/{name}": float(count) for name, count in error_categories(samples).items()}
+    out |= {f"rollout/zero_std/count_{reward}": float(n) for reward, n in count_zero_std_groups(samples).items()}
+    out |= {f"rollout/error_cat/{name}": float(count) for name, count in count_error_categories(samples).items()}
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, value in sample.rewards.items():
@@ -41,8 +41,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the token counts of responses and of whole samples. As in slime, response_len counts only tokens with loss
-    mask 1: tool output does not count, and a removed sample has length 0."""
+    """Return the metrics of response length and total length, in tokens. As in slime, response_len counts only tokens
+    with loss mask 1, so tool output does not count and a sample without trained tokens has length 0."""
     lengths = [sum(sample.loss_mask) for sample in samples]
     return {
         "rollout/response_len/mean": statistics.fmean(lengths),
@@ -54,8 +54,8 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics of multi-turn responses: number of turns, untrained tokens (of tools or environments), and
-    response lengths including these; {} for single-turn responses."""
+    """Return the metrics of multi-turn responses: number of turns, number of untrained tokens (output of tools or
+    environments), and response lengths including untrained tokens; {} for single-turn responses."""
     turns = [float(sample.metadata["num_turns"]) for sample in samples if "num_turns" in sample.metadata]
     raw = [sample.response_length for sample in samples]
     tools = [length - sum(sample.loss_mask) for length, sample in zip(raw, samples)]
@@ -69,22 +69,23 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
-    """Return mean and maximum age of the samples: `policy_version` of the round minus the version that generated the
-    sample's first response token; {} for SFT data."""
+    """Return the mean and maximum staleness of samples: the round's `policy_version` minus the policy version that
+    generated the sample's first response token; {} for SFT data."""
     ages = [policy_version - sample.policy_versions[0] for sample in samples if sample.policy_versions[0] >= 0]
     return {f"rollout/staleness/{name}": value for name, value in (_mean_and_max(ages) if ages else {}).items()}
 
 
 def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:
-    """Return the number of dropped groups for every reason."""
+    """Return the metrics of dynamic sampling: the number of dropped groups for every drop reason."""
     return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gpus: int) -> dict[str, float]:
-    """Return generation speed and prefix-cache hits of this attempt; groups from the journal do not count.
+    """Return the metrics of generation speed and prefix-cache hits in this attempt. Groups that an earlier attempt
+    generated (read from the journal) do not count.
 
     Args:
-        runner: the runner of the round, after its last group.
+        runner: the runner of the round, after it has finished all groups.
         seconds: seconds of each phase of the round (prepare, generate, reward, write).
         num_gpus: GPUs of all engines; on a machine without GPUs, the number of engines.
     """
@@ -101,8 +102,8 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
 
 
 def is_removed(sample: Sample) -> bool:
-    """Return whether a finished sample has no trained token, because a hook removed it or because all its tokens come
-    from earlier policies and are masked."""
+    """Return whether a completed or truncated sample has no trained token, because a hook set `remove_sample` or
+    because earlier policies generated all its tokens and they are masked."""
     return sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask)
 
 
@@ -110,38 +111,38 @@ def _mean_and_max(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "max": float(max(values))}
 
 
-def zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
-    """Return reward (rounded to one decimal) -> number of groups whose graded samples all have this reward; groups with
-    a single graded sample count too."""
+def count_zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
+    """Return {reward rounded to one decimal: number of groups whose graded samples all have this reward}; groups with a
+    single graded sample count too."""
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
             groups[sample.group_id].append(sample.reward)
-    return Counter(rounded(rewards[0]) for rewards in groups.values() if len(set(rewards)) == 1)
+    return Counter(format_reward(rewards[0]) for rewards in groups.values() if len(set(rewards)) == 1)
 
 
-def rounded(reward: float) -> str:
+def format_reward(reward: float) -> str:
     """Return a reward rounded to one decimal, as in slime's metric names: `1.0`, `0.2`."""
     return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
 
 
-def error_categories(samples: Sequence[Sample]) -> Counter[str]:
-    """Return error category -> number of failed samples. The category is the text of the error before the first ':'."""
+def count_error_categories(samples: Sequence[Sample]) -> Counter[str]:
+    """Return {error category: number of failed samples}. The category is the error text before the first ':'."""
     reasons = [str(sample.metadata.get("error", "unknown")) for sample in samples if sample.status is Status.FAILED]
     return Counter(reason.split(":")[0].strip().replace(" ", "_")[:40] for reason in reasons)
 
 
 def is_repetitive(text: str) -> bool:
-    """Return whether a text of more than 10,000 characters ends with repetition: its last 10,000 characters compress to
-    less than a tenth."""
+    """Return whether a text of more than 10,000 characters ends in repetition: zlib compresses its last 10,000
+    characters more than tenfold."""
     if len(text) <= _LONG_TEXT:
         return False
     tail = text[-_LONG_TEXT:].encode()
     return len(tail) / len(zlib.compress(tail)) > _REPETITION
 
 
-def ratio(flags: object) -> float:
-    """Return the fraction of true values; 0 if there are none at all."""
+def true_fraction(flags: object) -> float:
+    """Return the fraction of `flags` that are true; 0 if `flags` is empty."""
     values = [bool(flag) for flag in flags]  # type: ignore[attr-defined]
     return sum(values) / len(values) if values else 0.0
 
@@ -150,8 +151,8 @@ def ratio(flags: object) -> float:
 
 
 def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]]:
-    """Return up to `count` samples as table rows: graded samples spread evenly from the highest to the lowest reward,
-    then ungraded samples if there are too few. Deterministic."""
+    """Return up to `count` samples as table rows (column -> value): graded samples, evenly spaced from the highest to
+    the lowest reward, then ungraded samples if there are fewer than `count` graded ones. Deterministic."""
     graded = sorted(
         (sample for sample in samples if sample.reward is not None),
         key=lambda sample: (-(sample.reward or 0.0), sample.sample_id),

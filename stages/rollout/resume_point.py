@@ -1,4 +1,5 @@
-"""Read where a round starts: the data-source state and the buffered groups in the commit of the previous round."""
+"""Read the state that a round starts from: the data-source state and the buffered groups in the previous round's
+commit."""
 
 from __future__ import annotations
 
@@ -16,17 +17,18 @@ from penstock.storage.store import Store
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The data-source state and buffered groups that a round starts from. The defaults are those of the first round."""
+    """The data-source state and buffered groups that a round starts from. The defaults are for the first round of a
+    run."""
 
-    state: dict[str, Any] | None = None  # state of the data source; None is the start of the data
+    state: dict[str, Any] | None = None  # state of the data source; None: start of the data
     buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
 
 
-def resume_point_of(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoint:
+def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoint:
     """Return the resume point of round `rollout_id`.
 
-    A fork with new data (`restart_data`) starts its first own round at the beginning of the data, without buffered
-    groups; only the count of issued prompts continues, because group ids are derived from it.
+    In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
+    without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
 
     Raises:
         RunError: the previous round is not committed.

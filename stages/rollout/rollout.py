@@ -1,19 +1,18 @@
-"""Run the rollout stage: generate and grade responses to prompts, and commit them as shards. Evaluation is the same
-stage on other prompts.
+"""Run the rollout stage: generate and grade responses to prompts, and commit the samples as shards. Evaluations run the
+same stage on their own prompts.
 
 A sample with the built-in generation and reward passes through these files, all in this folder:
 
     prompts/source.py       the next row of --prompt-data
-    prompts/data_source.py  a group of pending samples for it, or a buffered group
+    prompts/data_source.py  a group of pending samples for this row, or a buffered group
     text/tokenizer.py       chat template and token ids; the text of the response
     group.py                the engine generates, the reward function grades
     journal.py              finished groups are stored before the round is committed
     rollout.py              keep, drop or buffer the group; write shards; commit
 
-The stage is idempotent: if the round is committed, the commit is returned. Otherwise the round starts at the data
-position in the commit of the previous round, so no prompt is lost and none is served twice. Files are written under a
-prefix of their own and become valid with the commit, which is written last: `part-*` holds the samples to train on,
-`buffer-*` the groups buffered for a later round.
+The round starts at the data position in the commit of the previous round, so no prompt is lost or used twice. Every
+attempt writes its shards under a private prefix; they become valid when the commit, written last, names them: `part-*`
+holds the samples to train on, `buffer-*` the groups buffered for a later round.
 """
 
 from __future__ import annotations
@@ -30,8 +29,14 @@ from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.deadline import SampleProgress, run_to_end, run_with_deadline, timed
-from penstock.stages.rollout.group import EngineGenerator, Generator, GroupRunner, make_grader, mask_earlier_policies
+from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
+from penstock.stages.rollout.group import (
+    EngineGenerator,
+    Generator,
+    GroupRunner,
+    make_grader,
+    mask_stale_tokens,
+)
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import (
     drop_metrics,
@@ -56,8 +61,8 @@ from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store
 
-FORGOTTEN = "not kept by the data source"  # drop reason of a group that `add_samples` of the data source discarded
-# Evaluations ignore these options of training, because they score every prompt of a data set once.
+DISCARDED = "not kept by the data source"  # drop reason of an unused group that the data source did not buffer
+# Values that evaluations use for these rollout options, because an evaluation scores every prompt of its data set.
 EVAL_OVERRIDES: dict[str, Any] = {
     "data_source_path": None,
     "buffer_filter_path": None,
@@ -81,39 +86,39 @@ class RolloutContext:
     engines: EngineUrls = ()  # URLs, or a function that returns the URLs of running engines (`EnginePool.serving`)
     grader: Grader | None = None  # shared by all rounds and closed by the caller; None creates one per round
     provenance: Mapping[str, Any] = field(default_factory=dict)  # added to every commit: config_hash, code_version
-    stop: StopRequest | None = None  # may request to stop; finished groups are then journaled for the next attempt
+    stop: StopRequest | None = None  # set on preemption: finished groups are then journaled for the next attempt
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
 
 
 @dataclass
 class CollectedGroups:
-    """The groups of a round by outcome; every list is sorted by group id, which is the order of the prompts."""
+    """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
 
     kept: list[Group] = field(default_factory=list)  # trained on in this round
     buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
     dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
-    num_batches: int = 0  # sampling batches requested
+    num_batches: int = 0  # number of sampling batches requested from the data source
 
     @property
     def dropped_groups(self) -> list[Group]:
-        """The dropped groups without the reasons."""
+        """The dropped groups, without their drop reasons."""
         return [group for group, _ in self.dropped]
 
     @property
     def drop_reasons(self) -> Counter[str]:
-        """Reason -> number of groups dropped for it."""
+        """Drop reason -> number of groups dropped for that reason."""
         return Counter(reason for _, reason in self.dropped)
 
 
 @dataclass
 class RoundResult:
-    """A generated round before it is committed."""
+    """The result of generating and grading a round, before it is committed."""
 
     groups: CollectedGroups
     runner: GroupRunner
     num_gpus: int  # GPUs of all engines; on a machine without GPUs, the number of engines
-    seconds: dict[str, float]  # "generate": until the last token; "reward": grading after the last token
+    seconds: dict[str, float]  # "generate": from the start to the last token; "reward": from the last token to the end
 
 
 def rollout_stage(
@@ -124,21 +129,21 @@ def rollout_stage(
     num_prompts: int | None = None,
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
-    """Generate, grade and commit one round, unless it is committed already.
+    """Generate, grade and commit one round, and return its commit. If the round is already committed, only return it.
 
     Args:
         context: inputs, engines and store.
         prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout(12)`.
         round: number and kind of the round, and the policy version that generates it.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
-        num_prompts: number of groups to keep; by default `rollout_batch_size` (an evaluation passes `len(prompts)`).
-        summarize: computes metrics from the samples, for the commit.
+        num_prompts: number of groups to keep, by default `rollout_batch_size`.
+        summarize: computes the metrics of the samples (metric name -> value) that the commit records.
 
     Raises:
-        ValueError: the data changed, or the reward or another user-defined function is invalid.
-        RuntimeError, ConnectionError: the engines failed; or all samples failed, or the filter drops nearly all groups.
+        ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
+        RuntimeError, ConnectionError: the engines failed, all samples failed, or nearly all groups were dropped.
         TimeoutError: generation took longer than `config.rollout_timeout`.
-        Preempted: a stop was requested, and the round would not finish within the grace period.
+        Preempted: a stop was requested, and the round cannot finish in the grace period.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -147,16 +152,16 @@ def rollout_stage(
     config = context.config
     seconds: dict[str, float] = {}
     journal = Journal(context.store, prefix, round, config)
-    with timed(seconds, "prepare"):
-        intake = open_intake(context, round, resume_point or ResumePoint())
+    with record_seconds(seconds, "prepare"):
+        intake = open_prompt_intake(context, round, resume_point or ResumePoint())
         journal.read()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
-        result = run_to_end(generate_round(context, intake, journal, grader, num_prompts or config.rollout_batch_size))
-        seconds |= result.seconds
-        groups = result.groups
+        num_groups = num_prompts or config.rollout_batch_size
+        result = run_blocking(generate_round(context, intake, journal, grader, num_groups))
+        seconds, groups = seconds | result.seconds, result.groups
         samples = samples_to_train(groups.kept, config)
         intake.source.add_samples(groups.buffered)
-        groups.dropped += [(group, FORGOTTEN) for group in intake.forgotten(groups.kept, groups.dropped_groups)]
+        groups.dropped += [(group, DISCARDED) for group in intake.discarded_groups(groups.kept, groups.dropped_groups)]
     commit = commit_samples(
         context.store,
         prefix,
@@ -170,17 +175,17 @@ def rollout_stage(
         state={
             "data_source": intake.source.state_dict(),
             "shown": sample_preview(samples, config.num_shown_samples),
-            **dropped_summary(result),
+            **adopted_and_dropped_groups(result),
         },
-        **{"run": round.run, "inputs": inputs_of(config), **context.provenance},
+        **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
     journal.remove()
     return commit
 
 
-def open_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:
-    """Open the data source at the position of `resume_point`. Rollouts skip prompts that are too long; evaluations do
-    not."""
+def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:
+    """Open the data source at the data position of `resume_point`. Rollouts skip prompts above the length limit;
+    evaluations do not."""
     config = context.config
     length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
     dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
@@ -199,8 +204,8 @@ async def generate_round(
     num_samples = config.n_samples_per_prompt
     progress = SampleProgress(num_samples * num_groups, context.on_progress)
 
-    async def before_grading(sample: Sample) -> None:
-        await asyncio.to_thread(hooks.sample_hook, sample)
+    async def run_sample_hook(sample: Sample) -> None:
+        await asyncio.to_thread(hooks.run_sample_hook, sample)
 
     client = context.connect(context.engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
@@ -210,12 +215,12 @@ async def generate_round(
             generator,
             journal,
             grader.submit_group,
-            hook=before_grading if config.rollout_sample_hook_path else None,
+            hook=run_sample_hook if config.rollout_sample_hook_path else None,
             slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )
         groups = await run_with_deadline(
-            collect(
+            collect_groups(
                 intake.next_groups,
                 runner,
                 group_filter,
@@ -229,13 +234,13 @@ async def generate_round(
             time_limit=config.rollout_timeout,
             stop=context.stop,
         )
-    await asyncio.to_thread(hooks.sample_filter, groups.kept)
-    await asyncio.to_thread(hooks.all_samples, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
-    seconds = {"generate": runner.last_token - start, "reward": time.perf_counter() - runner.last_token}
+    await asyncio.to_thread(hooks.run_sample_filter, groups.kept)
+    await asyncio.to_thread(hooks.run_round_hook, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
+    seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
     return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds)
 
 
-async def collect(
+async def collect_groups(
     next_groups: Callable[[int], Sequence[Group]],
     runner: GroupRunner,
     group_filter: GroupFilter,
@@ -245,16 +250,16 @@ async def collect(
     max_batches: int,
     on_kept: Callable[[Group], None] = lambda group: None,
 ) -> CollectedGroups:
-    """Request sampling batches until `num_groups` groups are kept. A finished group is kept, dropped with a reason, or
-    buffered if enough are kept, so every requested group is in exactly one list of the result. (slime's
-    `generate_rollout_async` discards finished groups that are not needed.)
+    """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
+    group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
+    enough groups were kept; slime's `generate_rollout_async` discards these).
 
     Args:
-        next_groups: returns the given number of new groups.
+        next_groups: returns the given number of groups of pending samples.
         runner: generates and grades a group.
-        group_filter: decides whether a finished group is kept; not called once enough groups are kept.
+        group_filter: decides whether a finished group is kept or dropped; not called once enough groups are kept.
         num_groups: number of groups to keep.
-        batch_size: groups of a sampling batch, at least `num_groups`.
+        batch_size: number of groups in a sampling batch, at least `num_groups`.
         max_batches: maximum number of sampling batches (`--max-waves`).
         on_kept: called with every group that is kept.
 
@@ -314,8 +319,8 @@ async def open_generator(
 
 
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """Return the samples of the kept groups; with `mask_offpolicy_in_partial_rollout`, tokens of earlier policies are
-    masked. Raises RuntimeError if all samples have failed."""
+    """Return the samples of the kept groups; with `mask_offpolicy_in_partial_rollout`, set the loss mask of tokens that
+    earlier policies generated to 0. Raises RuntimeError if all samples have failed."""
     samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
@@ -325,13 +330,13 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
         )
     if config.mask_offpolicy_in_partial_rollout:
         for sample in samples:
-            mask_earlier_policies(sample)
+            mask_stale_tokens(sample)
     return samples
 
 
-def dropped_summary(result: RoundResult) -> dict[str, Any]:
-    """Return entries for the state of the commit: ids of the groups taken from the journal, and id, drop reason and
-    source row of every dropped group."""
+def adopted_and_dropped_groups(result: RoundResult) -> dict[str, Any]:
+    """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal) and `dropped` (id, drop
+    reason and source row of every dropped group); empty entries are omitted."""
     adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
@@ -343,7 +348,7 @@ def dropped_summary(result: RoundResult) -> dict[str, Any]:
 def round_metrics(
     result: RoundResult, intake: PromptIntake, samples: Sequence[Sample], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of throughput, dynamic sampling, skipped prompts and staleness."""
+    """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round."""
     groups, dataset = result.groups, intake.source.dataset
     metrics = throughput_metrics(result.runner, seconds, result.num_gpus)
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
@@ -351,7 +356,7 @@ def round_metrics(
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))
         metrics["rollout/num_buffered_groups"] = float(len(intake.buffered))
     metrics |= drop_metrics(groups.drop_reasons)
-    if isinstance(dataset.admits, LengthFilter) and dataset.admits.limit is not None:
+    if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
     if dataset.round.kind == "rollout":
         metrics |= staleness_metrics(samples, dataset.round.policy_version)
@@ -369,30 +374,31 @@ def commit_samples(
     kind: Kind,
     **fields: Any,
 ) -> Commit:
-    """Write samples and buffered samples as shards under a new prefix, then commit both with `fields`.
+    """Write samples and buffered samples as shards of a new attempt, then create the commit that names them.
 
-    `summary` computes the metrics of the commit. It is called after writing, so that they include the time of writing.
+    `summary` computes the commit's metrics after the shards are written, so it can include the seconds spent writing.
+    `fields` are further fields of the commit.
     """
 
-    def boundary(name: str) -> None:
+    def rollout_failpoint(name: str) -> None:
         if kind == "rollout":
             failpoint(name)
 
-    with timed(seconds, "write"):
+    with record_seconds(seconds, "write"):
         attempt = store.new_attempt(prefix)
-        boundary("rollout-before-upload")
+        rollout_failpoint("rollout-before-upload")
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
-        boundary("rollout-after-upload")
+        rollout_failpoint("rollout-after-upload")
     commit = store.commit(
         prefix, Commit(kind=kind, attempt=attempt, files=out.files, seconds=seconds, summary=summary(), **fields)
     )
-    boundary("rollout-after-commit")
+    rollout_failpoint("rollout-after-commit")
     return commit
 
 
-def inputs_of(config: RolloutConfig) -> dict[str, str]:
+def prompt_files_by_name(config: RolloutConfig) -> dict[str, str]:
     """Return the input files of a round for its commit: name -> entry of --prompt-data."""
     return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}

@@ -1,7 +1,7 @@
-"""Commit the "rollout" of SFT: conversations of a data set become samples; nothing is generated.
+"""Commit the rounds of SFT: conversations of a data set become samples to train on; nothing is generated.
 
-Data source, shards and commit have the same form as those of rollout.py, so training, replay and resume work in the
-same way. The assistant turns are trained; loss_masks.py locates them.
+Data-source state, shards and commit have the same form as in rollout.py, so training, replay and resume work in the
+same way. Only the assistant turns are trained; loss_masks.py locates them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from penstock.stages.rollout.deadline import timed
+from penstock.stages.rollout.deadline import record_seconds
 from penstock.stages.rollout.metrics import length_metrics
 from penstock.stages.rollout.prompts.source import Prompt
-from penstock.stages.rollout.rollout import RolloutContext, commit_samples, inputs_of
-from penstock.stages.rollout.text.loss_masks import Piece, dropped_thoughts, split_pieces
+from penstock.stages.rollout.rollout import RolloutContext, commit_samples, prompt_files_by_name
+from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.refs import Commit
@@ -27,23 +27,25 @@ logger = logging.getLogger(__name__)
 def sft_data_stage(
     context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
 ) -> Commit:
-    """Commit the next `rollout_batch_size` conversations as one round, unless it is committed already.
+    """Commit the next `rollout_batch_size` conversations as one round and return the commit. If the round is already
+    committed, only return its commit.
 
     Args:
         context: the data set, tokenizer and store; no engines are needed.
         prefix: store prefix of the commit and its files.
         run: name of the run.
         rollout_id: number of the round.
-        state: state of the data source, from the commit of the previous round; None is the start of the data.
+        state: state of the data source, from the commit of the previous round; None: start of the data.
 
     Raises:
-        DataError: the data changed, or a row has no assistant message to train on.
-        TemplateError: the template fails for a row, or the row's assistant turns cannot be located in its text.
+        DataError: rows changed since an earlier round, or a row has no assistant message to train on.
+        TemplateError: the chat template fails for a row, or a row's assistant turns cannot be located in the rendered
+            text.
     """
     if commit := context.store.committed(prefix):
         return commit
     seconds: dict[str, float] = {}
-    with timed(seconds, "prepare"):
+    with record_seconds(seconds, "prepare"):
         prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
         samples = sft_samples(prompts, context.tokenizer, rollout_id)
     return commit_samples(
@@ -60,18 +62,19 @@ def sft_data_stage(
         index=rollout_id,
         policy_version=-1,
         state={"data_source": after.model_dump(mode="json")},
-        **{"run": run, "inputs": inputs_of(context.config), **context.provenance},
+        **{"run": run, "inputs": prompt_files_by_name(context.config), **context.provenance},
     )
 
 
 def sft_samples(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int) -> list[Sample]:
-    """Return conversations as samples. The loss mask is 1 on the assistant turns, including the token that ends a turn.
+    """Return one sample per conversation. The loss mask is 1 on the assistant turns, including the token that ends each
+    turn.
 
     Raises:
-        DataError, TemplateError: a row cannot be used; the message names the first such row.
+        DataError, TemplateError: a row cannot be trained on; the message names the first such row.
     """
     conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
-    # Encode piece by piece: a prompt then has the same token ids as in generation.
+    # Tokenize trained and untrained pieces separately, so that a prompt has the same token ids as in generation.
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
     for prompt, pieces in zip(prompts, conversations):
@@ -111,10 +114,10 @@ def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piec
             "with --input-key, or remove the row"
         )
     try:
-        pieces = split_pieces(messages, tokenizer, prompt.tools)
+        pieces = split_trained_text(messages, tokenizer, prompt.tools)
     except DataError as error:  # includes TemplateError
         raise type(error)(f"{where}: {error}") from error
-    if dropped_thoughts(messages, pieces):
+    if drops_reasoning(messages, pieces):
         logger.warning(
             "%s: the chat template drops the reasoning of the last assistant message; the reasoning is not trained",
             where,

@@ -77,16 +77,16 @@ class TrainActor:
         self._owner = owner
         return self.info()
 
-    def join(self, init_method: str) -> None:
+    def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
         from penstock.engines.megatron.parallel import init_parallel
-        from penstock.stages.train.build import build_models, layout_of
+        from penstock.stages.train.build import build_models, parallel_layout
 
         config = self.spec.config
         timeout = timedelta(seconds=config.train_timeout)  # one rank may download gigabytes while others wait
         ranks = (self.rank, self.build.num_ranks)
         listener, self._listener = self._listener, None
-        layout = layout_of(config)
+        layout = parallel_layout(config)
         init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
         self.models: Models = build_models(self.spec.shape, config)
         self._joined = True
@@ -98,7 +98,7 @@ class TrainActor:
         return self._state
 
     def info(self) -> RankInfo:
-        """Return the identity of this rank."""
+        """Return this rank's number, build hash, Ray node, process id and log path."""
         import ray
 
         return RankInfo(
@@ -112,7 +112,7 @@ class TrainActor:
             log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
         )
 
-    def address(self) -> str:
+    def open_rendezvous(self) -> str:
         """Open the rendezvous socket, on this machine's Ray address only, and return its URL (tcp://host:port)."""
         import ray
 
@@ -123,17 +123,18 @@ class TrainActor:
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def digest(self) -> dict[str, str]:
-        """Return the hashes of this rank's parameter shards, of policy and critic: shard -> hash."""
+        """Return the hash of every parameter shard of policy and critic on this rank: shard name -> hash."""
         return self.models.digest()
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Return the hashes of everything in a checkpoint besides the trained weights: optimizer, learning-rate
-        scheduler and RNG states, and a refreshed reference."""
+        """Return the hashes of everything in a checkpoint except the trained weights: optimizer, learning-rate
+        scheduler and RNG states, and a reference that --ref-update-interval replaced."""
         return self.models.state_digest()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything besides weights and data that the bits of a training step depend on: the engine's
-        fingerprint and the packing options. `bit_exact` tells whether a replay gives the same bits."""
+        """Return everything, except weights and data, that determines the result of a training step bit for bit:
+        hardware, libraries, parallel layout, packing options. The entry `bit_exact` tells whether training on the same
+        data again gives the same bits."""
         config = self.spec.config
         packing = {
             name: getattr(config, name)
@@ -158,25 +159,26 @@ class TrainActor:
             version: policy version that is loaded.
             base: commit with the starting weights of policy and critic; None if `checkpoint` is given.
             checkpoint: commit of the checkpoint; None = load `base`.
-            auxiliary: commits of reference and teacher, without a refreshed reference, which is in the checkpoint.
+            auxiliary: commits of the reference and teacher models. A reference that --ref-update-interval replaced is
+                read from `checkpoint` instead.
         """
         import ray
 
-        from penstock.stages.train.build import load_auxiliary, load_initial, resume
-        from penstock.stages.train.files import open_files
+        from penstock.stages.train.build import load_auxiliary, load_initial, resume_models
+        from penstock.stages.train.files import open_commit_files
 
         machine = ray.get_runtime_context().get_node_id()
-        with self._changing_to(version):
+        with self._changing_weights_to(version):
             for name, model in auxiliary.items():
-                with open_files(self.store, model, machine) as directory:
+                with open_commit_files(self.store, model, machine) as directory:
                     load_auxiliary(self.models, name, directory)
             if checkpoint is not None:
-                with open_files(self.store, checkpoint, machine) as directory:
-                    saved = resume(self.models, directory)
-                assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, expected policy {version}"
+                with open_commit_files(self.store, checkpoint, machine) as directory:
+                    saved = resume_models(self.models, directory)
+                assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
             else:
                 assert base is not None, "neither `checkpoint` nor `base` is given"
-                with open_files(self.store, base, machine) as directory:
+                with open_commit_files(self.store, base, machine) as directory:
                     load_initial(self.models, directory)
 
     def train(self, rollout: Commit, version: int) -> TrainResult:
@@ -187,17 +189,17 @@ class TrainActor:
         from penstock.storage.samples.shards import read_table
 
         assert self._state.clean and self._state.version == version, (
-            f"asked to train policy {version}, but the state is {self._state}"
+            f"asked to train policy {version}, but this rank holds {self._state}"
         )
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
-        batch = Batch.from_table(table, graded=config.loss_type != "sft_loss")
+        batch = Batch.from_table(table, needs_rewards=config.loss_type != "sft_loss")
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
-        with self._changing_to(version + 1):
+        with self._changing_weights_to(version + 1):
             trained = train_rollout(
                 self.models, batch, config, temperature=self.spec.temperature, critic_only=critic_only
             )
@@ -213,12 +215,12 @@ class TrainActor:
     def save(self, attempt: str) -> SaveResult:
         """Write this rank's part of a checkpoint (weights, optimizer, scheduler and RNG states) under the key
         `attempt`; the files are durable on return."""
-        from penstock.engines.megatron.checkpoints.torch_dist import written_by
-        from penstock.stages.train.build import save
+        from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
+        from penstock.stages.train.build import save_models
 
-        assert self._state.clean, f"asked to save, but the state is {self._state}"
-        with self.store.writing(attempt, owns=partial(written_by, self.rank)) as out:
-            save(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
+        assert self._state.clean, f"asked to save, but this rank holds {self._state}"
+        with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
+            save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
     def publish(
@@ -234,33 +236,33 @@ class TrainActor:
 
         from penstock.engines.backends import connect
         from penstock.engines.generation import EngineGone, EngineRefused
-        from penstock.engines.serving.keys import use_keys
+        from penstock.engines.serving.keys import set_api_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version == own_version, (
-            f"asked to publish {version}, but the state is {self._state}"
+            f"asked to publish {version}, but this rank holds {self._state}"
         )
-        use_keys(keys)
+        set_api_keys(keys)
         self._urls = urls
         self._engines = self._engines or connect(lambda: self._urls)
         transport = replace(transport, host=ray.util.get_node_ip_address())
         try:
-            self._engines.update_weights(self._named_weights(), version, transport)
+            self._engines.update_weights(self._hf_weights(), version, transport)
         except (EngineGone, EngineRefused) as error:
             return error
         return None
 
     @contextmanager
-    def _changing_to(self, version: int) -> Iterator[None]:
-        """Set `clean` to False while the block runs; when it succeeds, set `version` and `clean` (if it raises, `clean`
-        stays False)."""
+    def _changing_weights_to(self, version: int) -> Iterator[None]:
+        """Set `clean` of this rank's state to False while the `with` block changes the weights. When the block
+        succeeds, set `version` and `clean`; if it raises, `clean` stays False."""
         self._state = self._state.model_copy(update={"clean": False})
         yield
         self._state = self._state.model_copy(update={"version": version, "clean": True})
 
-    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from penstock.engines.families import layout_for
+    def _hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        from penstock.engines.families import tensor_layout
 
-        layout = layout_for(self.spec.shape)
+        layout = tensor_layout(self.spec.shape)
         for name, tensor in self.models.policy.named_weights():
             yield from layout.to_hf(name, tensor)

@@ -209,13 +209,13 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Configured user-defined functions: path, default name in a bare file.py, names of the arguments."""
-        for name, (usual_name, arguments) in PLUGINS.items():
+        """Path, default name in a bare file.py, and argument names of every configured user-defined function."""
+        for name, (default_name, arguments) in PLUGINS.items():
             if path := getattr(self, name):
-                yield path, usual_name, arguments
+                yield path, default_name, arguments
 
     @model_validator(mode="after")
-    def _check_algorithm(self) -> AlgorithmConfig:
+    def _check_contradictions(self) -> AlgorithmConfig:
         for wrong, message in (*self._loss_contradictions(), *self._model_contradictions()):
             if wrong:
                 raise OptionError(message)

@@ -38,19 +38,20 @@ class Batch:
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
 
     @classmethod
-    def from_table(cls, table: pa.Table, *, graded: bool) -> Batch:
+    def from_table(cls, table: pa.Table, *, needs_rewards: bool) -> Batch:
         """Convert a table of samples (columns: penstock.storage.samples.sample), without a Python loop over rows.
 
         Args:
             table: committed samples, in the order in which they were written.
-            graded: the loss needs rewards; samples without a reward (generation or grading failed) are not trained.
+            needs_rewards: whether the loss uses rewards; samples without one (generation or grading failed) are then
+                not trained on.
         """
         offsets, token_ids = _flatten_column(table, "token_ids")
         loss_mask = _flatten_column(table, "loss_mask")[1].astype(bool)
         rewards = table["reward"].to_numpy().astype(np.float64)  # null becomes NaN
         lengths = np.diff(offsets)
         loss_mask[offsets[:-1][lengths > 0]] = False
-        if graded:
+        if needs_rewards:
             loss_mask &= np.repeat(~np.isnan(rewards), lengths)
         return cls(
             offsets=offsets,
@@ -92,7 +93,7 @@ def _flatten_column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def _number_strings(table: pa.Table, name: str) -> np.ndarray:
-    """Replace the strings of a column by integers, numbered in order of first appearance. [B]"""
+    """Return the strings of a column as integers [B], numbered in order of first appearance."""
     column = table[name].combine_chunks()
     strings = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     return strings.dictionary_encode().indices.to_numpy().astype(np.int64)
@@ -120,22 +121,22 @@ class PackedMicrobatch:
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
     routing: RoutingRecord | None = None  # recorded expert ids of the tokens, for routing replay
 
-    def on(
-        self, device: torch.device, rows: Tensor | None = None, group: dist.ProcessGroup | None = None
+    def to_local(
+        self, device: torch.device, positions: Tensor | None = None, group: dist.ProcessGroup | None = None
     ) -> PackedMicrobatch:
         """Return a copy whose loss inputs are on `device` and contain only trained tokens with hidden states on this
         rank.
 
         Args:
             device: device on which the loss is computed; the engine moves `token_ids` itself.
-            rows: [r] positions (in T) of this rank's hidden states under context parallelism; None = all T positions.
+            positions: [r] positions (of T) whose hidden states this rank holds under context parallelism; None = all.
             group: context-parallel ranks that hold the other positions of the same sequences.
         """
         kept: slice | Tensor = slice(None)
         trained = self.trained
-        if rows is not None:
+        if positions is not None:
             local_row = torch.full((len(self.token_ids),), -1)
-            local_row[rows.cpu()] = torch.arange(len(rows))
+            local_row[positions.cpu()] = torch.arange(len(positions))
             kept = local_row[self.trained] >= 0
             trained = local_row[self.trained[kept]]
         return replace(
@@ -147,10 +148,10 @@ class PackedMicrobatch:
         )
 
 
-def pack(batch: Batch, rows: Sequence[int]) -> PackedMicrobatch:
-    """Pack the samples `rows` into one micro-batch. Without rows, the micro-batch is one pad token, so that this rank
-    still takes part in every collective."""
-    per_sample = [np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows]
+def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
+    """Pack samples of a batch into one micro-batch. Without samples, the micro-batch is one pad token, so that this
+    rank still takes part in every collective."""
+    per_sample = [np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in sample_indices]
     lengths = [len(tokens) for tokens in per_sample] or [1]
     tokens = np.concatenate(per_sample) if per_sample else np.zeros(0, dtype=np.int64)  # positions in the flat arrays
     cu_seqlens = np.cumsum([0, *lengths])
@@ -158,7 +159,7 @@ def pack(batch: Batch, rows: Sequence[int]) -> PackedMicrobatch:
     # position of a sample is not trained to predict the first token of the next sample.
     trained = np.flatnonzero(batch.loss_mask[tokens[1:]])
     targets = tokens[trained + 1]
-    sequence = np.repeat(np.arange(len(rows)), lengths if per_sample else 0)[trained]
+    sequence = np.repeat(np.arange(len(sample_indices)), lengths if per_sample else 0)[trained]
     return PackedMicrobatch(
         token_ids=torch.from_numpy(batch.token_ids[tokens] if per_sample else np.array([PAD_TOKEN])),
         position_ids=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
@@ -167,6 +168,6 @@ def pack(batch: Batch, rows: Sequence[int]) -> PackedMicrobatch:
         trained=torch.from_numpy(trained),
         targets=torch.from_numpy(batch.token_ids[targets]),
         ordinal=torch.from_numpy(np.searchsorted(batch.trained, targets)),
-        samples=SegmentReducer(torch.from_numpy(sequence), torch.from_numpy(batch.num_trained[list(rows)])),
-        routing=None if batch.engine_choices is None else batch.engine_choices.record(rows),
+        samples=SegmentReducer(torch.from_numpy(sequence), torch.from_numpy(batch.num_trained[list(sample_indices)])),
+        routing=None if batch.engine_choices is None else batch.engine_choices.decode(sample_indices),
     )

@@ -1,7 +1,8 @@
 """Build, load, save and resume the models of one rank. `actor.py` chooses the files, `step.py` trains the models.
 
-A checkpoint directory contains the policy; a critic and a refreshed reference are in its subdirectories `critic` and
-`reference`. All models have the same parallel layout, share one process, and process the same micro-batches in turn.
+A checkpoint directory contains the policy. Its subdirectories `critic` and `reference` contain the critic and a
+reference that --ref-update-interval replaced, if the run has them. All models have the same parallel layout, share one
+process, and process the same micro-batches in turn.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ class Models:
     critic: MegatronEngine | None = None
     reference: Snapshot | None = None
     teacher: Snapshot | None = None
-    refreshed: bool = False  # the reference was replaced by a later policy (--ref-update-interval)
+    refreshed: bool = False  # the reference is a later policy (--ref-update-interval), not the starting one
 
     def digest(self) -> dict[str, str]:
-        """Return the hashes of this rank's parameter shards: shard -> hash. Not collective."""
+        """Return the hash of every trained parameter shard on this rank: shard name -> hash. Not collective."""
         critic = {} if self.critic is None else self.critic.digest()
         return self.policy.digest() | {f"critic.{name}": value for name, value in critic.items()}
 
     def state_digest(self) -> dict[str, str]:
-        """Return the hashes of everything in a checkpoint besides the trained weights: optimizer, learning-rate
+        """Return the hashes of everything in a checkpoint except the trained weights: optimizer, learning-rate
         scheduler and RNG states, and a refreshed reference. Not collective."""
         digest = self.policy.state_digest()
         if self.critic is not None:
             digest |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
         if self.refreshed and self.reference is not None:
-            with self.policy.using(self.reference):
+            with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
         return digest
 
@@ -51,8 +52,8 @@ class Models:
         self.reference, self.refreshed = self.policy.snapshot(), True
 
 
-def layout_of(config: TrainConfig) -> ParallelLayout:
-    """Return the parallel layout of all models."""
+def parallel_layout(config: TrainConfig) -> ParallelLayout:
+    """Return the tensor, pipeline, context and expert parallel sizes, which all models share."""
     return ParallelLayout(
         tensor=config.tensor_model_parallel_size,
         pipeline=config.pipeline_model_parallel_size,
@@ -69,10 +70,10 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     if config.deterministic_mode:
         use_deterministic_kernels()
 
-    def engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
+    def build_engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
         return MegatronEngine(
             shape,
-            layout_of(config),
+            parallel_layout(config),
             dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
             optimizer=optimizer,
             overrides=config.megatron,
@@ -80,13 +81,13 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
             role=role,
         )
 
-    critic = engine("value", config.critic_optimizer_options) if config.uses_critic else None
-    return Models(engine("policy", config.optimizer_options), critic)
+    critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
+    return Models(build_engine("policy", config.optimizer_options), critic)
 
 
 def load_auxiliary(models: Models, name: str, directory: Path) -> None:
     """Load the weights of the model `name` ("reference" or "teacher") into host memory. This overwrites the weights of
-    the policy: call `load_initial` or `resume` afterwards. Collective."""
+    the policy: call `load_initial` or `resume_models` afterwards. Collective."""
     models.policy.load_weights(directory)
     setattr(models, name, models.policy.snapshot())
     if name == "reference":
@@ -100,22 +101,22 @@ def load_initial(models: Models, directory: Path) -> None:
             engine.load_weights(directory)
 
 
-def save(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
-    """Write all states of the trained models, and a refreshed reference, for `resume`; `step_state` is stored with
-    them. Collective."""
+def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
+    """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic, a refreshed reference, and
+    `step_state`. Collective."""
     models.policy.save(directory, step_state)  # first, because Megatron warns if the directory is not empty
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
     if models.refreshed and models.reference is not None:
-        with models.policy.using(models.reference):
+        with models.policy.using_weights(models.reference):
             models.policy.save_weights(directory / "reference")
 
 
-def resume(models: Models, directory: Path) -> dict[str, Any]:
-    """Load a checkpoint that `save` has written, and return its `step_state`. The parallel layout may differ.
+def resume_models(models: Models, directory: Path) -> dict[str, Any]:
+    """Load a checkpoint that `save_models` has written, and return its `step_state`. The parallel layout may differ.
     Collective.
 
-    If the checkpoint has no critic, because a fork added the critic, it starts from the policy's weights.
+    If a fork of the run added the critic, so that the checkpoint has none, the critic starts from the policy's weights.
     """
     if (directory / "reference").is_dir():
         load_auxiliary(models, "reference", directory / "reference")

@@ -163,7 +163,7 @@ class TrainConfig(AlgorithmConfig):
             )
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check_parallel_sizes(self) -> TrainConfig:
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.num_ranks % model:
             raise OptionError(
@@ -189,7 +189,7 @@ class TrainConfig(AlgorithmConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> TrainConfig:
+    def _check_lr_schedule(self) -> TrainConfig:
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
             raise OptionError(
                 f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until "

@@ -13,7 +13,7 @@ from penstock.storage.store import Store
 
 
 @contextmanager
-def open_files(store: Store, commit: Commit, machine: str) -> Iterator[Path]:
+def open_commit_files(store: Store, commit: Commit, machine: str) -> Iterator[Path]:
     """Yield a local directory with the verified files of `commit`. Collective over all ranks: the first rank of each
     machine (`machine` is an id of this rank's machine) downloads the files.
 

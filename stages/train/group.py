@@ -23,7 +23,7 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
-from penstock.engines.serving.keys import keys_of
+from penstock.engines.serving.keys import known_api_keys
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.stages.train.spec import (
     AuxiliaryModel,
@@ -38,8 +38,10 @@ from penstock.stages.train.spec import (
 )
 from penstock.storage.refs import Commit
 
-SHORT_CALL = 60.0  # timeout in seconds of a query that does not touch the weights
-LEADER_CALL = 2.0  # timeout in seconds of the queries after a failure: which driver owns the ranks, which rank died
+QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights
+FAILURE_QUERY_TIMEOUT = (
+    2.0  # timeout in seconds of the queries after a failure: which driver owns the ranks, which rank died
+)
 LOG_LINES = 20  # number of lines of a dead rank's log in the error
 
 
@@ -78,16 +80,18 @@ class TrainerGroup:
             build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
-            for rank, slot in enumerate(self.cluster.place(build.num_ranks)):
+            for rank, slot in enumerate(self.cluster.place_processes(build.num_ranks)):
                 # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
                 # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
                 # processes survives a killed rank (seen with torch 2.11).
                 environment = slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1")
-                options = actor.options(**environment, max_restarts=0, **self.cluster.detached_options(_name(rank)))
-                actors.append(self.cluster.call(options.remote, build, rank, incarnation, self._owner))
+                options = actor.options(
+                    **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
+                )
+                actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
             self._actors = actors
             self._ranks = self._call("info")
-            self._call("join", self._rendezvous())
+            self._call("connect_and_build", self._rendezvous())
 
     def kill(self) -> None:
         """Kill every rank immediately. A call for which another thread is waiting fails."""
@@ -105,14 +109,14 @@ class TrainerGroup:
                 self._kill_actors(actors)
 
     def _is_owned_by_other_driver(self, actor: Any) -> bool:
-        """Return whether another driver has taken over these ranks, which is possible on an external Ray cluster only.
-        This driver must not kill them then."""
+        """Return whether another driver has taken over the rank `actor`, which is possible on an external Ray cluster
+        only. This driver must then not kill the ranks."""
         import ray
 
         if self.cluster.owned:
             return False
         try:
-            ray.get(actor.call.remote(self._owner, "state"), timeout=LEADER_CALL)
+            ray.get(actor.call.remote(self._owner, "state"), timeout=FAILURE_QUERY_TIMEOUT)
         except ray.exceptions.RayTaskError as error:
             return isinstance(error.cause, FencedError)
         except (ray.exceptions.RayError, TimeoutError):
@@ -132,7 +136,7 @@ class TrainerGroup:
             return False
         build = self._current_build()
         try:
-            ranks: list[RankInfo] = ray.get([actor.adopt.remote(self._owner) for actor in alive], timeout=SHORT_CALL)
+            ranks: list[RankInfo] = ray.get([actor.adopt.remote(self._owner) for actor in alive], timeout=QUERY_TIMEOUT)
         except (ray.exceptions.RayError, TimeoutError):
             ranks = []
         states = {(rank.build, rank.joined, rank.incarnation) for rank in ranks}
@@ -141,12 +145,12 @@ class TrainerGroup:
             self._actors, self._ranks = alive, ranks
             return True
         self._kill_actors(alive)
-        deadline = time.monotonic() + SHORT_CALL
+        deadline = time.monotonic() + QUERY_TIMEOUT
         while any(self._existing_actors()):  # Ray frees a name only after it has noticed the death
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"trainer ranks of an earlier driver of run {self.spec.run!r} were killed but did not exit within "
-                    f"{SHORT_CALL:g} s: find them with `ray list actors`, end their processes, and resume"
+                    f"{QUERY_TIMEOUT:g} s: find them with `ray list actors`, end their processes, and resume"
                 )
             time.sleep(0.05)
         return False
@@ -155,7 +159,9 @@ class TrainerGroup:
         """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
         `num_ranks`, because an earlier driver may have started more ranks."""
         actors: list[Any] = []
-        while (actor := self.cluster.find(_name(len(actors)))) is not None or len(actors) < self.spec.config.num_ranks:
+        while (actor := self.cluster.find_actor(_actor_name(len(actors)))) is not None or len(
+            actors
+        ) < self.spec.config.num_ranks:
             actors.append(actor)
         return actors
 
@@ -170,7 +176,7 @@ class TrainerGroup:
         if self.spec.config.actor_num_nodes == 1:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
-        return self._call("address", ranks=1)[0]
+        return self._call("open_rendezvous", ranks=1)[0]
 
     # ---- queries -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +193,7 @@ class TrainerGroup:
             if not self._actors and not self._take_over():
                 return None
             try:
-                first, *others = self._call("state", timeout=SHORT_CALL)
+                first, *others = self._call("state", timeout=QUERY_TIMEOUT)
             except (ray.exceptions.RayError, RankDied, TimeoutError):
                 return None
             if any(other != first for other in others):
@@ -196,15 +202,16 @@ class TrainerGroup:
             return first
 
     def digest(self) -> dict[str, str]:
-        """Return the hashes of the parameter shards of all ranks: shard -> hash."""
+        """Return the hash of every parameter shard of all ranks: shard name -> hash."""
         return _merge_digests(self._call("digest"))
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Return the hashes of everything in a checkpoint besides the trained weights, of all ranks."""
+        """Return the hashes of optimizer, learning-rate scheduler and RNG states of all ranks: name -> hash."""
         return _merge_digests(self._call("optimizer_digest"))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything besides weights and data that the bits of a training step depend on, from rank 0."""
+        """Return rank 0's description of everything, except weights and data, that determines the result of a training
+        step bit for bit: hardware, libraries, parallel layout, packing options."""
         return self._call("fingerprint")[0]
 
     # ---- commands ----------------------------------------------------------------------------------------------------
@@ -236,7 +243,7 @@ class TrainerGroup:
         Raises:
             EngineGone, EngineRefused: an engine failed; the ranks continue to run.
         """
-        errors = [error for error in self._call("publish", urls, version, transport, keys_of(urls)) if error]
+        errors = [error for error in self._call("publish", urls, version, transport, known_api_keys(urls)) if error]
         if errors:
             raise errors[0]
 
@@ -285,14 +292,14 @@ class TrainerGroup:
         import ray
 
         for actor in actors:
-            self.cluster.call(ray.kill, actor)
+            self.cluster.call_ray(ray.kill, actor)
 
     def _find_dead_rank(self, calls: list[Any]) -> int | None:
         """Return the first rank whose process has died, or None. Another rank often reports the death first, as a
         broken connection."""
         import ray
 
-        deadline, waiting = time.monotonic() + LEADER_CALL, calls
+        deadline, waiting = time.monotonic() + FAILURE_QUERY_TIMEOUT, calls
         while waiting and time.monotonic() < deadline:
             waiting = self.cluster.wait(waiting, deadline - time.monotonic())[1]
         for rank, call in enumerate(calls):
@@ -319,7 +326,7 @@ class TrainerGroup:
         return "\n".join([f"{message}; the tail of its log {info.log}:", *(lines or ["(empty)"])])
 
 
-def _name(rank: int) -> str:
+def _actor_name(rank: int) -> str:
     """Return the name of the Ray actor of a rank."""
     return f"trainer-{rank}"
 

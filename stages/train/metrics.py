@@ -31,16 +31,16 @@ def sum_over_ranks(engine: MegatronEngine, steps: list[dict[str, Any]]) -> list[
 
     Args:
         engine: its parallel layout tells which ranks are counted.
-        steps: one dictionary per optimizer step: {"sums": metric -> this rank's part of the sum, "alike": metric ->
-            value that is equal on all ranks}.
+        steps: one dictionary per optimizer step: {"partial_sums": metric -> this rank's part of the sum,
+            "replicated": metric -> value that is equal on all ranks}.
     """
     counted = engine.tensor_group is None or engine.tensor_group.rank() == 0
-    own = [{name: float(value) for name, value in step["sums"].items()} if counted else {} for step in steps]
+    own = [{name: float(value) for name, value in step["partial_sums"].items()} if counted else {} for step in steps]
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, own)
     shares = [share for share in shares if share[0]]
     return [
-        {name: sum(share[i][name] for share in shares) for name in shares[0][i]} | step["alike"]
+        {name: sum(share[i][name] for share in shares) for name in shares[0][i]} | step["replicated"]
         for i, step in enumerate(steps)
     ]
 

@@ -1,4 +1,4 @@
-"""The plan of a round: samples of each optimizer step, micro-batches of each rank, weight of each token in the loss.
+"""Plan the training of a round: samples of each optimizer step, micro-batches of each rank, loss weight of each token.
 
 The plan depends only on lengths and trajectories, so every rank computes the same plan without communication.
 """
@@ -28,7 +28,7 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
     rank, size = engine.data_parallel
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
-    for rows in _rows_of_steps(batch, config):
+    for rows in _samples_of_steps(batch, config):
         rows = rows[batch.num_trained[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
         if config.fills_by_tokens:
@@ -44,7 +44,10 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
             own_bins = list(range(rank, len(bins), size))
         microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
         steps.append(
-            [packed.on(engine.device, engine.rows_of(packed), engine.context_group) for packed in microbatches]
+            [
+                packed.to_local(engine.device, engine.loss_token_indices(packed), engine.context_group)
+                for packed in microbatches
+            ]
         )
     return steps
 
@@ -70,7 +73,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     trajectories = torch.from_numpy(batch.trajectory_index)[samples]
     weights = torch.zeros(len(samples), dtype=torch.float64)
     scale = torch.ones_like(weights) if custom_path else None
-    steps = _rows_of_steps(batch, config)
+    steps = _samples_of_steps(batch, config)
     for rows in steps:
         tokens = torch.from_numpy(np.flatnonzero(np.isin(batch.sample_index, rows)))
         weights[tokens] = weights_of_step(trajectories[tokens], len(batch.lengths))
@@ -84,20 +87,20 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
 # ---- samples of each optimizer step ----------------------------------------------------------------------------------
 
 
-def _rows_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
+def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step, from --global-batch-size or else --num-steps-per-rollout."""
     if config.global_batch_size is not None:
-        return optimizer_steps(batch.trajectory_index, config.global_batch_size)
+        return split_into_steps(batch.trajectory_index, config.global_batch_size)
     num_trajectories, num_steps = int(batch.trajectory_index.max(initial=-1)) + 1, config.num_steps_per_rollout or 1
     if num_trajectories % num_steps:
         raise OptionError(
             f"--num-steps-per-rollout {num_steps} does not divide the {num_trajectories} trajectories of the rollout: "
             "choose a divisor of rollout batch x samples per prompt"
         )
-    return optimizer_steps(batch.trajectory_index, num_trajectories // num_steps)
+    return split_into_steps(batch.trajectory_index, num_trajectories // num_steps)
 
 
-def optimizer_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
+def split_into_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step: blocks of `global_batch_size` consecutive trajectories. All
     samples of a trajectory are in the same step.
 
@@ -172,7 +175,7 @@ def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
         costs: cost of each item; the number of items is a multiple of `num_shares`.
         num_shares: number of shares.
     """
-    assert len(costs) % num_shares == 0, f"{len(costs)} items in {num_shares} shares"
+    assert len(costs) % num_shares == 0, f"{len(costs)} items cannot be split into {num_shares} shares of equal count"
     order, tie_breaker = sorted(range(len(costs)), key=lambda item: -costs[item]), count()
     heap = []
     for start in range(0, len(order), num_shares):

@@ -32,7 +32,7 @@ class ReplayError(RuntimeError):
     """A replayed round or a loaded checkpoint does not match the hashes or metrics in its commit."""
 
 
-class Replayed(Frozen):
+class ReplayResult(Frozen):
     """Result of training a committed round again and comparing weights and metrics with its commit."""
 
     rollout_id: int
@@ -52,7 +52,7 @@ class PolicyRestorer:
         keys: the run's keys in the store.
         group: the trainer's ranks; started if they are not running, restarted if they hold different states.
         base: checkpoint with the weights of version 0.
-        stamp: further fields of every commit (config_hash, code_version).
+        provenance: further fields of every commit (config_hash, code_version).
         on_progress: called with a message before each load and each replayed round.
     """
 
@@ -63,11 +63,11 @@ class PolicyRestorer:
         group: TrainerGroup,
         base: CheckpointRef,
         *,
-        stamp: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.store, self.keys, self.group, self.base = store, keys, group, base
-        self.stamp = stamp or {}
+        self.provenance = provenance or {}
         self.on_progress = on_progress
 
     def restore(self, version: int) -> None:
@@ -115,7 +115,7 @@ class PolicyRestorer:
             if after != before:
                 raise ReplayError(
                     f"checkpoint {self.keys.checkpoint(version)} has a hash mismatch of the {what} after loading: "
-                    f"{_summarize_difference(before, after)}. Check the storage and the installed libraries"
+                    f"{_summarize_hash_differences(before, after)}. Check the storage and the installed libraries"
                 )
 
     def train_round(self, rollout_id: int) -> Commit:
@@ -149,7 +149,7 @@ class PolicyRestorer:
             },
             summary={**trained.metrics, "perf/train_time": train_time},
             state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
-            **self.stamp,
+            **self.provenance,
         )
         winner = self.store.commit(prefix, commit)
         if winner is not commit:
@@ -183,7 +183,7 @@ class PolicyRestorer:
                 seconds={"save": seconds},
                 summary={"perf/save_model_time": seconds},
                 state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
-                **self.stamp,
+                **self.provenance,
             )
             failpoint("checkpoint-before-commit")
             commit = self.store.commit(prefix, commit)
@@ -195,7 +195,7 @@ class PolicyRestorer:
             policy_version=version,
         )
 
-    def replay_round(self, rollout_id: int) -> Replayed:
+    def replay_round(self, rollout_id: int) -> ReplayResult:
         """Train a committed round again, starting from the policy that the ranks hold, and compare weights and metrics
         with the round's commit. Writes nothing to the store."""
         committed = self._read_commit(self.keys.step(rollout_id))
@@ -205,11 +205,11 @@ class PolicyRestorer:
         if why:
             too_far = why if _same_numerics(committed, trained.fingerprint) else _beyond_tolerance(committed, trained)
             verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
-        return Replayed(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
+        return ReplayResult(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
 
     def _auxiliary_models(self, checkpoint: Commit | None) -> dict[AuxiliaryModel, Commit]:
         """Return the commits of the reference and the teacher that the algorithm needs, without the reference if
-        `checkpoint` contains a refreshed one."""
+        `checkpoint` contains one that --ref-update-interval replaced."""
         refreshed = checkpoint is not None and any(
             f"{checkpoint.attempt}/reference/" in file.path for file in checkpoint.files
         )
@@ -279,7 +279,7 @@ def _same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
 
 def _weight_difference(committed: Commit, trained: TrainResult) -> str:
     before = committed.state["digest"]
-    return _summarize_difference(before, trained.digest) if before != trained.digest else ""
+    return _summarize_hash_differences(before, trained.digest) if before != trained.digest else ""
 
 
 def _metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -304,7 +304,7 @@ def _beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
     return ""
 
 
-def _summarize_difference(before: dict[str, str], after: dict[str, str]) -> str:
+def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -> str:
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     return f"{len(names)} of {len(before)} tensors differ, first {names[0]}"
 

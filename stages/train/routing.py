@@ -23,7 +23,7 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """Expert ids that the engine's routers chose for every token of a rollout, encoded as bytes per sample. `record`
+    """Expert ids that the engine's routers chose for every token of a rollout, encoded as bytes per sample. `decode`
     decodes the samples of one micro-batch when the micro-batch is packed."""
 
     format: ExpertsFormat
@@ -47,14 +47,14 @@ class EngineChoices:
             )
         return cls(experts, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
 
-    def record(self, rows: Sequence[int]) -> RoutingRecord:
-        """Return the expert ids of the micro-batch that packs the samples `rows`: MoE layer -> [tokens, top_k]. Without
-        rows, the micro-batch is one pad token, and no experts are recorded.
+    def decode(self, sample_indices: Sequence[int]) -> RoutingRecord:
+        """Return the recorded expert ids of a micro-batch of samples: MoE layer -> [tokens, top_k]. Without samples,
+        the micro-batch is one pad token, and no experts are recorded.
 
         Raises:
             OptionError: the recorded bytes do not match the model's MoE layers, experts or top_k.
         """
-        parts = [self.format.decode(self.column[int(row)].as_py(), int(self.lengths[row])) for row in rows]
+        parts = [self.format.decode(self.column[int(row)].as_py(), int(self.lengths[row])) for row in sample_indices]
         if not parts:
             return RoutingRecord(1)
         chosen = torch.from_numpy(np.concatenate(parts))  # [T, layers with experts, top_k]

@@ -77,11 +77,11 @@ class TrainResult(BaseModel):
     steps: list[dict[str, float]]  # metrics of each optimizer step
     seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
-    fingerprint: dict[str, Any]  # everything besides weights and data that the bits of a step depend on
+    fingerprint: dict[str, Any]  # hardware, libraries, layout, options: with weights and data, they determine all bits
 
 
 class SaveResult(BaseModel):
-    """Durable files that a save has written, and their hashes: of one rank, or merged over all ranks."""
+    """Checkpoint files that one rank, or all ranks together, wrote durably, and the hashes of the saved state."""
 
     files: list[FileRecord]
     digest: dict[str, str]  # parameter shard -> hash of its bits

@@ -39,7 +39,7 @@ Routing = Literal["record", "replay"]
 
 @dataclass
 class TrainedRound:
-    """Metrics of a training round."""
+    """Metrics and phase times of one round of training."""
 
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
@@ -68,14 +68,16 @@ def train_rollout(
     per_step: list[Metrics] = [{} for _ in steps]
     if models.critic is not None:
         with clock("critic"):
-            critic_steps = update(models.critic, steps, partial(critic_microbatch_loss, config=config))
+            critic_steps = run_optimizer_steps(models.critic, steps, partial(critic_microbatch_loss, config=config))
         per_step = [
             {name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in critic_steps
         ]
     if not critic_only:
         loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
         with clock("update"):
-            policy_steps = update(models.policy, steps, loss, routing=update_routing(config, len(steps)))
+            policy_steps = run_optimizer_steps(
+                models.policy, steps, loss, routing=choose_update_routing(config, len(steps))
+            )
         per_step = [critic | policy for critic, policy in zip(per_step, policy_steps)]
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
@@ -102,25 +104,25 @@ def gather_experience(
     def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
         return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
 
-    def compute(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
-        with nullcontext() if snapshot is None else models.policy.using(snapshot):
-            return compute_on_every_rank(models.policy, steps, len(batch.trained), logprobs, routing)
+    def compute_logprobs(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
+        with nullcontext() if snapshot is None else models.policy.using_weights(snapshot):
+            return forward_all_tokens(models.policy, steps, len(batch.trained), logprobs, routing)
 
     if models.reference is not None:
         with clock("ref_logprobs"):
-            experience.ref_logprobs = compute(models.reference)
+            experience.ref_logprobs = compute_logprobs(models.reference)
     if models.teacher is not None:
         with clock("teacher_logprobs"):
-            experience.teacher_logprobs = compute(models.teacher)
+            experience.teacher_logprobs = compute_logprobs(models.teacher)
     if models.critic is not None:
         with clock("values"):
-            experience.values = compute_on_every_rank(models.critic, steps, len(batch.trained), critic_values)
+            experience.values = forward_all_tokens(models.critic, steps, len(batch.trained), critic_values)
     if config.use_rollout_logprobs:
         experience.old_logprobs = experience.rollout_logprobs
     elif needs_old_logprobs(config, len(steps)):
         with clock("old_logprobs"):
-            routing = "record" if config.use_routing_replay else update_routing(config, len(steps))
-            experience.old_logprobs = compute(routing=routing)
+            routing = "record" if config.use_routing_replay else choose_update_routing(config, len(steps))
+            experience.old_logprobs = compute_logprobs(routing=routing)
     return experience
 
 
@@ -132,13 +134,13 @@ def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
     return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
 
 
-def update_routing(config: TrainConfig, num_steps: int) -> Routing | None:
+def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None:
     """Return the expert routing of the update: "replay" for recorded expert ids, None if the routers choose again."""
     recorded = config.use_routing_replay and not config.use_rollout_logprobs and needs_old_logprobs(config, num_steps)
     return "replay" if recorded or config.use_rollout_routing_replay else None
 
 
-def compute_on_every_rank(
+def forward_all_tokens(
     engine: MegatronEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
 ) -> Tensor:  # [N] float64
     """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every rank.
@@ -148,12 +150,12 @@ def compute_on_every_rank(
     """
     result = torch.zeros(num_tokens, device=engine.device)
 
-    def store(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
+    def store_results(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
         result[packed.ordinal] = forward(hidden, head, packed)
         return None, {}
 
     for microbatches in steps:
-        engine.forward_backward(microbatches, store, forward_only=True, routing=routing)
+        engine.forward_backward(microbatches, store_results, forward_only=True, routing=routing)
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
         result.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
     dist.all_reduce(result)
@@ -215,7 +217,7 @@ def policy_microbatch_loss(
     config: TrainConfig,
     temperature: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy loss [n] and metrics ([n] each) of a micro-batch from the policy's hidden states."""
+    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states."""
     logprobs, entropy = policy_logprobs(hidden, head, packed, engine, config, temperature)
     return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
 
@@ -223,11 +225,13 @@ def policy_microbatch_loss(
 def critic_microbatch_loss(
     hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields, *, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the value loss [n] and metrics ([n] each) of a micro-batch from the critic's hidden states."""
+    """Return the value loss [n] and metrics ([n] each) of a micro-batch, computed from the critic's hidden states."""
     return value_loss(critic_values(hidden, head, packed), fields, config)
 
 
-def update(engine: MegatronEngine, steps: Steps, loss: MicrobatchLoss, routing: Routing | None = None) -> list[Metrics]:
+def run_optimizer_steps(
+    engine: MegatronEngine, steps: Steps, loss: MicrobatchLoss, routing: Routing | None = None
+) -> list[Metrics]:
     """Run all optimizer steps of the round and return the metrics of each step, summed over all ranks."""
 
     def weighted_loss(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -243,11 +247,11 @@ def update(engine: MegatronEngine, steps: Steps, loss: MicrobatchLoss, routing: 
         engine.zero_grad()
         outputs = engine.forward_backward(microbatches, weighted_loss, forward_only=False, routing=routing)
         learning_rate = engine.lr
-        updated, grad_norm = engine.step()
+        updated, grad_norm = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
         assert updated, "Megatron's optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs
         sums: dict[str, Any] = {name: torch.stack([out[name] for out in outputs]).double().sum() for name in names}
-        alike = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
-        results.append({"sums": sums, "alike": alike})
+        replicated = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
+        results.append({"partial_sums": sums, "replicated": replicated})
     return sum_over_ranks(engine, results)

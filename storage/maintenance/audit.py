@@ -17,8 +17,17 @@ from penstock.storage.disk import in_parallel
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
 from penstock.storage.maintenance.prompt_audit import PromptAudit, read_round
-from penstock.storage.maintenance.retention import Expired, expired, expired_key, expired_versions
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, FileRecord, RunKeys, commit_key, is_unchanged, parsed
+from penstock.storage.maintenance.retention import Tombstone, expired_versions, read_tombstone, tombstone_key
+from penstock.storage.refs import (
+    ORIGINS,
+    CheckpointRef,
+    Commit,
+    FileRecord,
+    RunKeys,
+    commit_key,
+    decode_record,
+    digest_matches,
+)
 from penstock.storage.store import Store
 
 NUM_FILES = 8  # read concurrently
@@ -56,15 +65,15 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
         RunError: the run does not exist.
     """
     check = _RunAudit(store, keys)
-    record = check.run_record()
-    commits = check.commits()
-    tombstones = check.tombstones()
-    check.files(commits, hashes)
-    check.inputs(commits, tombstones)
-    check.placement(commits)
-    check.rounds(commits)
-    check.samples(record, commits)
-    check.orphans()
+    record = check.read_run_record()
+    commits = check.read_commits()
+    tombstones = check.read_tombstones()
+    check.check_files(commits, hashes)
+    check.check_inputs(commits, tombstones)
+    check.check_record_keys(commits)
+    check.check_rounds(commits)
+    check.check_samples(record, commits)
+    check.count_orphans()
     return check.result
 
 
@@ -74,41 +83,41 @@ class _RunAudit:
     def __init__(self, store: Store, keys: RunKeys) -> None:
         self.store, self.keys, self.result = store, keys, Audit(keys.run)
 
-    def report(self, problem: str | Exception) -> None:
+    def add_problem(self, problem: str | Exception) -> None:
         self.result.problems.append(str(problem).partition("\n")[0])
 
-    def run_record(self) -> dict[str, Any]:
+    def read_run_record(self) -> dict[str, Any]:
         """Return run.json. If it is damaged or missing, report a problem and return {}."""
         store, keys = self.store, self.keys
         try:
             record = store.read_json(keys.record)
         except StoreError as error:
-            self.report(error)
+            self.add_problem(error)
             return {}
         if isinstance(record, dict):
             return record
         if record is None and not store.list(keys.prefix):
             raise RunError(f"store {store.uri} has no run {keys.run!r}: check the name, or pass the right --store")
         state = "is missing" if record is None else "is not a JSON object"
-        self.report(f"{keys.record} {state}: restore it from a backup")
+        self.add_problem(f"{keys.record} {state}: restore it from a backup")
         return {}
 
-    def commits(self) -> dict[str, Commit]:
+    def read_commits(self) -> dict[str, Commit]:
         """Return all readable commits of the run and of the models it started with, by prefix; report damaged
         records."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
         origins = {name: data for name in ORIGINS if (data := store.read(keys.origin(name)))}
         if prefixes and "base" not in origins:
-            self.report(
+            self.add_problem(
                 f"{keys.origin('base')} is missing, so the run's initial model is unknown: restore it from a backup"
             )
         model_keys: set[str] = set()
         for name, data in origins.items():
             try:
-                model_keys.add(parsed(CheckpointRef, keys.origin(name), data).key)
+                model_keys.add(decode_record(CheckpointRef, keys.origin(name), data).key)
             except StoreError as error:
-                self.report(error)
+                self.add_problem(error)
         prefixes += sorted(key.removesuffix(commit_key("")) for key in model_keys)
         records = in_parallel(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)
         commits: dict[str, Commit] = {}
@@ -117,35 +126,37 @@ class _RunAudit:
             try:
                 if data is None:
                     if prefix.startswith("models/"):
-                        self.report(
+                        self.add_problem(
                             f"{key} is missing, the record of an initial model of the run: convert the model again"
                         )
                     continue
-                commits[prefix] = parsed(Commit, key, data)
-                unchanged = is_unchanged(data)
+                commits[prefix] = decode_record(Commit, key, data)
+                unchanged = digest_matches(data)
                 self.result.num_without_digest += unchanged is None
                 if unchanged is False:
-                    self.report(f"{key} was modified after it was written (digest mismatch): restore it from a backup")
+                    self.add_problem(
+                        f"{key} was modified after it was written (digest mismatch): restore it from a backup"
+                    )
             except StoreError as error:
-                self.report(error)
+                self.add_problem(error)
         self.result.num_commits.update(commit.kind for commit in commits.values())
         return commits
 
-    def tombstones(self) -> dict[str, Expired]:
+    def read_tombstones(self) -> dict[str, Tombstone]:
         """Return the tombstones of expired checkpoints by the key of the deleted commit record."""
-        tombstones: dict[str, Expired] = {}
+        tombstones: dict[str, Tombstone] = {}
         for version in expired_versions(self.store, self.keys):
             prefix = self.keys.checkpoint(version)
             try:
-                if tombstone := expired(self.store, prefix):
+                if tombstone := read_tombstone(self.store, prefix):
                     tombstones[commit_key(prefix)] = tombstone
             except StoreError as error:
-                self.report(error)
+                self.add_problem(error)
         self.result.num_expired = len(tombstones)
         return tombstones
 
-    def files(self, commits: dict[str, Commit], hashes: bool) -> None:
-        """Check size and hash of every committed file except sample shards, which `samples` checks."""
+    def check_files(self, commits: dict[str, Commit], hashes: bool) -> None:
+        """Check size and hash of every committed file except sample shards, which `check_samples` checks."""
         store = self.store
         self.result.num_files = sum(len(commit.files) for commit in commits.values())
         self.result.num_bytes = sum(record.bytes for commit in commits.values() for record in commit.files)
@@ -176,18 +187,18 @@ class _RunAudit:
         ]
         self.result.problems += [problem for problem in in_parallel(find_damage, jobs, NUM_FILES) if problem]
 
-    def inputs(self, commits: dict[str, Commit], tombstones: dict[str, Expired]) -> None:
-        """Check that the input commits of every commit exist or have expired."""
+    def check_inputs(self, commits: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
+        """Check that every input of a commit is an existing commit record or that of an expired checkpoint."""
         known = {commit_key(prefix) for prefix in commits} | tombstones.keys()
         for prefix, commit in commits.items():
             for role, key in commit.inputs.items():
                 if not key.endswith(commit_key("")) or key in known:
                     continue
-                tombstone = expired_key(key.removesuffix(commit_key("")))
+                tombstone = tombstone_key(key.removesuffix(commit_key("")))
                 if self.store.read(key) is None and self.store.read(tombstone) is None:
-                    self.report(f"{commit_key(prefix)} has the {role} {key} as input, which does not exist")
+                    self.add_problem(f"{commit_key(prefix)} has the {role} {key} as input, which does not exist")
 
-    def placement(self, commits: dict[str, Commit]) -> None:
+    def check_record_keys(self, commits: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
         keys = self.keys
         for prefix, commit in commits.items():
@@ -197,22 +208,26 @@ class _RunAudit:
             index, kind = int(number), _KINDS[directory]
             recorded = (commit.kind, commit.index, commit.run or keys.run)
             if recorded != (kind, index, keys.run):
-                self.report(
+                self.add_problem(
                     f"{commit_key(prefix)} contains {recorded[0]} {recorded[1]} of run {recorded[2]!r}; "
                     f"it must contain {kind} {index} of run {keys.run!r}"
                 )
             version = index + 1 if kind == "step" else index
             demonstrations = kind == "rollout" and commit.policy_version == -1
             if commit.policy_version != version and not demonstrations:
-                self.report(f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {version}")
+                self.add_problem(
+                    f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {version}"
+                )
             source = {"step": ("rollout", keys.rollout(index)), "export": ("checkpoint", keys.checkpoint(index))}
             if kind in source:
                 role, needed = source[kind]
                 if commit.inputs.get(role) != commit_key(needed):
                     was = commit.inputs.get(role)
-                    self.report(f"{commit_key(prefix)} has the {role} {was} as input; it must be {commit_key(needed)}")
+                    self.add_problem(
+                        f"{commit_key(prefix)} has the {role} {was} as input; it must be {commit_key(needed)}"
+                    )
 
-    def rounds(self, commits: dict[str, Commit]) -> None:
+    def check_rounds(self, commits: dict[str, Commit]) -> None:
         """Check that rounds are consecutive, and that the policy version of each checkpoint, evaluation and export
         exists."""
         indices: dict[str, list[int]] = defaultdict(list)
@@ -222,17 +237,17 @@ class _RunAudit:
                 indices[_KINDS[directory]].append(int(number))
         for kind in ("rollout", "step"):
             if missing := set(range(max(indices[kind], default=-1) + 1)) - set(indices[kind]):
-                self.report(f"{kind} {min(missing)} is not committed, but {kind} {max(indices[kind])} is")
+                self.add_problem(f"{kind} {min(missing)} is not committed, but {kind} {max(indices[kind])} is")
         num_trained = len(indices["step"])
         for kind in ("checkpoint", "eval", "export"):
             last = max(indices[kind], default=0)
             # The step is read again, since the run may have committed it during the audit.
             if last > num_trained and self.store.read(commit_key(self.keys.step(last - 1))) is None:
-                self.report(
+                self.add_problem(
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} rounds"
                 )
 
-    def samples(self, record: dict[str, Any], commits: dict[str, Commit]) -> None:
+    def check_samples(self, record: dict[str, Any], commits: dict[str, Commit]) -> None:
         """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits.items() if commit.kind in ("rollout", "eval"))
@@ -246,21 +261,21 @@ class _RunAudit:
             if commits[prefix].kind == "rollout":
                 result.num_samples += len(round.ids)
                 result.num_prompts += len(round.served)
-                result.problems += prompts.follow(prefix, commits[prefix], round)
+                result.problems += prompts.check_round(prefix, commits[prefix], round)
                 ids.append(round.ids)
             else:
-                result.problems += PromptAudit(set()).follow(prefix, commits[prefix], round, one_epoch=True)
+                result.problems += PromptAudit(set()).check_round(prefix, commits[prefix], round, one_epoch=True)
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):
-            self.report(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
+            self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
 
-    def orphans(self) -> None:
-        """Count the orphans of the run and their bytes."""
+    def count_orphans(self) -> None:
+        """Count the run's files that no commit and no live process needs, and their bytes."""
         try:
             orphans = find_orphans(self.store, self.keys.run, older_than=0.0)
         except StoreError as error:  # a damaged record, perhaps of another run
-            self.report(error)
+            self.add_problem(error)
             return
         self.result.num_orphans = sum(len(orphan.files) for orphan in orphans)
         self.result.orphan_bytes = sum(orphan.bytes for orphan in orphans)

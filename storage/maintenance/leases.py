@@ -64,7 +64,7 @@ class LeaseStore(Protocol):
 
 
 class Lease:
-    """A lease that a thread of this process renews until `stop` or `release`.
+    """A lease file in the store that a background thread renews until `stop` or `release` is called.
 
     Raises:
         StoreError, OSError: the lease cannot be written.
@@ -85,11 +85,11 @@ class Lease:
     def release(self) -> None:
         """Stop renewing the lease and delete it."""
         self.stop()
-        _delete_quietly(self.store, [self.key])
+        _delete_or_warn(self.store, [self.key])
 
     def _write(self) -> None:
         try:
-            process = {**_machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+            process = {**_machine_identity(), "pid": os.getpid(), "started": _process_start_time(os.getpid())}
             self.store.replace(self.key, json.dumps(process).encode())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -110,17 +110,17 @@ def driver_key(keys: RunKeys) -> str:
 
 
 def live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
-    """Return descriptions of the running drivers of a run (see `holder`), without the holder of `own_lease`."""
+    """Return one description (`describe_holder`) per running driver of a run, without the holder of `own_lease`."""
     directory = f"{keys.prefix}/drivers"
     leases = [f"{directory}/{name}" for name in store.list(directory) if name.endswith(".lease")]
     others = [lease for lease in leases if lease != own_lease]
     if not others:
         return []
     now = store_time(store)
-    return [driver for lease in others if (driver := holder(store, lease, now))]
+    return [driver for lease in others if (driver := describe_holder(store, lease, now))]
 
 
-def holder(store: LeaseStore, key: str, now: float) -> str | None:
+def describe_holder(store: LeaseStore, key: str, now: float) -> str | None:
     """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
 
     Args:
@@ -138,9 +138,9 @@ def holder(store: LeaseStore, key: str, now: float) -> str | None:
     process = process if isinstance(process, dict) else {}
     if now - modified > TTL:
         return None
-    here = _machine()
+    here = _machine_identity()
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
-    if is_local and _started(int(process["pid"])) != process["started"]:  # the process has ended
+    if is_local and _process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
         return None
     renewed = f"lease renewed {max(0.0, now - modified):.0f} s ago"
     return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"
@@ -162,8 +162,8 @@ def store_time(store: LeaseStore) -> float:
         return time.time()
 
 
-def _machine() -> dict[str, Any]:
-    """Return host name, boot id and PID namespace, which together tell whether a process id is of this machine."""
+def _machine_identity() -> dict[str, Any]:
+    """Return host name, boot id and PID namespace: process ids are comparable only if all three are equal."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"host": platform.node(), "boot": boot, "processes": os.stat("/proc/self/ns/pid").st_ino}
@@ -171,7 +171,7 @@ def _machine() -> dict[str, Any]:
         return {"host": platform.node(), "boot": "", "processes": 0}
 
 
-def _started(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """Return the start time of a local process, in clock ticks since boot, or "" if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -193,17 +193,17 @@ def claim_key(attempt: str) -> str:
     return f"{attempt}.claim"
 
 
-def needs_guard(attempt: str) -> bool:
+def needs_lease(attempt: str) -> bool:
     """Return whether an attempt needs a lease and a claim. `gc` never deletes journals of unfinished rounds and
     directories with user-defined names, so these need neither."""
     return attempt.rpartition("/")[2].startswith("attempt-") and ".journal/" not in attempt
 
 
 @contextmanager
-def writer(store: LeaseStore, attempt: str) -> Iterator[None]:
+def writer_lease(store: LeaseStore, attempt: str) -> Iterator[None]:
     """Hold the lease of an attempt during the block. After the block the lease is no longer renewed, but it remains, so
     that it protects the files until the commit. An exception releases it."""
-    if not needs_guard(attempt):
+    if not needs_lease(attempt):
         yield
         return
     lease = Lease(store, lease_key(attempt))
@@ -217,25 +217,25 @@ def writer(store: LeaseStore, attempt: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seal:
-    """The claim of a writer that is about to commit its attempt."""
+    """The SEALED claim of a writer that is about to commit its attempt; `penstock gc` keeps a sealed attempt."""
 
     store: LeaseStore
     attempt: str
     at: float  # creation time by _CLOCK
 
     def check(self) -> None:
-        """Raise StoreError if half of SEAL_LIMIT, after which `gc` ignores the seal, has passed."""
+        """Raise StoreError if the seal is older than SEAL_LIMIT / 2 (`penstock gc` ignores it after SEAL_LIMIT)."""
         if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
             raise StoreError(
                 f"{self.attempt} was not committed in time, since this process was suspended: rerun the stage"
             )
 
     def end(self) -> None:
-        """Delete the lease and the claim. Called after the commit."""
-        _delete_quietly(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
+        """Delete the attempt's lease and claim files, after the commit."""
+        _delete_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
 
 
-def seal(store: LeaseStore, commit: Commit) -> Seal:
+def seal_attempt(store: LeaseStore, commit: Commit) -> Seal:
     """Create the SEALED claim of the commit's attempt, and check that the files of the commit still exist.
 
     Raises:
@@ -256,7 +256,7 @@ def seal(store: LeaseStore, commit: Commit) -> Seal:
     sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
-            _delete_quietly(store, [key])
+            _delete_or_warn(store, [key])
             state = "is missing" if size is None else f"has {size} bytes instead of {record.bytes}"
             raise StoreError(
                 f"{record.path} {state}, so it cannot be committed (`penstock gc` may have deleted it): rerun the stage"
@@ -264,19 +264,19 @@ def seal(store: LeaseStore, commit: Commit) -> Seal:
     return Seal(store, attempt, at)
 
 
-def condemn(store: LeaseStore, attempt: str, now: float) -> bool:
+def claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
     """Claim an attempt for deletion. Return False if its writer holds a lease or has sealed it in the last SEAL_LIMIT
     s.
 
-    The attempt may have been committed before the claim. So the caller must then look for the commit, and call `pardon`
-    instead of deleting if it exists.
+    The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
+    call `withdraw_claim` instead of deleting.
 
     Args:
         store: of the attempt.
         attempt: key of the attempt.
         now: the current time by the store's clock.
     """
-    if holder(store, lease_key(attempt), now):
+    if describe_holder(store, lease_key(attempt), now):
         return False
     key = claim_key(attempt)
     if store.create(key, CONDEMNED) or store.read(key) != SEALED:
@@ -285,13 +285,13 @@ def condemn(store: LeaseStore, attempt: str, now: float) -> bool:
     return sealed_at is not None and now - sealed_at > SEAL_LIMIT
 
 
-def pardon(store: LeaseStore, attempt: str) -> None:
-    """Delete the claim that `condemn` created."""
-    _delete_quietly(store, [claim_key(attempt)])
+def withdraw_claim(store: LeaseStore, attempt: str) -> None:
+    """Delete the claim that `claim_for_deletion` created."""
+    _delete_or_warn(store, [claim_key(attempt)])
 
 
-def _delete_quietly(store: LeaseStore, keys: list[str]) -> None:
-    """Delete lease or claim objects. A failure is logged only, since `gc` deletes the objects later."""
+def _delete_or_warn(store: LeaseStore, keys: list[str]) -> None:
+    """Delete lease and claim files. A failure is only logged, since `penstock gc` deletes the files later."""
     try:
         store.delete(keys)
     except (StoreError, OSError) as error:

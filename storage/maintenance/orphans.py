@@ -18,10 +18,18 @@ from pydantic import BaseModel
 from penstock.storage.disk import in_parallel
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.maintenance.leases import claim_key, condemn, holder, lease_key, live_drivers, pardon, store_time
+from penstock.storage.maintenance.leases import (
+    claim_for_deletion,
+    claim_key,
+    describe_holder,
+    lease_key,
+    live_drivers,
+    store_time,
+    withdraw_claim,
+)
 from penstock.storage.maintenance.removal import remove_run
-from penstock.storage.maintenance.retention import Expired, expired_key, fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, parsed
+from penstock.storage.maintenance.retention import Tombstone, fork_key, tombstone_key
+from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record
 from penstock.storage.store import Store, StoredFile
 
 NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
@@ -83,7 +91,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
     return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
 
 
-def remove(store: Store, orphan: Orphan, now: float | None = None) -> bool:
+def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
     """Delete an orphan, unless it has come into use since `find_orphans`. Return whether it was deleted.
 
     Args:
@@ -108,7 +116,7 @@ def remove(store: Store, orphan: Orphan, now: float | None = None) -> bool:
         return False
     if orphan.kind == "published weights" and run and live_drivers(store, RunKeys(run["run"])):
         return False
-    if orphan.kind == "old lease" and holder(store, orphan.key, now):
+    if orphan.kind == "old lease" and describe_holder(store, orphan.key, now):
         return False
     if orphan.kind == "expired checkpoint" and (attempt := _ATTEMPT.match(orphan.files[0])):
         committed = _committed_files(store, attempt["prefix"])
@@ -121,10 +129,10 @@ def remove(store: Store, orphan: Orphan, now: float | None = None) -> bool:
 def _remove_attempt(store: Store, orphan: Orphan, now: float) -> bool:
     """Delete an attempt, unless its writer is alive or has committed it (the protocol is described in leases.py)."""
     failpoint("gc-before-condemn")
-    if not condemn(store, orphan.key, now):
+    if not claim_for_deletion(store, orphan.key, now):
         return False
     if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
-        pardon(store, orphan.key)  # the writer has committed it meanwhile
+        withdraw_claim(store, orphan.key)  # the writer has committed it meanwhile
         return False
     failpoint("gc-condemned")
     guards = [lease_key(orphan.key), claim_key(orphan.key)]
@@ -149,7 +157,7 @@ class _Contents:
 
     def __init__(self, store: Store) -> None:
         self.files = files = {file.key: file for file in store.walk("")}
-        tombstones = _read_records(store, [key for key in files if key.endswith(expired_key(""))], Expired)
+        tombstones = _read_records(store, [key for key in files if key.endswith(tombstone_key(""))], Tombstone)
         self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
         runs = {match["run"] for key in files if (match := _RUN.match(key))}
         self.half_made = {  # runs: forks whose creation was not finished
@@ -161,7 +169,7 @@ class _Contents:
         self.committed_files = {  # without those of checkpoints that have expired in the same run
             record.path
             for key, commit in commits.items()
-            if commit.attempt not in self.expired or expired_key(key.removesuffix(_COMMIT)) not in files
+            if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files
             for record in commit.files
         }
         self.committed = {match["unit"] for key in self.committed_files if (match := _ATTEMPT.match(key))}
@@ -199,7 +207,7 @@ def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]
     def read(key: str) -> R | None:
         data = store.read(key)
         try:
-            return None if data is None else parsed(model, key, data)
+            return None if data is None else decode_record(model, key, data)
         except StoreError as error:
             raise StoreError(
                 f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"

@@ -27,7 +27,7 @@ from penstock.storage.store import Store
 
 _BATCH = 4096  # samples per read
 _COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata", "reward", "status"]
-_NO_FILE = -1  # in place of the file index, for prompts that a custom data source has made
+_NO_FILE = -1  # file index of prompts that a custom data source has created
 _MAX_PROBLEMS = 10  # per round; further ones are not reported
 
 Source = tuple[int, int, int]  # origin of a prompt: epoch, file index, row index
@@ -39,13 +39,13 @@ class ServedRound:
 
     problems: list[str]
     ids: np.ndarray  # [samples] uint64, hashes of the sample ids
-    served: dict[int, Source]  # prompts with samples: issue number -> source
+    served: dict[int, Source]  # prompts with samples: issue number (count of prompts taken by the run) -> source
     buffered: dict[int, Source] = field(default_factory=dict)  # prompts in the buffer for a later round
     dropped: dict[int, Source] = field(default_factory=dict)  # prompts that dynamic sampling dropped
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
-    """Read the samples of one commit, and make all checks that need no other round."""
+    """Read the samples of one commit, and check everything that does not depend on other rounds."""
     problems: list[str] = []
     ids: list[str] = []
     served: dict[int, Source] = {}
@@ -57,7 +57,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     issue_number = re.compile(group_prefix + r"(\d{9,})")
     try:
         with store.reading(commit) as directory:
-            for row in _rows(directory, commit, TRAINED):
+            for row in _read_rows(directory, commit, TRAINED):
                 ids.append(row["sample_id"])
                 rewards.append(row["reward"])
                 statuses[row["status"]] += 1
@@ -69,16 +69,16 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                     )
                     continue
                 issue, metadata = int(match[1]), json.loads(row["metadata"])
-                if not _is_of_round(row, metadata, commit):
+                if not _matches_commit(row, metadata, commit):
                     problems.append(
                         f"{prefix}: sample {row['sample_id']} has rollout {row['rollout_id']} and policy versions "
                         f"{row['policy_versions']}; its commit has {commit.index} and {[commit.policy_version] * 2}"
                     )
                 siblings[issue].add(row["trajectory_id"])
-                if served.setdefault(issue, _source(metadata)) != _source(metadata):
+                if served.setdefault(issue, _prompt_origin(metadata)) != _prompt_origin(metadata):
                     problems.append(f"{prefix}: the samples of group {row['group_id']} have different prompts")
-            for row in _rows(directory, commit, BUFFER):
-                buffered[int(row["group_id"])] = _source(json.loads(row["metadata"]))
+            for row in _read_rows(directory, commit, BUFFER):
+                buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
     problems += _check_groups(prefix, ids, siblings)
@@ -87,11 +87,11 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     if not problems:
         problems += _check_summary(prefix, commit, rewards, statuses)
     hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
-    dropped = {int(group["group_id"]): _source(group) for group in commit.state.get("dropped", [])}
+    dropped = {int(group["group_id"]): _prompt_origin(group) for group in commit.state.get("dropped", [])}
     return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped)
 
 
-def _rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
+def _read_rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
     for record in commit.files:
         if not record.path.rpartition("/")[2].startswith(f"{name}-"):
             continue
@@ -101,12 +101,12 @@ def _rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]
                 yield from batch.to_pylist()
 
 
-def _source(metadata: dict[str, Any]) -> Source:
+def _prompt_origin(metadata: dict[str, Any]) -> Source:
     source = metadata.get("source") or {}
     return source.get("epoch", -1), source.get("file", -2), source.get("row", -1)
 
 
-def _is_of_round(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) -> bool:
+def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) -> bool:
     """Return whether the round and policy versions of a sample match its commit. A sample that was started in an
     earlier round may begin with an older policy version."""
     first, last = row["policy_versions"]
@@ -118,6 +118,7 @@ def _is_of_round(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) 
 
 
 def _check_groups(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
+    """Check that sample ids are unique and that all groups have the same size. Return the problems."""
     problems = []
     if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
         problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
@@ -178,9 +179,9 @@ class PromptAudit:
         self._buffered: set[int] = set()  # issue numbers of the buffered prompts after the last round
         self._num_skipped = 0  # prompts that the current round must have skipped
 
-    def follow(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
-        """Return the problems of the next round. With `one_epoch` (evaluations), the round must use each prompt
-        once."""
+    def check_round(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
+        """Check the prompts of the next round, and return the problems. With `one_epoch` (evaluations), the round must
+        use each prompt once."""
         after = commit.state.get("data_source")
         if after is None:
             return [f"{commit_key(prefix)} has no data source state"]
@@ -205,14 +206,14 @@ class PromptAudit:
             return [f"{commit_key(prefix)} lacks data segments of earlier rounds"]
         sources = {**round.served, **round.buffered, **round.dropped}
         issued = {issue: source for issue, source in sources.items() if issue in issues and source[1] != _NO_FILE}
-        problems = self._advance(prefix, before, after, issued)
+        problems = self._advance_cursors(prefix, before, after, issued)
         self.num_epochs = self._past_epochs + max(cursor.epoch for cursor in self._cursors.values()) + 1
         num_rows = sum(segment["rows"] for segment in after["segments"])
         if one_epoch and (after["epoch"], len(self._cursors[0].rows)) != (0, num_rows):
             problems.append(f"{prefix} has scored {len(self._cursors[0].rows)} of the data set's {num_rows} prompts")
         return problems[:3]
 
-    def _advance(
+    def _advance_cursors(
         self, prefix: str, before: dict[str, Any], after: dict[str, Any], issued: dict[int, Source]
     ) -> list[str]:
         """Advance the cursors by the issued prompts, and return how they differ from the data source state `after`."""
@@ -226,14 +227,14 @@ class PromptAudit:
             segments = [segment for segment in after["segments"] if not weighted or segment["file"] == file]
             served = {issue: source for issue, source in issued.items() if not weighted or source[1] == file}
             cursor = self._cursors.setdefault(file, EpochCursor())
-            problems += self._walk(prefix, cursor, state, served, segments, may_skip=num_skipped > 0)
+            problems += self._advance_cursor(prefix, cursor, state, served, segments, may_skip=num_skipped > 0)
         if num_skipped != self._num_skipped and not problems:
             problems.append(
                 f"{commit_key(prefix)} records {num_skipped} skipped prompts, but {self._num_skipped} were not issued"
             )
         return problems
 
-    def _walk(
+    def _advance_cursor(
         self,
         prefix: str,
         cursor: EpochCursor,
@@ -243,7 +244,8 @@ class PromptAudit:
         *,
         may_skip: bool,
     ) -> list[str]:
-        """Move one cursor to `state`. Skipped prompts are those missing before the next epoch or before the end."""
+        """Advance one cursor by the prompts `served`, and return how it differs from `state`. Prompts that are missing
+        before the end of an epoch, or before `state`, count as skipped."""
         problems = []
         num_rows = sum(segment["rows"] for segment in segments)
         for issue in sorted(served):
@@ -281,7 +283,7 @@ class PromptAudit:
 
 
 def _split_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
-    """Return a cursor per file, for a run that gets weights on resume: each file continues from its position."""
+    """Return one cursor per file, for a run resumed with --prompt-data-weights: each file keeps its position."""
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor
     for segment in segments:

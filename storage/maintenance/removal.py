@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.maintenance.leases import Lease, holder, live_drivers, store_time
+from penstock.storage.maintenance.leases import Lease, describe_holder, live_drivers, store_time
 from penstock.storage.maintenance.retention import fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store, StoredFile
@@ -29,10 +29,10 @@ def is_removed(store: Store, keys: RunKeys) -> bool:
     return store.exists(removed_key(keys))
 
 
-def being_removed(store: Store, keys: RunKeys) -> str | None:
+def describe_remover(store: Store, keys: RunKeys) -> str | None:
     """Return a description of the process that is removing a run, or None."""
     key = _lease_key(keys)
-    return holder(store, key, store_time(store)) if store.exists(key) else None
+    return describe_holder(store, key, store_time(store)) if store.exists(key) else None
 
 
 def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> list[StoredFile]:
@@ -47,20 +47,20 @@ def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> 
         RunError: a driver is running, another process is removing the run, or a fork needs its files.
         StoreError: the store is not writable.
     """
-    if other := being_removed(store, keys):
+    if other := describe_remover(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
     lease = Lease(store, _lease_key(keys))
     try:
         if not is_removed(store, keys):
             if drivers := live_drivers(store, keys, own_lease=own_lease):
                 raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
-            if forks := dependents(store, keys):
+            if forks := dependent_runs(store, keys):
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
             store.create(removed_key(keys), b"")  # empty, so that it can be created on a full disk
         kept = {removed_key(keys), lease.key, own_lease}
         files = [file for file in store.walk(keys.prefix) if file.key not in kept]
         store.delete([file.key for file in files])
-        store.prune(keys.prefix)
+        store.remove_empty_directories(keys.prefix)
         store.delete([removed_key(keys)])
     finally:
         lease.release()
@@ -83,7 +83,7 @@ def translate_write_errors(store: Store) -> Iterator[None]:
         ) from error
 
 
-def dependents(store: Store, keys: RunKeys) -> list[str]:
+def dependent_runs(store: Store, keys: RunKeys) -> list[str]:
     """Return the names of runs whose commits list files of this run, including unfinished forks."""
     return [run for run in store.list("runs") if run != keys.run and _uses_files_of(store, RunKeys(run), keys)]
 

@@ -19,14 +19,14 @@ from collections.abc import Collection
 
 from pydantic import model_validator
 
-from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key, parsed
+from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key, decode_record
 from penstock.storage.store import Store
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 
 
-class Expired(Frozen):
+class Tombstone(Frozen):
     """The tombstone of a checkpoint: the deleted commit, and why and when the checkpoint expired."""
 
     why: str
@@ -34,7 +34,7 @@ class Expired(Frozen):
     commit: Commit
 
     @model_validator(mode="after")
-    def _check_commit(self) -> Expired:
+    def _check_commit(self) -> Tombstone:
         if self.commit.kind != "checkpoint" or not _ATTEMPT.fullmatch(self.commit.attempt or ""):
             raise ValueError(
                 f"the tombstone contains {self.commit.kind} {self.commit.attempt!r}, which is not a checkpoint of a run"
@@ -42,16 +42,16 @@ class Expired(Frozen):
         return self
 
 
-def expired_key(prefix: str) -> str:
+def tombstone_key(prefix: str) -> str:
     """Return the key of the tombstone of the checkpoint under `prefix`."""
     return f"{prefix}.expired.json"
 
 
-def expired(store: Store, prefix: str) -> Expired | None:
+def read_tombstone(store: Store, prefix: str) -> Tombstone | None:
     """Return the tombstone of a checkpoint, or None."""
-    key = expired_key(prefix)
+    key = tombstone_key(prefix)
     data = store.read(key)
-    return None if data is None else parsed(Expired, key, data)
+    return None if data is None else decode_record(Tombstone, key, data)
 
 
 def expired_versions(store: Store, keys: RunKeys) -> list[int]:
@@ -61,7 +61,7 @@ def expired_versions(store: Store, keys: RunKeys) -> list[int]:
 
 
 def expire_checkpoints(
-    store: Store, keys: RunKeys, *, keep: int, best: str | None = None, also: Collection[int] = frozenset()
+    store: Store, keys: RunKeys, *, keep: int, best: str | None = None, keep_versions: Collection[int] = frozenset()
 ) -> list[int]:
     """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
 
@@ -70,7 +70,7 @@ def expire_checkpoints(
         keys: of the run.
         keep: number of newest checkpoints to keep, at least one.
         best: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
-        also: further policy versions to keep.
+        keep_versions: further policy versions to keep.
 
     Returns:
         The policy versions of the deleted checkpoints, ascending.
@@ -78,7 +78,7 @@ def expire_checkpoints(
     assert keep >= 1, "keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
     finish_expiries(store, keys)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
-    candidates = [version for version in versions[:-keep] if version not in also]
+    candidates = [version for version in versions[:-keep] if version not in keep_versions]
     if not candidates:
         return []
     kept = set(versions[-keep:]) | fork_points(store, keys, versions)
@@ -100,7 +100,7 @@ def finish_expiries(store: Store, keys: RunKeys) -> list[int]:
         if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
     ]
     for version in unfinished:
-        tombstone = expired(store, keys.checkpoint(version))
+        tombstone = read_tombstone(store, keys.checkpoint(version))
         assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
         _delete_expired(store, keys, version, tombstone)
     return unfinished
@@ -122,10 +122,9 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
 
 
 def fork_points(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return the versions of the checkpoints from which forks of this run start, and from which this run, if a fork,
-    did.
+    """Return the policy versions of the checkpoints from which this run's forks, or the run itself as a fork, start.
 
-    If the checkpoint of a fork's version does not exist, it is the newest one before.
+    For a fork at round N this is the newest checkpoint up to version N.
     """
     points: list[int] = []
     for run in store.list("runs"):
@@ -147,19 +146,19 @@ def _expire(store: Store, keys: RunKeys, version: int, why: str) -> None:
     commit = store.committed(prefix)
     if commit is None:
         return  # another driver has deleted the checkpoint
-    tombstone = Expired(why=why, expired_at=time.time(), commit=commit)
+    tombstone = Tombstone(why=why, expired_at=time.time(), commit=commit)
     data = tombstone.model_dump_json(indent=1).encode()
-    while not store.create(expired_key(prefix), data):
-        existing = expired(store, prefix)
+    while not store.create(tombstone_key(prefix), data):
+        existing = read_tombstone(store, prefix)
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
         if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
             _delete_expired(store, keys, version, existing)
-            store.delete([expired_key(prefix)])
+            store.delete([tombstone_key(prefix)])
     _delete_expired(store, keys, version, tombstone)
 
 
-def _delete_expired(store: Store, keys: RunKeys, version: int, tombstone: Expired) -> None:
+def _delete_expired(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
     """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
     prefix, attempt = keys.checkpoint(version), tombstone.commit.attempt
     commit = store.committed(prefix)

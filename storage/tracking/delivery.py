@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.refs import Commit, RunKeys, commit_key
-from penstock.storage.secrets import masked, redact
+from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.outbox import Outbox
@@ -59,7 +59,9 @@ class RunTracking:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._abandon = threading.Event()
-        self._append(f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": masked(config or {})})
+        self._append(
+            f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": mask_secrets(config or {})}
+        )
         self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self._thread.start()
 
@@ -67,7 +69,7 @@ class RunTracking:
         """Append a commit to the outbox under its key in the store. Return False if it was recorded before."""
         return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
 
-    def catch_up(self, store: Store, keys: RunKeys) -> int:
+    def record_missing_commits(self, store: Store, keys: RunKeys) -> int:
         """Record those commits of the run that are not in the outbox, and return their number.
 
         A commit is not in the outbox if the driver was killed between committing and `record`, or if the run has moved

@@ -1,6 +1,6 @@
-"""Relations between the commits of a run, for all trackers: parts of the run, consumed rollouts, rewards.
+"""Relations between the commits of a run, for all trackers: child runs, consumed rollouts, rewards.
 
-A tracker shows a run and its parts like this:
+A tracker shows a run and its child runs like this:
 
 <run>                      metrics over the rounds, config, commit records, reward curve, sample tables
   convert                  -> base model
@@ -17,7 +17,7 @@ from penstock.storage.refs import Commit
 
 
 class Lineage:
-    """The commits of a run up to those being delivered, with their keys."""
+    """An index of a run's commits, up to those being delivered to the tracker."""
 
     def __init__(self) -> None:
         self._commits: dict[str, dict[int, tuple[str, Commit]]] = defaultdict(dict)  # kind -> index -> key, commit
@@ -30,8 +30,8 @@ class Lineage:
         if commit.kind == "eval":
             self._evals[key] = commit
 
-    def part(self, key: str, commit: Commit) -> str:
-        """Return the name of the part of the run to which a commit belongs, or "" for the run itself."""
+    def child_run_name(self, key: str, commit: Commit) -> str:
+        """Return the name of the tracker's child run that shows a commit, or "" for the run itself."""
         match commit.kind:
             case "rollout" | "step":
                 return ""

@@ -1,5 +1,5 @@
-"""The tracker for MLflow. A Penstock run is an MLflow run, its parts (lineage.py) are child runs, a checkpoint is a
-logged model, rollout shards and evaluation prompts are MLflow data sets.
+"""The tracker for MLflow. A Penstock run is an MLflow run with child runs (lineage.py), a checkpoint is a logged
+model, rollout shards and evaluation prompts are MLflow data sets.
 
 Delivery is idempotent: MLflow runs and models are found by their tags, and MLflow identifies a metric point by run,
 name, step, time and value, which are all equal when a record is sent again.
@@ -62,7 +62,7 @@ class MlflowTracker:
         self.run = run
         self.client = MlflowClient(uri)
         self._experiment_id: str | None = None
-        self._run_ids: dict[str, str] = {}  # part of the run ("" for the run itself) -> MLflow run id
+        self._run_ids: dict[str, str] = {}  # name of the child run ("" for the run itself) -> MLflow run id
         self._models: dict[int, LoggedModel] = {}  # policy version -> model
 
     @property
@@ -79,12 +79,12 @@ class MlflowTracker:
         for record in records:
             match record:
                 case RunStarted():
-                    self._start(record)
+                    self._log_start(record)
                 case MetricsLogged():
-                    points += _points(record.metrics, record.step, record.at)
+                    points += _metric_points(record.metrics, record.step, record.at)
                 case Committed():
                     points += self._log_commit(record.key, record.commit, lineage)
-        main_run = self._main_run(records[0].at)
+        main_run = self._main_run_id(records[0].at)
         for chunk in _chunks(points, _MAX_METRICS):
             self.client.log_batch(main_run, metrics=chunk)
         ends = [record for record in records if isinstance(record, RunEnded)]
@@ -100,14 +100,14 @@ class MlflowTracker:
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _start(self, record: RunStarted) -> None:
+    def _log_start(self, record: RunStarted) -> None:
         from mlflow.entities import Param
 
-        run_id = self._main_run(record.at)
+        run_id = self._main_run_id(record.at)
         run = self.client.get_run(run_id)
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
-        params = dict(flatten(record.config))
+        params = dict(flatten_params(record.config))
         known = run.data.params  # MLflow parameters are immutable, so a value changed on resume becomes a tag
         new = [Param(name, value) for name, value in params.items() if name not in known]
         for chunk in _chunks(new, _MAX_PARAMS):
@@ -116,14 +116,14 @@ class MlflowTracker:
             if known.get(name, value) != value:
                 self.client.set_tag(run_id, f"changed.{name}", value)
 
-    def _main_run(self, at: float) -> str:
+    def _main_run_id(self, at: float) -> str:
         return self._run_id("", self.run.name, int(at * 1000) or None, {"penstock.store": self.run.store_uri})
 
     def _run_id(self, part: str, name: str, start_time: int | None, tags: dict[str, str]) -> str:
-        """Return the MLflow run id of a part of the run ("" for the run itself). The MLflow run is created if missing.
+        """Return the id of the MLflow run for the run or one of its child runs. The MLflow run is created if missing.
 
         Args:
-            part: of the run; the MLflow run is found by it.
+            part: name of the child run, "" for the run itself; the tag by which the MLflow run is found.
             name: shown in the UI.
             start_time: milliseconds since the epoch, of a new MLflow run.
             tags: further tags of a new MLflow run.
@@ -135,13 +135,13 @@ class MlflowTracker:
                 "penstock.part": part or "run",
             }
             where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
-            experiment = self._experiment()
+            experiment = self._find_or_create_experiment()
             runs = self.client.search_runs([experiment], where, max_results=1, order_by=["attributes.start_time ASC"])
             run = runs[0] if runs else self.client.create_run(experiment, start_time, {**key, **tags}, name)
             self._run_ids[part] = run.info.run_id
         return self._run_ids[part]
 
-    def _experiment(self) -> str:
+    def _find_or_create_experiment(self) -> str:
         if self._experiment_id is None:
             name, location = self.run.experiment, None
             if self.uri.startswith(
@@ -157,9 +157,9 @@ class MlflowTracker:
     def _log_commit(self, key: str, commit: Commit, lineage: Lineage) -> list[Metric]:
         """Log a commit. Return its metrics for the main run, which the caller logs together with those of other
         commits."""
-        main_run = self._main_run(commit.created_at)
+        main_run = self._main_run_id(commit.created_at)
         text = commit.model_dump_json(indent=1)
-        part = lineage.part(key, commit)
+        part = lineage.child_run_name(key, commit)
         if not part:
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.run.name}/')}")
             self._log_samples(main_run, commit, lineage)
@@ -167,24 +167,24 @@ class MlflowTracker:
             return [
                 point
                 for values in (commit.summary, seconds)
-                for point in _points(values, commit.index, commit.created_at)
+                for point in _metric_points(values, commit.index, commit.created_at)
             ]
         start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         child = self._run_id(part, part, start_time, {"mlflow.parentRunId": main_run, "penstock.commit": key})
         match commit.kind:
             case "model":
-                self._log_model(child, 0, "base", key, commit)
+                self._log_model_output(child, 0, "base", key, commit)
             case "checkpoint":
                 self._log_checkpoint(child, key, commit, lineage)
             case "eval":
                 self._log_eval(child, key, commit, lineage)
             case "export":
-                self._log_input(child, commit.policy_version)
-                self.client.set_tag(child, "penstock.uri", self._uri(commit))
+                self._log_model_input(child, commit.policy_version)
+                self.client.set_tag(child, "penstock.uri", self._attempt_uri(commit))
         self.client.log_text(child, text, "commit.json")
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
         metrics = eval_metrics(key, commit) if commit.kind == "eval" else commit.summary
-        return _points(metrics, commit.index, commit.created_at)
+        return _metric_points(metrics, commit.index, commit.created_at)
 
     def _log_samples(self, run_id: str, commit: Commit, lineage: Lineage) -> None:
         """Log a commit's sample preview as a table. `log_table` is not used, since it would append to an existing
@@ -205,43 +205,47 @@ class MlflowTracker:
 
         training = InputTag("mlflow.data.context", "training")
         rollouts = [rollout for _, rollout in lineage.consumed_rollouts(commit.index)]
-        inputs = [DatasetInput(_shards_dataset(rollout, self._uri(rollout)), [training]) for rollout in rollouts]
+        inputs = [
+            DatasetInput(_shards_dataset(rollout, self._attempt_uri(rollout)), [training]) for rollout in rollouts
+        ]
         for chunk in _chunks(inputs, _MAX_DATASETS):
             self.client.log_inputs(child, datasets=chunk)
-        self._log_input(child, lineage.previous_checkpoint(commit.index))
-        self._log_model(child, commit.index, f"checkpoint-{commit.index:06d}", key, commit)
+        self._log_model_input(child, lineage.previous_checkpoint(commit.index))
+        self._log_model_output(child, commit.index, f"checkpoint-{commit.index:06d}", key, commit)
 
     def _log_eval(self, child: str, key: str, commit: Commit, lineage: Lineage) -> None:
         from mlflow.entities import DatasetInput, InputTag
 
         # The same MLflow data set for all policy versions, so that MLflow can compare them.
-        path = commit.inputs.get("prompt_data/0") or self._uri(commit)
+        path = commit.inputs.get("prompt_data/0") or self._attempt_uri(commit)
         data = _dataset(eval_task(key), hashlib.sha256(path.encode()).hexdigest()[:8], path, None, {})
         self.client.log_inputs(child, datasets=[DatasetInput(data, [InputTag("mlflow.data.context", "eval")])])
         links = {"dataset_name": data.name, "dataset_digest": data.digest, "run_id": child}
         if model := self._find_model(commit.policy_version):
             links["model_id"] = model.model_id
-        points = _points(eval_metrics(key, commit), commit.index, commit.created_at, links)
+        points = _metric_points(eval_metrics(key, commit), commit.index, commit.created_at, links)
         self.client.log_batch(child, metrics=points)
         self._log_samples(child, commit, lineage)
 
     # ---- models ------------------------------------------------------------------------------------------------------
 
-    def _log_input(self, child: str, version: int) -> None:
+    def _log_model_input(self, child: str, version: int) -> None:
         from mlflow.entities import LoggedModelInput
 
         if model := self._find_model(version):
             self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
 
-    def _log_model(self, child: str, version: int, name: str, key: str, commit: Commit) -> None:
+    def _log_model_output(self, child: str, version: int, name: str, key: str, commit: Commit) -> None:
         """Log a policy version as an output of a child run."""
         from mlflow.entities import LoggedModelOutput
 
         model = self._find_model(version)
         if model is None:
             tags = {"penstock.identity": self.run.identity, "penstock.version": str(version), "penstock.commit": key}
-            params = {"uri": self._uri(commit), "policy_version": str(version), "format": "torch_dist"}
-            model = self.client.create_logged_model(self._experiment(), name, child, tags, params, "checkpoint")
+            params = {"uri": self._attempt_uri(commit), "policy_version": str(version), "format": "torch_dist"}
+            model = self.client.create_logged_model(
+                self._find_or_create_experiment(), name, child, tags, params, "checkpoint"
+            )
             self._models[version] = model
         self.client.finalize_logged_model(model.model_id, "READY")
         outputs = self.client.get_run(child).outputs
@@ -251,24 +255,24 @@ class MlflowTracker:
     def _find_model(self, version: int) -> LoggedModel | None:
         if version not in self._models:
             where = f"tags.`penstock.identity` = '{self.run.identity}' and tags.`penstock.version` = '{version}'"
-            models = self.client.search_logged_models([self._experiment()], where, max_results=1)
+            models = self.client.search_logged_models([self._find_or_create_experiment()], where, max_results=1)
             if not models:
                 return None
             self._models[version] = models[0]
         return self._models[version]
 
-    def _uri(self, commit: Commit) -> str:
+    def _attempt_uri(self, commit: Commit) -> str:
         return f"{self.run.store_uri.rstrip('/')}/{commit.attempt}"
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
     for name, value in values.items():
         full = legal_name(f"{prefix}{name}")
         if name == "store_options" or is_secret_name(name):
             continue
         if isinstance(value, dict):
-            yield from flatten(value, f"{full}.")
+            yield from flatten_params(value, f"{full}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield full, text[:_MAX_PARAM]
@@ -316,7 +320,7 @@ def _dataset(name: str, digest: str, uri: str, schema: str | None, profile: dict
     return Dataset(legal_name(name), digest, source_type, json.dumps({"uri": uri}), schema, json.dumps(profile))
 
 
-def _points(values: dict[str, float], step: int, at: float, links: dict[str, str] | None = None) -> list[Metric]:
+def _metric_points(values: dict[str, float], step: int, at: float, links: dict[str, str] | None = None) -> list[Metric]:
     from mlflow.entities import Metric
 
     return [Metric(legal_name(name), float(v), int(at * 1000), step, **(links or {})) for name, v in values.items()]

@@ -94,7 +94,7 @@ class Outbox:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
     def num_waiting(self) -> int:
-        """Return the number of lines that are not delivered yet."""
+        """Return the number of lines that the tracker has not received yet."""
         return sum(1 for _ in self.lines(self.delivered))
 
     def lock(self) -> bool:

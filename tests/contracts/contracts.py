@@ -26,7 +26,7 @@ from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
 from penstock.stages.rollout.plugins.custom_source import RolloutDataSource, load_buffer_filter, open_data_source
 from penstock.stages.rollout.plugins.filters import load_filter
 from penstock.stages.rollout.plugins.hooks import Hooks
-from penstock.stages.rollout.prompts.data_source import Dataset, Group, RolloutRound, copy_sample, next_groups
+from penstock.stages.rollout.prompts.data_source import Dataset, Group, RolloutRound, copy_sample, take_checked_groups
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.train.algorithms.advantages import estimate_advantages
@@ -196,7 +196,7 @@ async def _generated(
     async with client, CustomGeneration(config, client, bench.tokenizer, round) as generation:
         if over:
             await generation.abort()
-        return [sample for group in next_groups(source, 3) for sample in await generation(group)]
+        return [sample for group in take_checked_groups(source, 3) for sample in await generation(group)]
 
 
 # ---- what happens to groups and samples ------------------------------------------------------------------------------
@@ -216,39 +216,39 @@ def sample_hook(path: str, bench: Bench) -> None:
     hooks = Hooks(bench.config(rollout_sample_hook_path=path))
     for group in bench.groups()[:-1]:
         for sample in group:
-            hooks.sample_hook(sample)
+            hooks.run_sample_hook(sample)
         _no_failure(group)
 
 
 def sample_filter(path: str, bench: Bench) -> None:
     """It takes the groups of a round, none too."""
     hooks = Hooks(bench.config(rollout_sample_filter_path=path))
-    hooks.sample_filter(bench.groups())
-    hooks.sample_filter([])
+    hooks.run_sample_filter(bench.groups())
+    hooks.run_sample_filter([])
 
 
 def all_samples(path: str, bench: Bench) -> None:
     """It takes the groups of a round, whatever became of them, none too."""
     hooks = Hooks(bench.config(rollout_all_samples_process_path=path))
-    hooks.all_samples(bench.groups(), bench.source(None))
-    hooks.all_samples([], bench.source(None))
+    hooks.run_round_hook(bench.groups(), bench.source(None))
+    hooks.run_round_hook([], bench.source(None))
 
 
 def data_source(path: str, bench: Bench) -> None:
     """It gives whole groups, takes some back, and an attempt that begins anew from what was written down gets the
     same ones."""
     first = bench.source(path)
-    given = next_groups(first, 3)
+    given = take_checked_groups(first, 3)
     first.add_samples([_stopped(group) for group in given[:2]])
     state, buffer = (
         json.loads(json.dumps(first.state_dict())),
         [copy_sample(sample) for sample in first.buffered_samples()],
     )
-    expected = _ids(next_groups(first, 3))
+    expected = _ids(take_checked_groups(first, 3))
     second = bench.source(path)
     second.load_state_dict(state)
     second.restore_buffer(buffer)
-    found = _ids(next_groups(second, 3))
+    found = _ids(take_checked_groups(second, 3))
     assert found == expected, (
         f"{path} continues with {found} instead of {expected}: put everything that it depends on into state_dict"
     )
@@ -260,9 +260,9 @@ def buffer_filter(path: str, bench: Bench) -> None:
     """It chooses from buffers of every length, never more than is asked for."""
     for size in (1, 2, 5):
         source = bench.source(None, path)
-        given = next_groups(source, size)
+        given = take_checked_groups(source, size)
         source.add_samples([_stopped(group) for group in given])
-        groups = next_groups(source, 2)
+        groups = take_checked_groups(source, 2)
         again = set(_ids(groups)) & set(_ids(given))
         left = {sample.group_id for sample in source.buffered_samples()}
         assert again | left == set(_ids(given)), f"{path} loses groups of the buffer"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.families import read_shape
-from penstock.stages.convert.targets import adopt, config_directory, is_converted
+from penstock.stages.convert.targets import config_directory, import_converted_model, is_converted
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError, StoreError
 from penstock.storage.store import Store
@@ -23,16 +23,18 @@ def test_converted_directory_is_copied_once(tiny_model: Path, store: Store, tmp_
     config = config_directory(directory)
     assert config is not None and read_shape(config) == read_shape(tiny_model)
 
-    ref = adopt(store, directory)
+    ref = import_converted_model(store, directory)
     commit = store.committed(ref.key.removesuffix(".commit.json"))
     assert commit is not None
     with store.reading(commit) as files:
         assert {"metadata.json", ".metadata"} < {path.name for path in files.iterdir()}
-    assert adopt(store, directory) == ref
+    assert import_converted_model(store, directory) == ref
     other = Store(str(tmp_path / "other"))
-    assert adopt(other, directory).key == convert_hf(other, tiny_model).key == convert_hf(store, tiny_model).key, (
-        "one model, one key"
-    )
+    assert (
+        import_converted_model(other, directory).key
+        == convert_hf(other, tiny_model).key
+        == convert_hf(store, tiny_model).key
+    ), "one model, one key"
 
 
 def test_damaged_and_foreign_directories_are_refused(tiny_model: Path, store: Store, tmp_path: Path) -> None:
@@ -43,8 +45,8 @@ def test_damaged_and_foreign_directories_are_refused(tiny_model: Path, store: St
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     with pytest.raises(StoreError, match=weights.name):
-        adopt(store, str(directory))
+        import_converted_model(store, str(directory))
     assert not store.list("models") or not [name for name in store.list("models") if name.endswith(".commit.json")]
     (tmp_path / "foreign" / "release").mkdir(parents=True)
     with pytest.raises(ModelError, match="foreign"):
-        adopt(store, str(tmp_path / "foreign"))
+        import_converted_model(store, str(tmp_path / "foreign"))

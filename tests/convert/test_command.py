@@ -8,7 +8,7 @@ from families import make_family
 
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.convert import config_flags, describe_result, find_checkpoint, resolve_source
+from penstock.flows.convert import describe_result, find_checkpoint, resolve_source, translate_flags
 from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
 from penstock.flows.runtime.runs import create_record, open_store
@@ -23,7 +23,7 @@ from penstock.storage.store import Store
 
 
 def config_of(*words: str) -> PostTrainConfig:
-    return resolve_source(flags.parse(config_flags(words)))
+    return resolve_source(flags.parse(translate_flags(words)))
 
 
 @pytest.fixture(scope="module")

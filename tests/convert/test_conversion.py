@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.export_plan import Origin
@@ -133,7 +133,7 @@ def test_memory_is_smaller_than_a_tensor(source: Path, tmp_path: Path) -> None:
 def test_changed_byte_is_found(source: Path, store: Store, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(convert_hf(store, source).uri, tmp_path / "changed"))
     shape = read_shape(source)
-    layout, stored = layout_for(shape), checkpoint_layout(shape)
+    layout, stored = tensor_layout(shape), checkpoint_layout(shape)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     wrong = TorchDistWeights(directory, stored).fetch(name).view(torch.int8).clone()
     content = (directory / "__0_0.distcp").read_bytes()

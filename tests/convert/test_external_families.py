@@ -12,13 +12,13 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 
 from penstock.engines.cluster import Cluster
-from penstock.engines.families import family_of, layout_for, read_shape
+from penstock.engines.families import family_of, read_shape, tensor_layout
 from penstock.engines.families.external import load_family
 from penstock.engines.families.shape import ModelShape
 from penstock.flows.config import config_hash
-from penstock.flows.convert import config_flags, resolve_source
+from penstock.flows.convert import resolve_source, translate_flags
 from penstock.flows.options import flags
-from penstock.flows.options.paths import absolute
+from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.conversion import run_conversion, run_export
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import create_record, open_store
@@ -224,24 +224,26 @@ def test_another_process_finds_the_table_of_a_shape(acorn: str, source: Path) ->
     shape = read_shape(source, acorn)
     assert ModelShape.model_validate_json(shape.model_dump_json()) == shape
     code = (
-        "import sys\nfrom penstock.engines.families import layout_for\n"
+        "import sys\nfrom penstock.engines.families import tensor_layout\n"
         "from penstock.engines.families.shape import ModelShape\n"
-        "print(*layout_for(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
+        "print(*tensor_layout(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
     )
     command = [sys.executable, "-c", code, shape.model_dump_json()]
     child = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert set(child.stdout.split()) == layout_for(shape).hf_names(), child.stderr
+    assert set(child.stdout.split()) == tensor_layout(shape).hf_names(), child.stderr
 
 
 def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
     acorn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(acorn).parent)
-    config = absolute(flags.parse(["--model-family-path", "acorn.py"]))
+    config = with_absolute_paths(flags.parse(["--model-family-path", "acorn.py"]))
     assert config.convert.model_family_path == acorn
-    assert absolute(flags.parse(["--model-family-path", "pkg.acorn"])).convert.model_family_path == "pkg.acorn"
+    assert (
+        with_absolute_paths(flags.parse(["--model-family-path", "pkg.acorn"])).convert.model_family_path == "pkg.acorn"
+    )
     assert config_hash(config) == config_hash(flags.parse([]))
 
 
@@ -251,7 +253,9 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     store = open_store(run.run)
     create_record(store, "post_train", run)
     store.commit(RunKeys("first").checkpoint(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
-    config = resolve_source(flags.parse(config_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]])))
+    config = resolve_source(
+        flags.parse(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
+    )
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
 
 

@@ -10,9 +10,9 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.fp8 import dequantize, is_quantized, quantize
+from penstock.stages.convert.hf.fp8 import dequantize, quantize, should_quantize
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.logits import TOLERANCE, compare_logits
 from penstock.stages.convert.to_hf import export_to
@@ -65,7 +65,7 @@ def test_block_of_zeros_stays_zero() -> None:
     ],
 )
 def test_quantized_weights_by_name(name: str, expected: bool) -> None:
-    assert is_quantized(name, (256, 256)) == expected
+    assert should_quantize(name, (256, 256)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def quantized(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fp8_export_has_the_tensors_and_config_of_the_hub(plain: Path, quantized: Path) -> None:
     found, original = load_file(quantized / "model.safetensors"), load_file(plain / "model.safetensors")
     for name, tensor in original.items():
-        if is_quantized(name, tuple(tensor.shape)):
+        if should_quantize(name, tuple(tensor.shape)):
             expected, scales = quantize(tensor)
             assert torch.equal(found.pop(name).view(torch.int8), expected.view(torch.int8)), name
             assert torch.equal(found.pop(name + "_scale_inv"), scales), name
@@ -119,7 +119,7 @@ def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path
     assets = Path(model.uri) / "hf_assets"
     stored = load_file(quantized / "model.safetensors")
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)
-    layout = layout_for(read_shape(back))
+    layout = tensor_layout(read_shape(back))
     with HFWeights(back) as weights:
         assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {
             torch.bfloat16,

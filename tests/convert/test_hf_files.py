@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.stages.convert.hf.assets import assets, fingerprint
+from penstock.stages.convert.hf.assets import asset_files, model_fingerprint
 from penstock.stages.convert.hf.weights import HFWeights, TensorInfo, plan_shards, write_index, write_shard
 from penstock.storage.errors import ModelError
 from penstock.storage.store import hash_file
@@ -90,9 +90,9 @@ def test_rows_are_read_without_copies(tmp_path: Path) -> None:
     tensor = torch.randn(3000, 500)  # 6 MB, several pieces
     write(tmp_path, {"a": torch.randn(3), "w": tensor})
     with HFWeights(tmp_path) as weights:
-        found = b"".join(bytes(piece) for piece in weights.rows("w", 1000, 2999))
+        found = b"".join(bytes(piece) for piece in weights.read_rows("w", 1000, 2999))
         assert found == tensor[1000:2999].numpy().tobytes()
-        assert b"".join(bytes(piece) for piece in weights.rows("w", 5, 5)) == b""
+        assert b"".join(bytes(piece) for piece in weights.read_rows("w", 5, 5)) == b""
         assert weights.hash(tmp_path / "model.safetensors") == hash_file(tmp_path / "model.safetensors")
 
 
@@ -110,20 +110,20 @@ def test_missing_and_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_fingerprint_depends_on_weights_and_small_files(tmp_path: Path) -> None:
     write(tmp_path, TENSORS)
     (tmp_path / "config.json").write_text("{}")
-    first = fingerprint(tmp_path)
+    first = model_fingerprint(tmp_path)
     (tmp_path / "README.md").write_text("says nothing about the model")
-    assert fingerprint(tmp_path) == first
+    assert model_fingerprint(tmp_path) == first
     (tmp_path / "tokenizer.json").write_text("{}")
-    second = fingerprint(tmp_path)
+    second = model_fingerprint(tmp_path)
     write(tmp_path, {**TENSORS, "a": TENSORS["a"] + 1})
-    assert len({first, second, fingerprint(tmp_path)}) == 3
+    assert len({first, second, model_fingerprint(tmp_path)}) == 3
 
 
 def test_assets_are_the_small_files(tmp_path: Path) -> None:
     write(tmp_path, TENSORS, shard_bytes=100)
     for name in ("config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", ".hidden.json", "README.md"):
         (tmp_path / name).write_text("{}")
-    assert [path.name for path in assets(tmp_path)] == [
+    assert [path.name for path in asset_files(tmp_path)] == [
         "chat_template.jinja",
         "config.json",
         "merges.txt",

@@ -16,7 +16,7 @@ from plain_megatron import plain_model, weight
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.checkpoints import layout as checkpoint_layouts
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_common, read_metadata
@@ -26,7 +26,7 @@ from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.targets import config_directory, megatron_directory
 from penstock.stages.convert.to_hf import export_to
-from penstock.stages.convert.to_megatron import adopt_megatron, export_megatron
+from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import ModelError
@@ -82,7 +82,7 @@ def loaded_model(source: Path, directory: Path, names: str, monkeypatch: pytest.
 
 def check_weights(model: Any, source: Path, names: str) -> None:
     shape = read_shape(source)
-    layout = layout_for(shape)
+    layout = tensor_layout(shape)
     with HFWeights(source) as weights:
         for name in layout.megatron_names():
             assert torch.equal(weight(model, shape, names, name), layout.to_megatron(name, weights.fetch)), name
@@ -111,18 +111,18 @@ def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
     check_hf(tmp_path / "hf", family)
 
     shape = read_shape(family)
-    ref = adopt_megatron(store, str(tmp_path / "theirs"), Origin(family))
-    assert adopt_megatron(store, str(tmp_path / "theirs"), Origin(family)) == ref
+    ref = import_megatron_checkpoint(store, str(tmp_path / "theirs"), Origin(family))
+    assert import_megatron_checkpoint(store, str(tmp_path / "theirs"), Origin(family)) == ref
     (theirs.parent / "latest_checkpointed_iteration.txt").unlink()
     (tmp_path / "theirs").rename(tmp_path / "moved")
-    assert adopt_megatron(store, str(tmp_path / "moved" / "iter_0000007"), Origin(family)) == ref
+    assert import_megatron_checkpoint(store, str(tmp_path / "moved" / "iter_0000007"), Origin(family)) == ref
     commit = store.committed(ref.key.removesuffix(".commit.json"))
     assert commit is not None
     with store.reading(commit) as directory, HFWeights(family) as weights:
         own, local, layout = (
             TorchDistWeights(directory, checkpoint_layout(shape)),
             checkpoint_layout(shape),
-            layout_for(shape),
+            tensor_layout(shape),
         )
         assert set(own.tensors) == {piece.key for piece in local.all_slices()}
         for name in layout.megatron_names():
@@ -226,7 +226,7 @@ def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp
     convert_hf(store_of(tmp_path), moe, options=ConversionOptions(save=str(tmp_path / "ours")))
     (tmp_path / "ours" / "release" / "hf_assets" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no tensor|has shape"):
-        adopt_megatron(store_of(tmp_path), str(tmp_path / "ours"), Origin(tiny_model))
+        import_megatron_checkpoint(store_of(tmp_path), str(tmp_path / "ours"), Origin(tiny_model))
 
 
 # ---- the way in which convert_torch_dist_to_hf reads -----------------------------------------------------------------

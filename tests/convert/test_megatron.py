@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.export_plan import Origin
@@ -40,7 +40,7 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     shape = read_shape(source)
     engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER)
     engine.load_weights(converted)
-    names = layout_for(shape)
+    names = tensor_layout(shape)
     with HFWeights(source) as weights:
         seen = set()
         for name, tensor in engine.named_weights():

@@ -83,7 +83,7 @@ def test_ranks_split_the_work(source: Path, store: Store, tmp_path: Path) -> Non
 def test_restart_does_only_unfinished_units(source: Path, store: Store, tmp_path: Path) -> None:
     work = planned(store, source)
     write_units(work)
-    attempt, parts = Path(store.path(work.target.attempt)), Path(store.path(work.target.parts))
+    attempt, parts = Path(store.path(work.target.attempt)), Path(store.path(work.target.records_prefix))
     (parts / "share-00002.json").unlink()  # as after a kill during this unit
     (attempt / "__2_0.distcp").write_bytes(b"half")
     (attempt / "__4_0.distcp").unlink()  # a lost file
@@ -100,7 +100,7 @@ def test_restart_does_only_unfinished_units(source: Path, store: Store, tmp_path
 def test_concurrent_conversions_give_one_valid_result(source: Path, store: Store) -> None:
     one, other = planned(store, source), planned(store, source)
     write_units(one)
-    for record in Path(store.path(one.target.parts)).glob("*.json"):
+    for record in Path(store.path(one.target.records_prefix)).glob("*.json"):
         record.unlink()
     write_units(other)
     ref = finish_conversion(one)

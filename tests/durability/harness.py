@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from penstock_command import penstock
 
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.storage.commits import committed_prefixes
@@ -93,7 +93,7 @@ class World:
     def start_prefect(self) -> None:
         """Start the Prefect server of all further runs, again at the same address after a kill. Without it every run
         has its own."""
-        address = self.environment.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+        address = self.environment.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{reserve_free_port()}/api")
         port = address.rpartition(":")[2].removesuffix("/api")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
         self._start("prefect", command, f"{address}/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
@@ -111,7 +111,7 @@ class World:
     def start_mlflow(self) -> None:
         """Start the MLflow server of all runs, again at the same address after a kill."""
         if "MLFLOW_TRACKING_URI" not in self.environment:
-            self.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"
+            self.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{reserve_free_port()}"
         address = self.environment["MLFLOW_TRACKING_URI"]
         command = [
             sys.executable,
@@ -132,7 +132,7 @@ class World:
         system."""
         from s3fs import S3FileSystem
 
-        address = f"http://127.0.0.1:{free_port()}"
+        address = f"http://127.0.0.1:{reserve_free_port()}"
         options: dict[str, Any] = {"endpoint_url": address, "key": "test", "secret": "test"}
         command = [
             str(Path(sys.executable).with_name("moto_server")),
@@ -174,7 +174,7 @@ class World:
             "RAY_AUTH_TOKEN": os.urandom(32).hex(),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        port = free_port()
+        port = reserve_free_port()
         command = [
             str(Path(sys.executable).with_name("ray")),
             "start",

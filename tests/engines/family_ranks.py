@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import ShardSlice, checkpoint_layout
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
@@ -137,9 +137,9 @@ def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[
             hub |= {f"{at}{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
         else:
             hub[name] = tensor
-    layout = layout_for(shape)
+    layout = tensor_layout(shape)
     # correction biases have no gradients
-    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_of(name))]
+    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_names_of(name))]
     return {name: layout.to_megatron(name, hub.__getitem__) for name in known}
 
 
@@ -173,7 +173,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     rank, size = engine.data_parallel
     worst = 0.0
     for output, pack, expected in zip(outputs, packs, reference["logits"][rank::size]):
-        rows = engine.rows_of(pack)
+        rows = engine.loss_token_indices(pack)
         worst = max(worst, (output["logits"] - (expected if rows is None else expected[rows])).abs().max().item())
     assert worst < TOLERANCE, f"logits differ by {worst:.1e}"
 
@@ -187,7 +187,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     )
     assert len(errors) == len(reference["gradients"])
 
-    _, norm = engine.step()
+    _, norm = engine.optimizer_step()
     expected = torch.cat([gradient.flatten() for gradient in reference["gradients"].values()]).norm().item()
     assert abs(norm - expected) < TOLERANCE * expected, f"the gradient's norm is {norm}, not {expected}"
 
@@ -217,7 +217,7 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
         targets, counted = targets_of(pack)
-        rows = engine.rows_of(pack)
+        rows = engine.loss_token_indices(pack)
         if rows is not None:
             targets, counted = targets[rows], counted[rows]
         loss = F.cross_entropy(logits[counted], targets[counted], reduction="sum")

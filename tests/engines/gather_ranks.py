@@ -75,12 +75,12 @@ def run(shape: ModelShape, rank: int, directory: Path, late: bool = False, **ove
         losses = [
             output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)
         ]
-        return losses if forward_only else [*losses, engine.step()]
+        return losses if forward_only else [*losses, engine.optimizer_step()]
 
     results: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
     snapshot = engine.snapshot()
     results += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
-    with engine.using(snapshot):
+    with engine.using_weights(snapshot):
         results += [step(forward_only=True), engine.digest()]
     results += [step()]
     engine.save(directory, {})

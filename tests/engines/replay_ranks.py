@@ -65,7 +65,7 @@ def random_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingRecor
 
 def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: Any) -> Any:
     """Return an engine with a checkpoint's weights, or with random ones (on one rank the same in every call)."""
-    from penstock.engines.families import layout_for
+    from penstock.engines.families import tensor_layout
     from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.weights import local_parameters
 
@@ -73,7 +73,7 @@ def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: An
     if checkpoint is not None:
         from safetensors.torch import load_file
 
-        hub, layout = load_file(checkpoint / "model.safetensors"), layout_for(shape)
+        hub, layout = load_file(checkpoint / "model.safetensors"), tensor_layout(shape)
         with torch.no_grad():
             for name, tensor in local_parameters(engine.chunks[0]):
                 tensor.copy_(layout.to_megatron(name, hub.__getitem__))
@@ -116,14 +116,14 @@ def compare(
     engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
     for output, pack, logprobs in zip(outputs, packs, expected):
-        rows = engine.rows_of(pack)
+        rows = engine.loss_token_indices(pack)
         error = (output["logprobs"] - (logprobs if rows is None else logprobs[rows])).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
     learning_rate = engine.optimizer.param_groups[0]["lr"]
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 0.0
-    _, norm = engine.step()
+    _, norm = engine.optimizer_step()
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     assert abs(norm - expected_norm) < 1e-4 * expected_norm, (
@@ -146,7 +146,7 @@ def loss_fn_of(engine: Any) -> Any:
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
         targets, counted = targets_of(pack)
-        rows = engine.rows_of(pack)
+        rows = engine.loss_token_indices(pack)
         if rows is not None:
             targets, counted = targets[rows], counted[rows]
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted

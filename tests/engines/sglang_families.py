@@ -40,7 +40,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
 from penstock.engines.sglang.weight_update import FlatBucket  # noqa: E402
-from penstock.engines.weights.buckets import buckets  # noqa: E402
+from penstock.engines.weights.buckets import split_into_buckets  # noqa: E402
 
 NUM_NEW_TOKENS = 6
 BUCKET_BYTES = 4096  # many buckets, also several for one layer
@@ -134,7 +134,7 @@ def update(runner: Any, checkpoint: Path) -> None:
     """Load new weights as SGLang's scheduler does after an update, but without passing them between processes."""
     updater = runner.weight_updater
     updater.begin_weight_update()
-    for bucket, _ in buckets(load_file(checkpoint / "model.safetensors").items(), BUCKET_BYTES):
+    for bucket, _ in split_into_buckets(load_file(checkpoint / "model.safetensors").items(), BUCKET_BYTES):
         done, message = updater.update_weights_from_tensor(FlatBucket(bucket).content, load_format="flattened_bucket")
         assert done, message
     updater.end_weight_update(run_post_load=False)

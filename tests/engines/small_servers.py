@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +60,7 @@ def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[A
             app.router.add_route("*", "/{path:.*}", handler)
             runner = web.AppRunner(app, shutdown_timeout=0.1)
             await runner.setup()
-            port = free_port()
+            port = reserve_free_port()
             await web.TCPSite(runner, "127.0.0.1", port).start()
             runners.append(runner)
             urls.append(f"http://127.0.0.1:{port}")

@@ -50,9 +50,7 @@ def silent_ray(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("timeout", [None, 100.0, 0.5, 0.1, 0.0])
-def test_every_wait_ends_when_our_ray_dies_however_short_its_timeout(
-    silent_ray: list[float], timeout: float | None
-) -> None:
+def test_wait_raises_cluster_lost_when_the_local_ray_dies(silent_ray: list[float], timeout: float | None) -> None:
     cluster = Cluster(node=ScriptedNode(looks=7))
     with pytest.raises(ClusterLost) as lost:
         for _ in range(1000):
@@ -67,39 +65,39 @@ def test_a_wait_on_a_live_ray_ends_at_its_timeout(silent_ray: list[float]) -> No
     assert sum(silent_ray) == pytest.approx(3.2)
 
 
-def test_a_dead_ray_stays_dead_and_is_not_called(silent_ray: list[float]) -> None:
+def test_a_dead_local_ray_is_never_called_again(silent_ray: list[float]) -> None:
     node = ScriptedNode(looks=0)
     cluster = Cluster(node=node)
     assert not cluster.alive()
     node.looks = 1000  # the processes of the next Ray of this process
     assert not cluster.alive()
-    for use in (lambda: cluster.wait(["a call"]), lambda: cluster.get("a call"), lambda: cluster.call(list)):
+    for use in (lambda: cluster.wait(["a call"]), lambda: cluster.get("a call"), lambda: cluster.call_ray(list)):
         with pytest.raises(ClusterLost):
             use()
     assert not silent_ray
 
 
-def test_a_call_that_never_returns_is_abandoned_when_our_ray_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_never_returns_is_abandoned_when_the_local_ray_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.engines.cluster, "POLL_SECONDS", 0.01)
     cluster, never = Cluster(node=ScriptedNode(looks=5)), threading.Event()
     with pytest.raises(ClusterLost):
-        cluster.call(never.wait)
+        cluster.call_ray(never.wait)
     never.set()
 
 
 def test_call_returns_or_raises_like_the_function() -> None:
     cluster = Cluster(node=ScriptedNode(looks=float("inf")))
-    assert cluster.call(max, 3, 4) == 4
+    assert cluster.call_ray(max, 3, 4) == 4
     for error in (TimeoutError("of the function"), ValueError("wrong")):
 
         def fail(error: Exception = error) -> None:
             raise error
 
         with pytest.raises(type(error), match=str(error)):
-            cluster.call(fail)
+            cluster.call_ray(fail)
 
 
-def test_the_start_of_an_engine_ends_when_our_ray_dies(
+def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
     silent_ray: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted engine starts, our Ray dies, and the wait must not last for the whole start timeout."""
@@ -111,7 +109,7 @@ def test_the_start_of_an_engine_ends_when_our_ray_dies(
         cluster, ServerSpec(model_path="/model", start_timeout=900), 0, Slot(), "owner", engine_backend()
     )
     with pytest.raises(ClusterLost):
-        engine.url()
+        engine.wait_for_url()
     assert sum(silent_ray) < 20
 
 
@@ -142,7 +140,7 @@ def test_run_calls_in_another_process(cluster: Cluster) -> None:
 
 
 @pytest.mark.integration
-def test_slots_share_gpus_or_follow_each_other() -> None:
+def test_placed_processes_share_gpus_or_use_the_next_ones() -> None:
     """On GPUs that exist only in Ray's accounting."""
     program = """
 import signal
@@ -157,15 +155,15 @@ signal.signal(signal.SIGTERM, stop)
 cluster = Cluster.start(num_cpus=2, num_gpus=4)
 import ray  # after the start, which sets the token that Ray reads when it is imported
 assert signal.getsignal(signal.SIGTERM) is stop, "ray.init replaced the handler of SIGTERM"
-ranks, engines = cluster.place(2), cluster.place(1, gpus_each=2)
+ranks, engines = cluster.place_processes(2), cluster.place_processes(1, gpus_each=2)
 assert [slot.gpu_ids for slot in ranks] == [("0",), ("1",)], ranks
 assert [slot.gpu_ids for slot in engines] == [("0", "1")], engines
 actors = [ray.remote(Rank).options(**slot.options).remote() for slot in [*ranks, *engines]]
 assert ray.get([actor.gpu.remote() for actor in actors], timeout=60) == [["0"], ["1"], ["0"]]
-behind = cluster.place(1, gpus_each=2, offset=2)
+behind = cluster.place_processes(1, gpus_each=2, offset=2)
 assert behind[0].gpu_ids == ("2", "3"), behind
 try:
-    cluster.place(5)
+    cluster.place_processes(5)
 except ValueError as error:
     print(error)
 cluster.stop()
@@ -178,7 +176,7 @@ cluster.stop()
 
 
 @pytest.mark.integration
-def test_our_own_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
+def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
     cluster.run(cpu_count)  # a worker listens too
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = [

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.engines.families import FAMILIES, read_shape, shape_of
+from penstock.engines.families import FAMILIES, read_shape, shape_from_config
 from penstock.engines.families.entries import FOREIGN
 from penstock.engines.families.shape import YarnScaling
 from penstock.engines.megatron.model.rotary import rope_dim, rope_frequencies, yarn_attention_factor
@@ -52,7 +52,7 @@ def test_every_entry_that_transformers_reads_is_read(architecture: str) -> None:
         re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)
     )
     values = Recorder(values_of(architecture, use_sliding_window=True, sliding_window=None))
-    shape_of(values)
+    shape_from_config(values)
     assert {"hidden_size", "rope_parameters"} <= names
     assert names - HARMLESS <= values.seen
     assert {"is_causal", "original_max_position_embeddings", "tie_word_embeddings"} <= values.seen | {
@@ -82,12 +82,12 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # entries at the t
         ("Glm4ForCausalLM", "yarn"),
     ],
 )
-def test_original_positions_equal_transformers(architecture: str, kind: str, place: str) -> None:
+def test_original_max_positions_equal_transformers(architecture: str, kind: str, place: str) -> None:
     top, inside = PLACES[place]
     fields = {"max_position_embeddings": 4096, **top, "rope_parameters": {**SCALINGS[kind], **inside}}
     if architecture == "Glm4ForCausalLM":
         fields["rope_parameters"]["partial_rotary_factor"] = 0.5
-    shape = shape_of(values_of(architecture, **json.loads(json.dumps(fields))))
+    shape = shape_from_config(values_of(architecture, **json.loads(json.dumps(fields))))
     config = getattr(transformers, architecture).config_class(**fields)
     expected, length = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     torch.testing.assert_close(rope_frequencies(shape.rotary, rope_dim(shape)), expected, rtol=1e-6, atol=0)
@@ -116,22 +116,22 @@ def test_original_positions_equal_transformers(architecture: str, kind: str, pla
 )  # fmt: skip
 def test_entries_of_other_models_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as error:
-        shape_of(values_of("Qwen3ForCausalLM", **changes), "there/config.json")
+        shape_from_config(values_of("Qwen3ForCausalLM", **changes), "there/config.json")
     text, name = str(error.value), next(iter(changes))
     assert text.startswith("there/config.json ") and len(text) <= 300
     assert {"rope_parameters": "YaRN", "rope_scaling": "rope_type"}.get(name, name) in text
 
 
-def test_neutral_values_of_such_entries_change_nothing() -> None:
-    expected = shape_of(values_of("Qwen3ForCausalLM"))
+def test_neutral_values_of_other_models_entries_are_accepted() -> None:
+    expected = shape_from_config(values_of("Qwen3ForCausalLM"))
     neutral = {"is_causal": True, "model_type": "qwen3", "attention_dropout": 0.1, **FOREIGN}
-    assert shape_of(values_of("Qwen3ForCausalLM", **neutral)) == expected
+    assert shape_from_config(values_of("Qwen3ForCausalLM", **neutral)) == expected
     assert (
-        shape_of(values_of("Qwen3ForCausalLM", original_max_position_embeddings=64)) == expected
+        shape_from_config(values_of("Qwen3ForCausalLM", original_max_position_embeddings=64)) == expected
     )  # no scaling needs it
     for family in FAMILIES.values():
         for model_type in family.model_types:
-            shape_of(values_of(family.architecture, model_type=model_type))
+            shape_from_config(values_of(family.architecture, model_type=model_type))
 
 
 @pytest.mark.parametrize("value", ["four", -1, 0, True, 2.5, 10**31, None, [], {}, float("nan")], ids=str)
@@ -142,7 +142,7 @@ def test_value_of_another_type_is_refused(name: str, value: Any) -> None:
     if name == "rms_norm_eps" and value == 2.5:
         return
     with pytest.raises(ModelError, match=name):
-        shape_of(values_of("LlamaForCausalLM", **{name: value}))
+        shape_from_config(values_of("LlamaForCausalLM", **{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_value_of_another_type_is_refused(name: str, value: Any) -> None:
 )
 def test_wrong_types_are_refused_in_one_line(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as error:
-        shape_of(values_of("Qwen3ForCausalLM") | changes)
+        shape_from_config(values_of("Qwen3ForCausalLM") | changes)
     assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 

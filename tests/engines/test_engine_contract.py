@@ -73,7 +73,7 @@ def test_a_generation_has_its_tokens_their_logprobs_and_the_published_version(fl
     client = fleet.client()
     client.update_weights(fleet.weights(), "contract/1")
     [url] = client.urls
-    assert client.health(url) and client.version(url) == "contract/1"
+    assert client.health(url) and client.weight_version(url) == "contract/1"
 
     async def use() -> Any:
         each = [SAMPLING | {"max_new_tokens": length} for length in (1, 7)]
@@ -102,7 +102,7 @@ def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
     assert ("contract/2", "contract/3") in {(g.first_weight_version, g.weight_version) for g in generations}
 
 
-def test_abort_ends_the_requests_of_its_client_alone(fleet: Fleet) -> None:
+def test_abort_ends_only_the_requests_of_its_client(fleet: Fleet) -> None:
     client, other = fleet.client(), fleet.client()
 
     async def use() -> Any:
@@ -122,7 +122,7 @@ def test_abort_ends_the_requests_of_its_client_alone(fleet: Fleet) -> None:
     assert (len(finished.token_ids), finished.finish_reason) == (LENGTH, "length")
 
 
-def test_an_update_that_fails_halfway_leaves_no_version(fleet: Fleet) -> None:
+def test_an_update_that_fails_halfway_does_not_set_the_version(fleet: Fleet) -> None:
     client = fleet.client()
 
     def broken() -> Named:
@@ -134,9 +134,9 @@ def test_an_update_that_fails_halfway_leaves_no_version(fleet: Fleet) -> None:
     with pytest.raises(RuntimeError, match="the trainer died"):
         client.update_weights(broken(), "contract/4", WeightTransport(bucket_bytes=1))
     [url] = client.urls
-    assert client.version(url) == "updating:contract/4" and client.health(url)
+    assert client.weight_version(url) == "updating:contract/4" and client.health(url)
     client.update_weights(fleet.weights(), "contract/4")
-    assert client.version(url) == "contract/4"
+    assert client.weight_version(url) == "contract/4"
 
 
 def test_a_paused_engine_generates_after_resume(fleet: Fleet) -> None:
@@ -159,17 +159,17 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
     client.update_weights(fleet.weights(), "contract/5")
     for version in ("contract/5", "contract/6"):
         client.resume_cache()  # nothing is released: no effect
-        assert client.version(url) == "contract/5"
+        assert client.weight_version(url) == "contract/5"
         for _ in range(2):
             client.release_memory()
-            assert client.version(url) == "released"
+            assert client.weight_version(url) == "released"
         client.update_weights(fleet.weights(), version)
-        assert client.version(url) == f"loaded:{version}"
+        assert client.weight_version(url) == f"loaded:{version}"
         if version == "contract/5":  # released again before the cache is back
             client.release_memory()
             client.update_weights(fleet.weights(), version)
         client.resume_cache()
-        assert client.version(url) == version
+        assert client.weight_version(url) == version
     [generation] = run(client, lambda: client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
     assert (len(generation.token_ids), generation.weight_version) == (4, "contract/6")
 
@@ -178,7 +178,7 @@ def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fle
     client = fleet.client()
     assert not client.health("http://127.0.0.1:9", timeout=2)
     with pytest.raises(EngineGone):
-        client.version("http://127.0.0.1:9", timeout=2)
+        client.weight_version("http://127.0.0.1:9", timeout=2)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -188,7 +188,7 @@ def test_every_backend_is_complete(name: str) -> None:
     assert not getattr(backend.server_class(), "__abstractmethods__", None)
 
 
-def test_stages_and_flows_use_the_interface_alone() -> None:
+def test_stages_and_flows_use_only_the_interface() -> None:
     """Only `penstock doctor` names an engine: it checks the installation of SGLang."""
     root = Path(__file__).parents[2]
     sources = [path for package in ("stages", "flows") for path in (root / package).rglob("*.py")]

@@ -23,11 +23,11 @@ HERE, ELSEWHERE = ("127.0.0.1:1",), ("127.0.0.1:1", "10.0.0.7:1")
         ({"num_gpus": 4, "trainer_gpus": 2, "gpus_per_engine": 2}, True, 2, 2),
     ],
 )
-def test_engines_share_the_trainers_gpus_or_follow_them(
+def test_engines_share_the_trainers_gpus_or_use_the_next_ones(
     options: dict[str, Any], has_gpus: bool, count: int, first_gpu: int
 ) -> None:
     engines = EngineOptions(SPEC, **options)
-    assert (engines.count(has_gpus), engines.first_gpu) == (count, first_gpu)
+    assert (engines.num_engines_to_start(has_gpus), engines.first_gpu) == (count, first_gpu)
 
 
 CPU = ProcessPlace("a", pid=7)

@@ -31,7 +31,7 @@ def options_of(text: str) -> dict[str, Any]:
         (61, 8, f"{FIRST_STAGE_FLAG} 5", [5, *[8] * 7]),
     ],
 )
-def test_split_equals_megatrons(num_layers: int, pipeline: int, text: str, stages: list[int]) -> None:
+def test_split_layers_equals_megatrons_split(num_layers: int, pipeline: int, text: str, stages: list[int]) -> None:
     from penstock.engines.megatron.model.transformer_config import transformer_config
 
     # isort: split

@@ -70,7 +70,7 @@ def test_start_ray_does_not_retry_wrong_options(monkeypatch: pytest.MonkeyPatch)
         calls.append(options)
         raise ValueError("num_cpus must be positive")
 
-    monkeypatch.setattr(local_ray, "_kill_half_started", lambda others: pytest.fail("nothing was started"))
+    monkeypatch.setattr(local_ray, "_kill_half_started_ray", lambda keep_pids: pytest.fail("nothing was started"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
     monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")

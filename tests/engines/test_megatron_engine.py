@@ -65,7 +65,7 @@ def train(engine: Any, seeds: range) -> list[tuple[float, float]]:
     for seed in seeds:
         engine.zero_grad()
         outputs = engine.forward_backward([make_pack(LENGTHS, seed)], loss_fn)
-        results.append((outputs[0]["loss"].item(), engine.step()[1]))
+        results.append((outputs[0]["loss"].item(), engine.optimizer_step()[1]))
     return results
 
 
@@ -88,7 +88,7 @@ def test_gradients_are_sums_and_equal_hugging_face(engine: Any, hf: Any) -> None
     for name, param in engine.chunks[0].named_parameters():
         assert (param.main_grad.cpu() - grads[name]).abs().max() < 1e-5 * grads[name].abs().max(), name
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
-    assert engine.step() == (True, pytest.approx(norm, rel=1e-5))
+    assert engine.optimizer_step() == (True, pytest.approx(norm, rel=1e-5))
 
 
 def test_first_step_is_adamw(engine: Any) -> None:
@@ -96,7 +96,7 @@ def test_first_step_is_adamw(engine: Any) -> None:
     engine.zero_grad()
     engine.forward_backward(PACKS, loss_fn)
     grads = {name: param.main_grad.clone() for name, param in engine.chunks[0].named_parameters()}
-    _, norm = engine.step()
+    _, norm = engine.optimizer_step()
     for name, after in engine.named_weights():
         grad = grads[name] / (norm + 1e-6)  # clipped to 1
         decay = OPTIMIZER["lr"] * OPTIMIZER["weight_decay"] if grad.ndim > 1 else 0.0
@@ -148,7 +148,7 @@ def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
     reference = engine.forward_backward(PACKS, loss_fn, forward_only=True)
     train(engine, range(1))
     trained = engine.digest()
-    with engine.using(snapshot):
+    with engine.using_weights(snapshot):
         again = engine.forward_backward(PACKS, loss_fn, forward_only=True)
         assert engine.digest() == start
     assert all(torch.equal(a["logits"], b["logits"]) for a, b in zip(reference, again))
@@ -216,12 +216,12 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
         ({"optimizer": {**OPTIMIZER, "lr_decay_style": "cosine"}}, "--lr-decay-iters"),
     ],
 )
-def test_error_of_a_wrong_option_names_it(options: dict[str, Any], named: str) -> None:
+def test_wrong_option_error_names_the_option(options: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError, match=named):
         make_engine(**options)
 
 
-def test_layout_must_divide_the_world() -> None:
+def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:
     assert ParallelLayout(tensor=2, context=2).data_parallel(12) == 3
     with pytest.raises(LayoutError, match=r"\b6\b.*\b4\b"):
         ParallelLayout(tensor=2, context=2).data_parallel(6)

@@ -89,7 +89,7 @@ def test_parallel_sizes_that_do_not_divide_are_refused(
         transformer_config(shape, ParallelLayout(**sizes))
 
 
-def test_layouts_that_fit() -> None:
+def test_parallel_sizes_that_divide_are_accepted() -> None:
     check_model_parallel(
         SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4
     )  # every rank then has the one key head
@@ -131,7 +131,7 @@ def train(engine: Any, steps: int = 2) -> list[float]:
     for _ in range(steps):
         engine.zero_grad()
         seen += [output["loss"].item() for output in engine.forward_backward(PACKS, loss_fn)]
-        engine.step()
+        engine.optimizer_step()
     return seen
 
 
@@ -188,7 +188,7 @@ def test_snapshot_and_digest_include_router_corrections(world: None, shapes: dic
     correction += 1
     changed = engine.digest()
     assert [name for name in start if changed[name] != start[name]] == ["decoder.layers.1.mlp.router.expert_bias"]
-    with engine.using(held):
+    with engine.using_weights(held):
         assert engine.digest() == start
     assert engine.digest() == changed
 

@@ -12,13 +12,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, Rotary, YarnScaling
 from penstock.engines.megatron.model.rotary import (
+    apply_rope_unfused,
     rope_cos_sin,
     rope_frequencies,
-    rotate,
     softmax_scale,
     yarn_attention_factor,
 )
-from penstock.engines.megatron.model.router import route
+from penstock.engines.megatron.model.router import select_experts
 from tests.engines.megatron_reference import SHAPE
 
 LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
@@ -82,7 +82,9 @@ def test_interleaved_and_partial_rotation(fraction: float) -> None:
     dim = int(16 * fraction)
     cosines, sines = rope_cos_sin(torch.arange(50), dim, Rotary(base=10000.0))
     expected = apply_rotary_pos_emb(query, key, cosines[None, :, 0], sines[None, :, 0])
-    ours = [rotate(x[0].transpose(0, 1), cosines, sines, interleaved=True).transpose(0, 1) for x in (query, key)]
+    ours = [
+        apply_rope_unfused(x[0].transpose(0, 1), cosines, sines, interleaved=True).transpose(0, 1) for x in (query, key)
+    ]
     torch.testing.assert_close(ours[0] @ ours[1].mT, (expected[0] @ expected[1].mT)[0])
 
 
@@ -119,7 +121,7 @@ def test_routing_of_sigmoid_scores(groups: int, top_groups: int, top_k: int, nor
         top_groups=top_groups,
         scaling=2.5,
     )
-    compare_routing(reference.route_tokens_to_experts, lambda logits: route(logits, experts, correction))
+    compare_routing(reference.route_tokens_to_experts, lambda logits: select_experts(logits, experts, correction))
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -130,7 +132,7 @@ def test_routing_of_softmax_scores(normalized: bool) -> None:
     reference = Qwen3MoeTopKRouter(config)
     torch.nn.init.eye_(reference.weight)  # its logits are then its input
     experts = Experts(num_experts=16, top_k=3, ffn_hidden_size=8, normalized=normalized)
-    compare_routing(lambda logits: reference(logits)[:0:-1], lambda logits: route(logits, experts))
+    compare_routing(lambda logits: reference(logits)[:0:-1], lambda logits: select_experts(logits, experts))
 
 
 def compare_routing(reference: Any, ours: Any) -> None:

@@ -15,7 +15,7 @@ import_megatron()
 
 from penstock.engines.families.shape import Rotary  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention  # noqa: E402
-from penstock.engines.megatron.model.rotary import rope_cos_sin, rotate  # noqa: E402
+from penstock.engines.megatron.model.rotary import apply_rope_unfused, rope_cos_sin  # noqa: E402
 from penstock.engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_real_rows_exclude_sequence_parallel_padding() -> None:
 def test_rotate_is_a_complex_rotation_of_pairs() -> None:
     x = torch.randn(50, 2, 16, dtype=torch.float64)
     cosines, sines = rope_cos_sin(torch.arange(50), 16, Rotary(base=10000.0))
-    rotated = rotate(x, cosines.double(), sines.double())
+    rotated = apply_rope_unfused(x, cosines.double(), sines.double())
     pairs = torch.complex(x[..., :8], x[..., 8:])
     angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
     expected = pairs * torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())

@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_hugging_face(base: tuple[Any, Path]) -> None
     for name, param in engine.chunks[0].named_parameters():
         assert (param.main_grad.cpu() - grads[name]).abs().max() < 2e-5 * grads[name].abs().max(), name
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
-    assert engine.step() == (True, pytest.approx(norm, rel=1e-5))
+    assert engine.optimizer_step() == (True, pytest.approx(norm, rel=1e-5))
 
 
 def test_head_is_initialized_by_the_seed_unless_the_checkpoint_has_one(base: tuple[Any, Path], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[A
         for _, weight in policy.named_weights():
             weight.mul_(1.5)
     digest = policy.digest()
-    with policy.using(reference):
+    with policy.using_weights(reference):
         policy.save_weights(tmp_path / "reference")
     critic.save(tmp_path / "critic", {"version": 1})
     policy.save(tmp_path, {"version": 1})
@@ -135,7 +135,7 @@ def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[A
 
 
 def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:
-    from penstock.engines.megatron.checkpoints.torch_dist import written_by
+    from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
 
     names = [
         "__1_0.distcp",
@@ -145,8 +145,8 @@ def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:
         "reference/metadata.json",
         "common.pt",
     ]
-    assert [name for name in names if written_by(1, name)] == names[:2]
-    assert [name for name in names if written_by(0, name)] == names[2:]
+    assert [name for name in names if is_written_by_rank(1, name)] == names[:2]
+    assert [name for name in names if is_written_by_rank(0, name)] == names[2:]
 
 
 def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
@@ -178,5 +178,5 @@ def train(engine: Any) -> list[float]:
     for _ in range(2):
         engine.zero_grad()
         outputs = engine.forward_backward(PACKS, squared_error)
-        results += [*(output["values"].sum().item() for output in outputs), engine.step()[1]]
+        results += [*(output["values"].sum().item() for output in outputs), engine.optimizer_step()[1]]
     return results

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from penstock.engines import ports
-from penstock.engines.ports import free_port, is_free, reserve
+from penstock.engines.ports import is_free, reserve_free_port, reserve_ports
 
 CHOOSE = """
 import sys
-from penstock.engines.ports import free_port
-print(*(free_port(20_400) for _ in range(60)), flush=True)
+from penstock.engines.ports import reserve_free_port
+print(*(reserve_free_port(20_400) for _ in range(60)), flush=True)
 sys.stdin.read()
 """
 
@@ -36,10 +36,10 @@ def test_parallel_runs_get_different_ports_and_a_killed_run_frees_its_own() -> N
         chosen = [[int(word) for word in run.stdout.readline().split()] for run in runs if run.stdout]
         everything = [port for ports in chosen for port in ports]
         assert len(everything) == 180 == len(set(everything)), "without reservations 180 of 401 numbers collide"
-        assert not reserve(chosen[0][:1])
+        assert not reserve_ports(chosen[0][:1])
         runs[0].kill()
         runs[0].wait()
-        assert reserve(chosen[0][:1])
+        assert reserve_ports(chosen[0][:1])
     finally:
         for run in runs:
             run.kill()
@@ -47,8 +47,8 @@ def test_parallel_runs_get_different_ports_and_a_killed_run_frees_its_own() -> N
 
 
 def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
-    port = free_port()
-    assert not reserve([port])
+    port = reserve_free_port()
+    assert not reserve_ports([port])
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
         server.listen()
@@ -63,9 +63,9 @@ def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.M
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             free = other.getsockname()[1]
-        assert not reserve([free, taken])
-        assert reserve([free]), "a refused reservation reserves nothing"
+        assert not reserve_ports([free, taken])
+        assert reserve_ports([free]), "a refused reservation reserves nothing"
     assert not is_free(70_000)
     monkeypatch.setattr(ports, "is_free", lambda port: False)
     with pytest.raises(RuntimeError, match="100 ports"):
-        free_port()
+        reserve_free_port()

@@ -48,7 +48,7 @@ def test_a_session_stays_with_its_engine_while_it_lives() -> None:
     with_servers([*engines], use)
 
 
-def test_abort_ends_the_requests_of_this_client_alone() -> None:
+def test_abort_ends_only_the_requests_of_this_client() -> None:
     engine = SmallEngine(seconds=20)
 
     async def use(urls: list[str]) -> None:
@@ -105,7 +105,7 @@ def test_abort_reaches_a_request_that_arrives_late() -> None:
     with_servers([slow_to_read], use)
 
 
-def test_requests_go_through_the_router_and_aborts_to_every_engine() -> None:
+def test_requests_are_sent_to_the_router_and_aborts_to_every_engine() -> None:
     """Requests carry a routing key per session; aborts go to all engines, because only the router knows which one."""
     engines, keys = [SmallEngine(20), SmallEngine(20)], []
 
@@ -135,7 +135,7 @@ def test_requests_go_through_the_router_and_aborts_to_every_engine() -> None:
     with_servers([router, *engines], use)
 
 
-def test_a_router_that_failed_for_good_raises_its_error() -> None:
+def test_a_router_without_restarts_left_raises_its_error() -> None:
     def hopeless() -> str | None:
         raise RuntimeError("the router failed after 3 restarts")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.families import FAMILIES
-from penstock.engines.sglang.architectures import check_architecture, check_model, serves
+from penstock.engines.sglang.architectures import check_architecture, check_model, implements_architecture
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +60,10 @@ def test_entries_that_sglang_does_not_read_are_refused(
         ("FooForCausalLM = 1", False),
     ],
 )
-def test_serves_reads_the_registry(source: str, served: bool, tmp_path: Path) -> None:
+def test_implements_architecture_reads_the_registry(source: str, served: bool, tmp_path: Path) -> None:
     (tmp_path / "srt" / "models").mkdir(parents=True)
     (tmp_path / "srt" / "models" / "foo.py").write_text(source)
-    assert serves("FooForCausalLM", tmp_path) is served
+    assert implements_architecture("FooForCausalLM", tmp_path) is served
 
 
 def test_check_architecture_imports_neither_torch_nor_sglang() -> None:

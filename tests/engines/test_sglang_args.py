@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.args import check_sglang_args, command_line, returning_experts, sglang_flags
+from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, command_line, sglang_flags
 from penstock.storage.errors import EngineError
 
 DATACLASS = """
@@ -27,7 +27,7 @@ class ServerArgs:
 """
 
 
-def test_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
+def test_sglang_flags_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> None:
     (tmp_path / "srt/arg_groups/fields").mkdir(parents=True)
     (tmp_path / "srt/server_args.py").write_text(DATACLASS)
     (tmp_path / "srt/arg_groups/fields/more.py").write_text(
@@ -89,9 +89,9 @@ def test_command_line_spells_every_kind_of_value() -> None:
     ]
 
 
-def test_returning_experts_needs_a_flag_of_the_installed_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = returning_experts({"log_level": "info"})
+def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = add_return_experts_flag({"log_level": "info"})
     assert command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
     monkeypatch.setattr("penstock.engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
     with pytest.raises(EngineError, match=r"enable_return_routed_experts.*--use-routing-replay"):
-        returning_experts({})
+        add_return_experts_flag({})

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.response import parse_generation
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -83,7 +83,7 @@ def test_requests_move_from_a_failing_engine_to_another() -> None:
         return web.Response(status=503, text="starting")
 
     async def use(urls: list[str]) -> Any:
-        async with SGLangClient([*urls, f"http://127.0.0.1:{free_port()}"]) as client:
+        async with SGLangClient([*urls, f"http://127.0.0.1:{reserve_free_port()}"]) as client:
             return [await client.generate([index], {}) for index in range(4)]
 
     groups = with_servers([failing, echo], use)
@@ -142,7 +142,7 @@ def test_a_request_is_sent_again_after_its_engine_died() -> None:
     assert asked == {"dying": 6, "new": 6}
 
 
-def test_a_request_leaves_an_engine_that_disappeared_from_the_list() -> None:
+def test_a_request_is_resent_when_its_engine_leaves_the_list() -> None:
     """The machine is lost, and the connection stays open."""
 
     async def silent(request: web.Request) -> web.Response:

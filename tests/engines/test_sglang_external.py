@@ -14,7 +14,7 @@ from small_servers import serve_json
 from penstock.engines.backends import engine_backend
 from penstock.engines.options import HealthCheck
 from penstock.engines.serving import external, supervisor
-from penstock.engines.serving.addresses import is_on_this_machine, url_of
+from penstock.engines.serving.addresses import engine_url, is_on_this_machine
 from penstock.engines.serving.external import ExternalReplica
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Supervisor
@@ -93,13 +93,13 @@ def test_an_external_engine_gets_the_weights_again_after_its_restart(
     running = Supervisor(
         [engine_at(external_server, model)], VERSION, publish, HealthCheck(interval=0.05), lives.append
     )
-    running.bring_up()
+    running.restart_and_publish()
     with running:
-        assert running.live() == [url] and published == [[url]]
+        assert running.live_urls() == [url] and published == [[url]]
         external_server.die()
-        eventually(lambda: running.live() == [])
+        eventually(lambda: running.live_urls() == [])
         external_server.start()
-        eventually(lambda: running.live() == [url])
+        eventually(lambda: running.live_urls() == [url])
     assert published == [[url], [url]] and lives == [[url], [], [url]], "the listener gets every change"
 
 
@@ -107,14 +107,14 @@ def test_an_external_engine_that_stays_dead_is_named_in_the_error(external_serve
     external_server.die()
     engine = engine_at(external_server, model, timeout=0.2)
     with pytest.raises(ConnectionError, match=f"{external_server.address}.*0 s.*--rollout-external-engine-addrs"):
-        engine.url()
+        engine.wait_for_url()
     running = Supervisor([engine], VERSION, lambda urls: None, HealthCheck())
-    engine.begin()
+    engine.launch_server()
     with pytest.raises(ConnectionError, match="--rollout-external-engine-addrs"):
-        running.bring_up()
+        running.restart_and_publish()
     external_server.start()
-    engine.begin()
-    assert engine.url() == f"http://{external_server.address}" and engine.alive() and engine.answers()
+    engine.launch_server()
+    assert engine.wait_for_url() == f"http://{external_server.address}" and engine.alive() and engine.answers_requests()
 
 
 def test_another_model_is_refused(external_server: ExternalServer, model: Path, tmp_path: Path) -> None:
@@ -123,23 +123,23 @@ def test_another_model_is_refused(external_server: ExternalServer, model: Path, 
     (other / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 65}))
     external_server.facts["model_path"] = str(other)
     with pytest.raises(EngineError, match=r"vocab_size 65.*--hf-checkpoint .* 64"):
-        engine_at(external_server, model).url()
+        engine_at(external_server, model).wait_for_url()
     external_server.facts |= {"model_path": "/gone", "architectures": ["LlamaForCausalLM"]}
     with pytest.raises(EngineError, match=r"architectures \['LlamaForCausalLM'\]"):
-        engine_at(external_server, model).url()
+        engine_at(external_server, model).wait_for_url()
     external_server.facts |= {"architectures": MODEL["architectures"], "version": "0.4.9.post2"}
     with pytest.raises(RuntimeError, match=r"SGLang 0\.4\.9"):
-        engine_at(external_server, model).url()
+        engine_at(external_server, model).wait_for_url()
 
 
 @pytest.mark.parametrize(
     ("address", "url"), [("10.0.0.7:30000", "http://10.0.0.7:30000"), ("https://host:1/", "https://host:1")]
 )
-def test_url_of_accepts_host_port_and_urls(address: str, url: str) -> None:
-    assert url_of(address) == url and not is_on_this_machine(address) and is_on_this_machine("localhost:1")
+def test_engine_url_accepts_host_port_and_urls(address: str, url: str) -> None:
+    assert engine_url(address) == url and not is_on_this_machine(address) and is_on_this_machine("localhost:1")
 
 
 @pytest.mark.parametrize("address", ["host", "host:port", "ftp://host:1", "host:1/generate", ""])
-def test_url_of_refuses_other_addresses(address: str) -> None:
+def test_engine_url_refuses_other_addresses(address: str) -> None:
     with pytest.raises(EngineError, match="--rollout-external-engine-addrs"):
-        url_of(address)
+        engine_url(address)

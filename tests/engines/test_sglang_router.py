@@ -55,7 +55,7 @@ def test_requests_survive_the_death_of_an_engine_and_of_the_router(tmp_path: Pat
                 router.set_backends(live)
                 address = router.address()
                 assert address, "adding an engine does not interrupt the router"
-                await until(lambda: len(control.call(address, "/workers")["workers"]) == 2)
+                await until(lambda: len(control.call_server(address, "/workers")["workers"]) == 2)
                 await asyncio.gather(*[client.generate([name], {}, n=2) for name in range(20)])
                 assert num_asked()[1] == 10  # it counts requests, and the least busy engine gets the next
                 for _ in range(2):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_seeds, sampling_names
+from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_sampling_seeds, sampling_names
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.preflight import preflight, warnings
+from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.storage.errors import EngineError, InputError
 
 
@@ -43,12 +43,12 @@ def test_unsuitable_parameters_are_refused(name: str, hint: str) -> None:
 
 
 def test_sampling_seeds_and_deterministic_engines_require_each_other() -> None:
-    check_seeds(True, {}, {"enable-deterministic-inference": True})
-    check_seeds(False, {"min_p": 0.1}, {})
+    check_sampling_seeds(True, {}, {"enable-deterministic-inference": True})
+    check_sampling_seeds(False, {"min_p": 0.1}, {})
     with pytest.raises(EngineError, match=r"--sglang-enable-deterministic-inference .*--rollout-sampling-seeds"):
-        check_seeds(False, {}, {"enable-deterministic-inference": True})
+        check_sampling_seeds(False, {}, {"enable-deterministic-inference": True})
     with pytest.raises(EngineError, match=r"min_p=0.1 .*--rollout-sampling-seeds"):
-        check_seeds(True, {"min_p": 0.1}, {})
+        check_sampling_seeds(True, {"min_p": 0.1}, {})
 
 
 def test_biased_sampling_lists_only_parameters_that_change_the_distribution() -> None:
@@ -83,6 +83,6 @@ def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: 
     )
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
     preflight("post_train", config)
-    [warning] = warnings("post_train", config)
-    assert warning.startswith("top_p=0.9: ") and not warnings("evaluate", config)
-    assert not warnings("post_train", parse(words))
+    [warning] = config_warnings("post_train", config)
+    assert warning.startswith("top_p=0.9: ") and not config_warnings("evaluate", config)
+    assert not config_warnings("post_train", parse(words))

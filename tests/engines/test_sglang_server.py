@@ -104,7 +104,7 @@ def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tin
     assert worst_difference(tiny_model, generations) < TOLERANCE
 
 
-def test_abort_ends_the_requests_of_its_client_alone(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_abort_ends_only_the_requests_of_its_client(engine_pool: EnginePool, tiny_model: Path) -> None:
     SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/5")
     long = {"max_new_tokens": 240, "ignore_eos": True}
 
@@ -152,7 +152,7 @@ def test_an_external_engine_gets_weights_and_survives_the_pool(
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
-def test_a_failed_update_leaves_no_version(engine_pool: EnginePool, tiny_model: Path) -> None:
+def test_a_failed_update_does_not_set_the_version(engine_pool: EnginePool, tiny_model: Path) -> None:
     def broken():
         yield from list(weights(tiny_model).items())[:3]
         raise RuntimeError("the trainer died")
@@ -180,23 +180,23 @@ def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path)
 def test_a_hung_scheduler_is_unhealthy_although_the_server_answers(engine_pool: EnginePool) -> None:
     url = engine_pool.urls[0]
     family = psutil.Process(engine_pool.pids()[0]).children(recursive=True)
-    assert control.generates(url, timeout=30)
+    assert control.generates_tokens(url, timeout=30)
     for child in family:
         child.suspend()
     try:
         assert control.weight_version(url, timeout=5)
-        assert not control.generates(url, timeout=3)
+        assert not control.generates_tokens(url, timeout=3)
     finally:
         for child in family:
             child.resume()
-    assert control.generates(url, timeout=60)
+    assert control.generates_tokens(url, timeout=60)
 
 
 def test_supervision_has_no_measurable_cost(engine_pool: EnginePool, tiny_model: Path) -> None:
     def publish(urls: list[str]) -> None:
         SGLangClient(urls).update_weights(weights(tiny_model).items(), "test/7")
 
-    engine_pool.bring_to("test/7", publish)
+    engine_pool.update_to_version("test/7", publish)
     spent = []
     for _ in range(5):
         start = time.perf_counter()

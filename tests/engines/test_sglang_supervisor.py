@@ -50,20 +50,20 @@ class SmallReplica(Replica):
         self.num_starts = 0
         self.starts = True  # whether servers come up
         self.start_seconds = 0.0
-        self.begin()
+        self.launch_server()
 
-    def begin(self) -> None:
+    def launch_server(self) -> None:
         self.num_starts += 1
         self.server: SmallServer | None = SmallServer()
         self.known_url = self.server.url
         self._ready = time.monotonic() + self.start_seconds
 
-    def settle(self) -> None:
+    def finish_adoption(self) -> None:
         pass
 
-    def url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         if self.known_url is None:
-            self.begin()
+            self.launch_server()
         while time.monotonic() < self._ready:
             if cancelled():
                 raise StartCancelled
@@ -80,11 +80,11 @@ class SmallReplica(Replica):
     def answers(self) -> bool:
         return self.alive()
 
-    def generates(self, timeout: float) -> bool:
-        return self.alive() and self.client.health(self.url(), timeout)
+    def generates_tokens(self, timeout: float) -> bool:
+        return self.alive() and self.client.health(self.wait_for_url(), timeout)
 
-    def version(self) -> str:
-        return self.client.version(self.url())
+    def weight_version(self) -> str:
+        return self.client.weight_version(self.wait_for_url())
 
     def place(self) -> ProcessPlace:
         return ProcessPlace("")
@@ -128,7 +128,7 @@ class World:
 
     def supervisor(self, **health: Any) -> Supervisor:
         made = Supervisor(self.engines, VERSION, self.publish, QUICK.model_copy(update=health))  # type: ignore[arg-type]
-        made.bring_up()
+        made.restart_and_publish()
         return made
 
     @property
@@ -155,7 +155,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def test_only_engines_with_other_weights_are_published_to(world: World) -> None:
     world.publish([world.urls[1]])
     with world.supervisor() as running:
-        assert running.live() == world.urls
+        assert running.live_urls() == world.urls
     assert world.published[1:] == [[world.urls[0]]]
     world.supervisor()
     assert len(world.published) == 2, "all of them serve it already"
@@ -166,30 +166,30 @@ def test_a_dead_engine_is_delisted_and_returns_with_the_weights(world: World) ->
         stays, goes = world.urls
         world.engines[1].start_seconds = 0.3
         world.engines[1].die()
-        eventually(lambda: running.live() == [stays])
-        eventually(lambda: len(running.live()) == 2)
-        assert goes not in running.live() and running.live() == world.urls
+        eventually(lambda: running.live_urls() == [stays])
+        eventually(lambda: len(running.live_urls()) == 2)
+        assert goes not in running.live_urls() and running.live_urls() == world.urls
         assert world.published[-1] == [world.urls[1]]
 
 
-def test_an_engine_without_tokens_is_restarted_after_failed_checks(world: World) -> None:
+def test_an_engine_that_generates_no_tokens_is_restarted_after_failed_checks(world: World) -> None:
     with world.supervisor() as running:
         hung = world.engines[0].server
         assert hung is not None
         hung.hangs = True
-        eventually(lambda: hung.url not in running.live() and len(running.live()) == 2)
+        eventually(lambda: hung.url not in running.live_urls() and len(running.live_urls()) == 2)
     assert [engine.num_starts for engine in world.engines] == [2, 1]
 
 
 def test_too_many_restarts_raise_with_the_last_cause(world: World) -> None:
     with world.supervisor(max_restarts=1) as running:
         world.engines[0].die()
-        eventually(lambda: world.engines[0].num_starts == 2 and len(running.live()) == 2)
+        eventually(lambda: world.engines[0].num_starts == 2 and len(running.live_urls()) == 2)
         world.engines[1].die()
 
         def failed() -> bool:
             try:
-                running.live()
+                running.live_urls()
             except RuntimeError as error:
                 return (
                     "--engine-restarts" in str(error) and "exit code -9" in str(error) and "the last line" in str(error)
@@ -207,13 +207,13 @@ def test_failed_starts_count_as_restarts(world: World) -> None:
         eventually(lambda: world.engines[0].num_starts == 3)
         eventually(lambda: running._failure is not None)
         with pytest.raises(RuntimeError, match=r"(?s)2 of 2.*--engine-restarts.*no such model"):
-            running.live()
+            running.live_urls()
 
 
 def test_an_engine_that_is_dead_at_entry_does_not_count_as_a_restart(world: World) -> None:
     world.engines[0].die()
     with world.supervisor(max_restarts=0) as running:
-        assert running.live() == world.urls and len(world.urls) == 2
+        assert running.live_urls() == world.urls and len(world.urls) == 2
 
 
 def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
@@ -223,7 +223,7 @@ def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
         raise EngineGone("hung up")
 
     world.before_publish = kill_once
-    assert world.supervisor().live() == world.urls
+    assert world.supervisor().live_urls() == world.urls
     assert [engine.num_starts for engine in world.engines] == [1, 2]
     world.publish = lambda urls: (_ for _ in ()).throw(ValueError("/dev/shm is too small"))  # type: ignore[method-assign]
     world.engines[0].die()
@@ -231,7 +231,7 @@ def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
         world.supervisor()
 
 
-def test_nothing_changes_after_the_block(world: World) -> None:
+def test_engines_are_not_restarted_after_the_supervisor_exits(world: World) -> None:
     with world.supervisor() as running:
         world.engines[0].start_seconds = 60
         world.engines[0].die()

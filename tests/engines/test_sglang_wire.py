@@ -9,7 +9,7 @@ import torch
 
 from penstock.engines.sglang import weight_update
 from penstock.engines.sglang.weight_update import FlatBucket
-from penstock.engines.weights.buckets import buckets
+from penstock.engines.weights.buckets import split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -20,7 +20,10 @@ def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: in
     """Every tensor comes once, whatever comes between the two of a layer, also if there is only one of them."""
     between = "input_layernorm"
     names = [f"model.layers.{n}.{part}.weight" for n in range(3) for part in (latent[0], between, *latent[1:])]
-    cut = [[name for name, _ in bucket] for bucket, _ in buckets(((name, torch.zeros(8)) for name in names), max_bytes)]
+    cut = [
+        [name for name, _ in bucket]
+        for bucket, _ in split_into_buckets(((name, torch.zeros(8)) for name in names), max_bytes)
+    ]
     assert sorted(name for bucket in cut for name in bucket) == sorted(names)
     for bucket in cut:
         assert 32 * len(bucket) <= max_bytes or len(bucket) <= len(latent)
@@ -44,8 +47,8 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
     monkeypatch.setattr(weight_update, "ForkingPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
-        assert bucket.payload()
+        assert bucket.serialize()
     else:
         with pytest.raises(RuntimeError, match=message):
-            bucket.payload()
+            bucket.serialize()
     assert len(tries) == num_tries

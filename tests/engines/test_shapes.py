@@ -15,12 +15,12 @@ import torch
 import transformers
 
 from penstock.engines.families import FAMILIES as REGISTRY
-from penstock.engines.families import layout_for, read_shape, shape_of
+from penstock.engines.families import read_shape, shape_from_config, tensor_layout
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.model_options import check_model_options, model_options
 from penstock.flows.config import read_toml
-from penstock.flows.options.flags import values_of
+from penstock.flows.options.flags import parse_values
 from penstock.storage.errors import ModelError
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def real_shape(model: RealModel) -> ModelShape:
-    return shape_of({"architectures": [model.architecture], **model.config})
+    return shape_from_config({"architectures": [model.architecture], **model.config})
 
 
 def meta_model(model: RealModel) -> Any:
@@ -123,10 +123,10 @@ def test_variants_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)
-def test_every_real_model_has_its_names_shapes_and_size(name: str) -> None:
+def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None:
     model = REAL_MODELS[name]
     shape, reference = real_shape(model), meta_model(model)
-    layout, expected = layout_for(shape), hub_shapes(reference)
+    layout, expected = tensor_layout(shape), hub_shapes(reference)
     assert layout.hf_names() == set(expected)
     assert layout.hf_shapes == expected
     last = f".{shape.experts.num_experts - 1}." if shape.experts else ""
@@ -137,7 +137,7 @@ def test_every_real_model_has_its_names_shapes_and_size(name: str) -> None:
             and f".local_experts{last}" not in megatron
         ):
             continue  # one op for all experts of a layer: the first and the last show it
-        hf = {hf_name: torch.empty(expected[hf_name], device="meta") for hf_name in layout.hf_of(megatron)}
+        hf = {hf_name: torch.empty(expected[hf_name], device="meta") for hf_name in layout.hf_names_of(megatron)}
         for hf_name, tensor in layout.to_hf(megatron, layout.to_megatron(megatron, hf.__getitem__)):
             assert tuple(tensor.shape) == expected[hf_name], hf_name
 
@@ -168,7 +168,7 @@ def cut(number: int, like: str) -> str:
     return f"{math.floor(number / 1e9 * 10**digits) / 10**digits:.{digits}f}"
 
 
-def test_there_is_a_file_for_every_model_and_it_is_complete() -> None:
+def test_every_model_has_a_complete_config_file() -> None:
     files = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.toml")}
     assert files.keys() == REAL_MODELS.keys()
     for name, path in files.items():
@@ -201,10 +201,10 @@ def test_there_is_a_file_for_every_model_and_it_is_complete() -> None:
         assert path.read_text().startswith("# "), f"{path} says which checkpoints it is for"
 
 
-def test_a_model_file_goes_beside_a_recipe(tmp_path: Path) -> None:
+def test_a_model_file_can_be_combined_with_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[train]\nlr = 1e-6\n[train.megatron]\nrecompute_granularity = "selective"\n')
-    values = values_of(
+    values = parse_values(
         ["--config", str(ROOT / "configs/models/qwen3-4B.toml"), "--config", str(recipe), "--num-layers", "30"]
     )
     assert values["train"]["lr"] == 1e-6
@@ -255,7 +255,7 @@ def test_defaults_equal_transformers() -> None:
             if name != "sliding_window"  # transformers drops it where unused
         }, architecture
         odd = architecture == "Glm4MoeForCausalLM"  # whose default heads of 42 dimensions would turn 21
-        shape = shape_of({"architectures": [architecture]} | ({"head_dim": 128} if odd else {}))
+        shape = shape_from_config({"architectures": [architecture]} | ({"head_dim": 128} if odd else {}))
         assert not shape.tied_embeddings and shape.num_query_groups == (
             config.num_key_value_heads or config.num_attention_heads
         )
@@ -266,7 +266,7 @@ def test_defaults_equal_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "glm4", "kimi-k2", "qwen3"])
-def test_both_spellings_of_rotary_settings(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_both_spellings_of_rope_settings_are_read(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     config = json.loads((checkpoints[name] / "config.json").read_text())
     settings = config.pop("rope_parameters")
     config["rope_theta"] = settings.pop("rope_theta")
@@ -281,7 +281,7 @@ def test_both_spellings_of_rotary_settings(checkpoints: dict[str, Path], tmp_pat
 def test_absent_yarn_mscales_are_zero(checkpoints: dict[str, Path]) -> None:
     """transformers computes the attention factor from `factor` alone unless both are given."""
     config = json.loads((checkpoints["deepseek-v3"] / "config.json").read_text())
-    shape = shape_of(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}})
+    shape = shape_from_config(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}})
     assert shape.rotary.scaling == YarnScaling(factor=4, original_max_positions=256, mscale=0, mscale_all_dim=0)
 
 
@@ -324,20 +324,22 @@ def test_unsupported_entries_are_refused(
 ) -> None:
     config = json.loads((checkpoints[name] / "config.json").read_text())
     with pytest.raises(ModelError, match=f"there/config.json (says )?{found}") as error:
-        shape_of(config | changes, "there/config.json")
+        shape_from_config(config | changes, "there/config.json")
     assert "\n" not in str(error.value)
 
 
 def test_dense_layers_are_counted_in_every_spelling(checkpoints: dict[str, Path]) -> None:
     flash = json.loads((checkpoints["glm4.7-flash"] / "config.json").read_text())
     del flash["first_k_dense_replace"]
-    shape = shape_of(flash | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]})
+    shape = shape_from_config(flash | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]})
     assert shape.experts and shape.experts.num_dense_layers == 2
     qwen = json.loads((checkpoints["qwen3-moe"] / "config.json").read_text())
-    shape = shape_of(qwen | {"mlp_only_layers": [1, 0]})
+    shape = shape_from_config(qwen | {"mlp_only_layers": [1, 0]})
     assert shape.experts and shape.experts.num_dense_layers == 2
-    dense = shape_of(json.loads((checkpoints["moonlight"] / "config.json").read_text()) | {"first_k_dense_replace": 4})
-    assert dense.experts is None and not any("experts" in name for name in layout_for(dense).hf_names())
+    dense = shape_from_config(
+        json.loads((checkpoints["moonlight"] / "config.json").read_text()) | {"first_k_dense_replace": 4}
+    )
+    assert dense.experts is None and not any("experts" in name for name in tensor_layout(dense).hf_names())
 
 
 def test_missing_and_damaged_configs_are_refused(tmp_path: Path) -> None:
@@ -358,4 +360,4 @@ def test_reading_shapes_imports_neither_torch_nor_transformers() -> None:
 
 def test_every_architecture_has_a_tensor_table() -> None:
     for architecture in REGISTRY:
-        assert layout_for(shape_of({"architectures": [architecture], "head_dim": 128})).megatron_names()
+        assert tensor_layout(shape_from_config({"architectures": [architecture], "head_dim": 128})).megatron_names()

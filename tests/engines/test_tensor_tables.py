@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engines.families import layout_for, read_shape
+from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.ops import GateUp, InterleavedQKV, PaddedVocab
 from penstock.engines.families.shape import ModelShape, Rotary
 from penstock.storage.errors import ModelError
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
 @pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 2), (2, 3, 4), (4, 1, 3), (1, 5, 2)])
-def test_qkv_rows_go_group_by_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
+def test_qkv_rows_are_interleaved_by_query_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(groups * n * dim, *rest) for n in (heads, 1, 1))
     joined = InterleavedQKV(groups, heads, dim).join("qkv", [q, k, v])
     expected = []
@@ -65,7 +65,7 @@ def test_vocabulary_padding_is_removed() -> None:
 
 @pytest.mark.parametrize("name", [*FAMILIES, "glm", "glm4.5-mtp", "deepseek-v3-mtp"])
 def test_round_trip_of_every_tensor_is_exact(checkpoints: dict[str, Path], name: str) -> None:
-    layout, hf = layout_for(read_shape(checkpoints[name])), load_file(checkpoints[name] / "model.safetensors")
+    layout, hf = tensor_layout(read_shape(checkpoints[name])), load_file(checkpoints[name] / "model.safetensors")
     carried = {hf_name for hf_name in hf if layout.is_untrained(hf_name)}
     assert layout.hf_names() == set(hf) - carried and bool(carried) == name.endswith("mtp")
     back: dict[str, torch.Tensor] = {}
@@ -76,15 +76,17 @@ def test_round_trip_of_every_tensor_is_exact(checkpoints: dict[str, Path], name:
 
 
 def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
-    assert layout_for(shape(tied_embeddings=True)).copies == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "lm_head.weight" not in layout_for(shape(tied_embeddings=True)).hf_names()
-    assert layout_for(shape()).copies == {} and layout_for(shape()).hf_of("output_layer.weight") == ("lm_head.weight",)
+    assert tensor_layout(shape(tied_embeddings=True)).copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in tensor_layout(shape(tied_embeddings=True)).hf_names()
+    assert tensor_layout(shape()).copies == {} and tensor_layout(shape()).hf_names_of("output_layer.weight") == (
+        "lm_head.weight",
+    )
 
 
 def test_experts_keep_their_names(checkpoints: dict[str, Path]) -> None:
     """Against names written out: a mixture's second layer and its dense first one."""
     layout, hf = (
-        layout_for(read_shape(checkpoints["glm4.5"])),
+        tensor_layout(read_shape(checkpoints["glm4.5"])),
         load_file(checkpoints["glm4.5"] / "model.safetensors"),
     )
     to, fro = "decoder.layers.1.mlp.", "model.layers.1.mlp."
@@ -129,12 +131,14 @@ def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, P
         },
     }
     for family, pairs in names.items():
-        layout = layout_for(read_shape(checkpoints[family]))
-        assert {name: layout.hf_of(to + name) for name in pairs} == {name: (fro + hf,) for name, hf in pairs.items()}
+        layout = tensor_layout(read_shape(checkpoints[family]))
+        assert {name: layout.hf_names_of(to + name) for name in pairs} == {
+            name: (fro + hf,) for name, hf in pairs.items()
+        }
 
 
-def test_only_prediction_layers_and_rotary_frequencies_are_untrained() -> None:
-    layout = layout_for(shape(num_mtp_layers=1))
+def test_is_untrained_only_for_mtp_layers_and_rope_frequencies() -> None:
+    layout = tensor_layout(shape(num_mtp_layers=1))
     assert layout.is_untrained("model.layers.3.eh_proj.weight") and layout.is_untrained(
         "model.layers.3.mlp.experts.0.up_proj.weight"
     )
@@ -149,23 +153,25 @@ def test_only_prediction_layers_and_rotary_frequencies_are_untrained() -> None:
         "visual.x",
     ):
         assert not layout.is_untrained(name)
-    assert not layout_for(shape()).is_untrained("model.layers.3.eh_proj.weight")  # config.json has no prediction layers
+    assert not tensor_layout(shape()).is_untrained(
+        "model.layers.3.eh_proj.weight"
+    )  # config.json has no prediction layers
 
 
 def test_layers_keep_their_numbers() -> None:
-    layout = layout_for(shape(num_layers=12))
-    assert layout.hf_of("decoder.layers.11.mlp.linear_fc2.weight") == ("model.layers.11.mlp.down_proj.weight",)
+    layout = tensor_layout(shape(num_layers=12))
+    assert layout.hf_names_of("decoder.layers.11.mlp.linear_fc2.weight") == ("model.layers.11.mlp.down_proj.weight",)
     with pytest.raises(ModelError, match=r"'decoder.layers.12"):
         layout.to_hf("decoder.layers.12.mlp.linear_fc2.weight", torch.zeros(1))
 
 
 def test_errors_name_the_tensor_or_family() -> None:
     with pytest.raises(ModelError, match="'llama9'"):
-        layout_for(shape(family="llama9"))
+        tensor_layout(shape(family="llama9"))
     with pytest.raises(ModelError, match=r"linear_qkv.weight: .*\[39, 8\].*40 rows"):
-        layout_for(shape()).to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))
+        tensor_layout(shape()).to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))
     mixed = {"gate": torch.zeros(4, 2), "up": torch.zeros(4, 2, dtype=torch.bfloat16)}
     with pytest.raises(ModelError, match=r"float32.*bfloat16"):
-        layout_for(shape()).to_megatron(
+        tensor_layout(shape()).to_megatron(
             "decoder.layers.0.mlp.linear_fc1.weight", lambda name: mixed["up" if "up" in name else "gate"]
         )

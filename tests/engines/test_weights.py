@@ -16,7 +16,7 @@ import torch
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_payload import FlatBucket
-from penstock.engines.weights.buckets import buckets
+from penstock.engines.weights.buckets import split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.storage.errors import EngineError
 
@@ -34,7 +34,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("max_bytes", [1, 10, 60, 140, 10_000])
 def test_buckets_keep_the_order_and_the_size_limit(max_bytes: int) -> None:
     named = tensors()
-    cut = list(buckets(iter(named), max_bytes))
+    cut = list(split_into_buckets(iter(named), max_bytes))
     assert [name for bucket, _ in cut for name, _ in bucket] == [name for name, _ in named]
     assert [last for _, last in cut] == [False] * (len(cut) - 1) + [True]
     for bucket, _ in cut:
@@ -51,7 +51,7 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     flat = FlatBucket(named)
     for _ in range(2):  # one for each receiver
-        content = MultiprocessingSerializer.deserialize(flat.payload())
+        content = MultiprocessingSerializer.deserialize(flat.serialize())
         received = FlattenedTensorBucket(
             flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
         ).reconstruct_tensors()
@@ -173,7 +173,7 @@ def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_a_refused_bucket_leaves_no_version_and_resumes(engine: FakeServer) -> None:
+def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: FakeServer) -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"

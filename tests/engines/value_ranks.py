@@ -45,7 +45,10 @@ def step(engine: Any) -> tuple[float, float]:
     rank, size = engine.data_parallel
 
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
-        targets, rows = torch.sin(packed.token_ids.double() + packed.position_ids).float(), engine.rows_of(packed)
+        targets, rows = (
+            torch.sin(packed.token_ids.double() + packed.position_ids).float(),
+            engine.loss_token_indices(packed),
+        )
         loss = (head(hidden)[:, 0] - (targets if rows is None else targets[rows])).square().sum()
         return loss, {"loss": loss.detach()}
 
@@ -54,7 +57,7 @@ def step(engine: Any) -> tuple[float, float]:
     total = torch.stack([output["loss"] for output in outputs]).sum() if outputs else torch.zeros(())
     dist.all_reduce(total)
     copies = engine.tensor_group.size() if engine.tensor_group else 1
-    return total.item() / copies, engine.step()[1]
+    return total.item() / copies, engine.optimizer_step()[1]
 
 
 def weights(engine: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime.runs import open_run
-from penstock.stages.eval.score import score
+from penstock.stages.eval.score import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.settings import RewardSettings
 from penstock.stages.rollout.prompts.source import PromptSource
@@ -65,7 +65,7 @@ def evaluate(
         write_shards(out.path, samples)
     commit = Commit(
         kind="eval", run=keys.run, index=version, policy_version=version, attempt=attempt, files=out.files,
-        inputs={"prompt_data/0": path}, summary=score(samples, name),
+        inputs={"prompt_data/0": path}, summary=compute_eval_metrics(samples, name),
         state={"data_source": after.model_dump(mode="json")},
     )  # fmt: skip
     return store.commit(keys.eval(version, name), commit)

@@ -8,8 +8,8 @@ import pytest
 from evaluated_run import config_of, evaluate, write_sums
 
 from penstock.flows import cli
-from penstock.stages.eval.compare import compare
-from penstock.stages.eval.intervals import intervals
+from penstock.stages.eval.compare import compare_rewards
+from penstock.stages.eval.intervals import bootstrap_intervals
 from penstock.storage.store import Store
 
 WORSE = [["0", "1"], ["1", "1"], ["4", "4"], ["5", "5"]]
@@ -67,16 +67,16 @@ def test_pairing_narrows_the_interval() -> None:
     rng = random.Random(0)
     a = {prompt: rng.random() for prompt in range(200)}
     b = {prompt: reward + 0.02 + 0.01 * rng.random() for prompt, reward in a.items()}
-    found = compare(a, b)
+    found = compare_rewards(a, b)
     assert 0.02 <= found.low < found.difference < found.high <= 0.03 and found.wins == 200
-    low, high = intervals(np.array([[value] for value in a.values()]))
+    low, high = bootstrap_intervals(np.array([[value] for value in a.values()]))
     assert high[0] - low[0] > 10 * (found.high - found.low)
-    mirrored = compare(b, a)
+    mirrored = compare_rewards(b, a)
     assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low)) and mirrored.losses == 200
 
 
 def test_only_common_prompts_count() -> None:
-    found = compare({0: 1.0, 1: 0.0, 2: 0.0}, {1: 1.0, 2: 0.0, 3: 0.0})
+    found = compare_rewards({0: 1.0, 1: 0.0, 2: 0.0}, {1: 1.0, 2: 0.0, 3: 0.0})
     assert (found.num_prompts, found.mean_a, found.mean_b, found.wins, found.losses, found.ties) == (
         2,
         0.0,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, part, validated
-from penstock.flows.options.flags import parse, values_of
+from penstock.flows.config import PostTrainConfig, options_with, validated
+from penstock.flows.options.flags import parse, parse_values
 from penstock.storage.errors import OptionError
 
 FILE = """
@@ -68,14 +68,14 @@ def test_a_config_keeps_the_content_of_a_deleted_file(file: Path) -> None:
     file.unlink()
     for dumped in (config.model_dump(mode="json"), json.loads(config.model_dump_json()), config.model_dump()):
         assert validated(dumped) == config
-    assert part(config, "schedule")["eval.eval_prompt_data"] == [["mine", "mine.jsonl"]]
+    assert options_with(config, "schedule")["eval.eval_prompt_data"] == [["mine", "mine.jsonl"]]
 
 
 def test_another_file_replaces_the_first_one(file: Path, tmp_path: Path) -> None:
     before = read(file, "--eval-prompt-data", "mine", "mine.jsonl").model_dump(mode="json")
     other = tmp_path / "other.toml"
     other.write_text('[[datasets]]\nname = "new"\npath = "new.jsonl"')
-    after = validated(values_of(["--eval-config", str(other)], before)).eval
+    after = validated(parse_values(["--eval-config", str(other)], before)).eval
     assert after.eval_prompt_data == [("mine", "mine.jsonl"), ("new", "new.jsonl")]
 
 

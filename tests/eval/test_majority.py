@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from penstock.stages.eval.majority import MAX_SUBSETS, answer_of, majority_rates, winner_passes
-from penstock.stages.eval.score import score
+from penstock.stages.eval.majority import MAX_SUBSETS, majority_pass_rate, majority_rates, voted_answer
+from penstock.stages.eval.score import compute_eval_metrics
 from penstock.storage.samples.sample import Sample, Status
 
 
@@ -32,13 +32,13 @@ def make(response: str, label: str = "", **fields) -> Sample:
     ],
 )
 def test_what_counts_as_the_answer(response: str, label: str, answer: str | None) -> None:
-    assert answer_of(make(response, label)) == answer
+    assert voted_answer(make(response, label)) == answer
 
 
 def test_an_extracted_answer_has_priority() -> None:
-    assert answer_of(make(r"\boxed{1}", rewards={"answer": 1234567.0})) == "1234567.0"
-    assert answer_of(make(r"\boxed{1}", metadata={"extracted_answer": " Yes "})) == "yes"
-    assert answer_of(make(r"\boxed{1}", metadata={"answer": "5"})) == "1", (
+    assert voted_answer(make(r"\boxed{1}", rewards={"answer": 1234567.0})) == "1234567.0"
+    assert voted_answer(make(r"\boxed{1}", metadata={"extracted_answer": " Yes "})) == "yes"
+    assert voted_answer(make(r"\boxed{1}", metadata={"answer": "5"})) == "1", (
         "a row's own answer column is the label, not an answer"
     )
 
@@ -64,10 +64,14 @@ def test_many_subsets_are_sampled_with_a_fixed_seed() -> None:
 
 
 def test_ties_and_missing_answers() -> None:
-    assert winner_passes([("a", True), ("b", False)]) == 0.5
-    assert winner_passes([("a", True), ("a", False), ("b", False)]) == 0.5, "graders need not agree about an answer"
-    assert winner_passes([(None, True), (None, True), ("b", False)]) == 0.0, "samples without an answer do not vote"
-    assert winner_passes([(None, True)]) == 0.0
+    assert majority_pass_rate([("a", True), ("b", False)]) == 0.5
+    assert majority_pass_rate([("a", True), ("a", False), ("b", False)]) == 0.5, (
+        "graders need not agree about an answer"
+    )
+    assert majority_pass_rate([(None, True), (None, True), ("b", False)]) == 0.0, (
+        "samples without an answer do not vote"
+    )
+    assert majority_pass_rate([(None, True)]) == 0.0
 
 
 def test_a_majority_can_be_right_where_half_of_the_samples_are() -> None:
@@ -79,9 +83,9 @@ def test_a_majority_can_be_right_where_half_of_the_samples_are() -> None:
             sample.group_id, sample.sample_id = f"{prompt}", f"{prompt}-{index}"
             sample.token_ids = sample.loss_mask = [1]
             samples.append(sample)
-    found = score(samples, "x")
+    found = compute_eval_metrics(samples, "x")
     assert (found["eval/x-pass@1"], found["eval/x-majority@4"], found["eval/x-majority@4-ci_low"]) == (0.5, 1.0, 1.0)
     for sample in samples:
         sample.response = "a\nb"
         sample.label = ""
-    assert not any("majority" in name for name in score(samples, "x")), "no sample has an answer"
+    assert not any("majority" in name for name in compute_eval_metrics(samples, "x")), "no sample has an answer"

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from penstock.stages.eval.config import EvalConfig
-from penstock.stages.eval.score import pass_at_k, pass_rates, score
+from penstock.stages.eval.score import compute_eval_metrics, pass_at_k, pass_rates
 from penstock.storage.samples.sample import Sample, Status
 
 
@@ -28,7 +28,7 @@ def make(group: str, reward: float | None, status: Status = Status.COMPLETED, to
 
 
 def test_score() -> None:
-    found = score(
+    found = compute_eval_metrics(
         [make("a", 1.0), make("a", 0.0, Status.TRUNCATED, 6), make("b", None, Status.FAILED), make("b", 1.0)], "aime"
     )
     assert found["eval/aime"] == 0.5
@@ -40,17 +40,17 @@ def test_score() -> None:
 def test_order_of_samples_does_not_matter() -> None:
     rng = random.Random(0)
     samples = [make(f"{i % 5}", float(rng.random() < 0.4), tokens=rng.randint(1, 9)) for i in range(20)]
-    expected = score(samples, "x")
+    expected = compute_eval_metrics(samples, "x")
     rng.shuffle(samples)
-    assert score(samples, "x") == pytest.approx(expected)
+    assert compute_eval_metrics(samples, "x") == pytest.approx(expected)
 
 
 def test_undefined_pass_rates_are_omitted_or_an_error() -> None:
     graded = [make("a", -1.0), make("a", 1.0)]
-    assert not any("pass@" in name for name in score(graded, "x"))
+    assert not any("pass@" in name for name in compute_eval_metrics(graded, "x"))
     with pytest.raises(ValueError, match=r"data set x has the reward -1.*--pass-threshold"):
-        score(graded, "x", require_pass_rate=True)
-    assert score(graded, "x", pass_threshold=1.0)["eval/x-pass@1"] == 0.5
+        compute_eval_metrics(graded, "x", require_pass_rate=True)
+    assert compute_eval_metrics(graded, "x", pass_threshold=1.0)["eval/x-pass@1"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -82,32 +82,34 @@ def test_a_reward_entry_correct_defines_passing() -> None:
     samples = [make("a", -1.0), make("a", 1.0), make("b", None, Status.FAILED), make("b", -1.0)]
     for sample, correct in zip(samples, (0.0, 1.0, None, 1.0)):
         sample.rewards = {} if correct is None else {"correct": correct}
-    found = score(samples, "x")
+    found = compute_eval_metrics(samples, "x")
     assert (found["eval/x"], found["eval/x-pass@1"], found["eval/x-pass@2"]) == (-0.25, 0.5, 1.0)
-    assert score(samples, "x", pass_threshold=2.0)["eval/x-pass@1"] == 0.0, "a threshold that is said goes first"
+    assert compute_eval_metrics(samples, "x", pass_threshold=2.0)["eval/x-pass@1"] == 0.0, (
+        "a threshold that is said goes first"
+    )
     samples[0].rewards = {}
-    assert "eval/x-pass@1" not in score(samples, "x"), "known of some samples is not known"
+    assert "eval/x-pass@1" not in compute_eval_metrics(samples, "x"), "known of some samples is not known"
 
 
 def test_every_mean_has_an_interval_around_it() -> None:
     rng = random.Random(1)
     samples = [make(f"{i % 40:02d}", float(rng.random() < 0.4)) for i in range(160)]
-    found = score(samples, "x")
+    found = compute_eval_metrics(samples, "x")
     for name in ("eval/x", "eval/x-pass@1", "eval/x-pass@2", "eval/x-pass@4"):
         assert found[f"{name}-ci_low"] < found[name] < found[f"{name}-ci_high"]
     assert found["eval/x-ci_low"] == found["eval/x-pass@1-ci_low"], "the same numbers, the same interval"
-    assert not any("ci_" in name for name in score(samples[:1], "x")), "one prompt has no interval"
+    assert not any("ci_" in name for name in compute_eval_metrics(samples[:1], "x")), "one prompt has no interval"
 
 
 def test_means_of_uneven_groups_are_over_samples() -> None:
     samples = [make("a", 1.0), make("a", 1.0), make("a", 1.0), make("b", 0.0)]
-    found = score(samples, "x")
+    found = compute_eval_metrics(samples, "x")
     assert found["eval/x"] == 0.75 and found["eval/x-pass@1"] == 0.5
     assert (found["eval/x-ci_low"], found["eval/x-ci_high"]) == (0.0, 1.0)
 
 
 def test_pass_rates_go_up_to_the_sets_own_number_of_samples() -> None:
     for n in (1, 3, 8):
-        found = score([make(f"{i}", 1.0) for i in range(2) for _ in range(n)], "x")
+        found = compute_eval_metrics([make(f"{i}", 1.0) for i in range(2) for _ in range(n)], "x")
         ks = [int(name.rpartition("@")[2]) for name in found if "pass@" in name and "ci_" not in name]
         assert ks == [k for k in (1, 2, 4, 8) if k <= n]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, config_hash, options, part, validated
-from penstock.flows.options.flags import own_flags, parse, split
+from penstock.flows.config import PostTrainConfig, config_hash, options, options_with, validated
+from penstock.flows.options.flags import own_flags, parse, split_flags
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -17,14 +17,14 @@ def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
 
 
 def test_split_keeps_values_with_their_flag() -> None:
-    assert split(["--a", "1", "2", "--b", "--c=x", "--d-e", "-1"]) == [
+    assert split_flags(["--a", "1", "2", "--b", "--c=x", "--d-e", "-1"]) == [
         ("--a", ["1", "2"]),
         ("--b", []),
         ("--c", ["x"]),
         ("--d-e", ["-1"]),
     ]
     with pytest.raises(ValueError, match=r"'word' .*first flag"):
-        split(["word"])
+        split_flags(["word"])
 
 
 def test_own_flags_set_converted_values_in_their_sections() -> None:
@@ -129,9 +129,9 @@ def test_config_round_trips_through_json_and_its_hash_covers_identity_only() -> 
     assert config_hash(longer) == config_hash(config)
     other = validated(config.model_dump() | {"train": config.train.model_dump() | {"lr": 1e-3}})
     assert config_hash(other) != config_hash(config)
-    assert set(part(config, "identity")) | set(part(config, "schedule")) | set(part(config, "placement")) == {
-        f"{s}.{n}" for s, n, _ in options()
-    }
+    assert set(options_with(config, "identity")) | set(options_with(config, "schedule")) | set(
+        options_with(config, "placement")
+    ) == {f"{s}.{n}" for s, n, _ in options()}
     assert {field_meta(field).mutability for _, _, field in options()} == {"identity", "schedule", "placement"}
 
 
@@ -141,6 +141,6 @@ def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:
     for words in (['{"enable_thinking": false, "effort": "low"}'], ["enable_thinking=false", "effort=low"]):
         config = parse([*base, "--apply-chat-template-kwargs", *words])
         assert config.rollout.apply_chat_template_kwargs == expected
-        assert part(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
+        assert options_with(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
     with pytest.raises(OptionError, match="--apply-chat-template-kwargs"):
         parse([*base, "--apply-chat-template-kwargs", '{"enable_thinking": fals'])

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
-from penstock.flows.commands.demo import MARKER, MARKER_TEXT, mark, remove_demo
+from penstock.flows.commands.demo import MARKER, MARKER_TEXT, mark_directory, remove_demo
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import Lease, driver_key
 from penstock.storage.refs import RunKeys
@@ -18,7 +18,7 @@ from penstock.storage.store import Store
 def made(tmp_path: Path) -> Path:
     """What a demo leaves."""
     directory = tmp_path / "demo"
-    mark(directory)
+    mark_directory(directory)
     (directory / "inputs" / "model").mkdir(parents=True)
     (directory / "store" / "runs" / "demo-sft-seed0").mkdir(parents=True)
     (directory / "inputs" / "model" / "weights").write_text("x")
@@ -59,7 +59,7 @@ def test_fresh_refuses_a_directory_without_the_marker(tmp_path: Path, content: b
     if content is not None:
         (directory / MARKER).write_bytes(content)
     refused(directory)
-    mark(directory)
+    mark_directory(directory)
     refused(directory)
 
 

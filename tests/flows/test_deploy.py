@@ -376,7 +376,7 @@ def test_deploy_all_keeps_an_existing_scheduled_deployment(
     [template] = client.read_deployment_by_name("post-train/nightly").schedules
     assert not template.active
     assert client.read_deployment_by_name(deployed[0]).schedules[0].active
-    assert deploy.exists("post-train/nightly") and not deploy.exists("post-train/weekly")
+    assert deploy.deployment_exists("post-train/nightly") and not deploy.deployment_exists("post-train/weekly")
 
 
 @pytest.mark.integration

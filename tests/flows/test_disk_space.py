@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.flows.runtime import disk_space
-from penstock.flows.runtime.disk_space import PATIENCE, disk_full, run_with_room
+from penstock.flows.runtime.disk_space import PATIENCE, disk_full_error, retry_while_disk_full
 from penstock.storage.errors import StoreError, StoreFull
 from penstock.storage.preemption import Preempted, StopRequest
 
@@ -43,7 +43,7 @@ def test_stage_succeeds_after_space_was_freed(monkeypatch: pytest.MonkeyPatch, t
         return "done"
 
     monkeypatch.setattr(disk_space.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert run_with_room(body, [str(tmp_path)], stop, notes.append) == "done"
+    assert retry_while_disk_full(body, [str(tmp_path)], stop, notes.append) == "done"
     assert 400 <= clock.now <= 400 + disk_space.LONGEST_PAUSE
     assert len(notes) < 15 and all(str(tmp_path) in note for note in notes)
 
@@ -52,14 +52,14 @@ def test_stage_fails_if_the_disk_stays_full(monkeypatch: pytest.MonkeyPatch) -> 
     stop = StopRequest()
     clock = Clock(monkeypatch, stop)
     with pytest.raises(StoreFull) as full:
-        run_with_room(no_room, [], stop, lambda note: None)
+        retry_while_disk_full(no_room, [], stop, lambda note: None)
     assert full.value.code == "store-full" and PATIENCE <= clock.now <= PATIENCE + disk_space.LONGEST_PAUSE
 
 
 def test_stop_request_ends_the_wait_for_space() -> None:
     stop = StopRequest()
     with pytest.raises(Preempted):
-        run_with_room(no_room, [], stop, lambda note: stop.ask(60))
+        retry_while_disk_full(no_room, [], stop, lambda note: stop.request(60))
 
 
 def test_other_errors_are_raised_at_once() -> None:
@@ -67,8 +67,8 @@ def test_other_errors_are_raised_at_once() -> None:
         raise StoreError("damaged")
 
     with pytest.raises(StoreError, match="damaged"):
-        run_with_room(fail, [], StopRequest(), lambda note: pytest.fail("nothing to wait for"))
-    assert disk_full(OSError(errno.EACCES, "not allowed")) is None
+        retry_while_disk_full(fail, [], StopRequest(), lambda note: pytest.fail("nothing to wait for"))
+    assert disk_full_error(OSError(errno.EACCES, "not allowed")) is None
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -87,7 +87,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=["no space", "quota", "behind another error", "said already"],
 )
 def test_error_names_the_full_disk(tmp_path: Path, error: Callable[[Path], Exception]) -> None:
-    full = disk_full(error(tmp_path), ["/"])
+    full = disk_full_error(error(tmp_path), ["/"])
     assert full is not None and str(tmp_path) in str(full)
 
 
@@ -96,5 +96,5 @@ def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free.get(str(place), 0)))
     monkeypatch.setattr(disk_space, "store_full", lambda place: StoreFull(str(place)))
     monkeypatch.setattr(disk_space.tempfile, "gettempdir", lambda: "/tmp")
-    full = disk_full(RuntimeError("PytorchStreamWriter failed: No space left on device"), ["/there", "/here"])
+    full = disk_full_error(RuntimeError("PytorchStreamWriter failed: No space left on device"), ["/there", "/here"])
     assert str(full) == "/here"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from penstock.flows.runtime.display import Display, round_line, sample_lines, summary
+from penstock.flows.runtime.display import Display, round_line, sample_lines, summary_rows
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
@@ -44,7 +44,7 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
         "r1", "post_train", config(display_of), "/store", "sqlite:////store/mlflow/mlflow.db", console=console
     )
     for commit in commits or []:
-        display.commit(commit)
+        display.print_commit(commit)
     display.finish()
     return out.getvalue()
 
@@ -106,7 +106,7 @@ def test_summary_sums_the_seconds_of_all_commits() -> None:
         Commit(kind="checkpoint", index=v, attempt=f"runs/r1/checkpoints/{v:06d}/attempt-x", seconds={"save": 2.0})
         for v in (1, 3)
     ]
-    rows = summary(commits, [0.5, 0.25], "s3://bucket")
+    rows = summary_rows(commits, [0.5, 0.25], "s3://bucket")
     assert rows["rounds"] == "3"
     assert rows["reward"] == "0.250 in round 1, 0.750 in round 3"
     assert rows["eval heldout"] == "0.000 after 0, 0.900 after 3"

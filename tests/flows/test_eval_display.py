@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from penstock.flows.runtime.display import Display, with_interval
+from penstock.flows.runtime.display import Display, format_with_interval
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
@@ -24,14 +24,14 @@ def line_of(summary: dict[str, float]) -> str:
         eval=SimpleNamespace(eval_prompt_data=[]),
     )
     display = Display("r", "evaluate", config, "/store", console=Console(file=io.StringIO()))
-    return display.commit(Commit(kind="eval", index=2, summary=summary))
+    return display.print_commit(Commit(kind="eval", index=2, summary=summary))
 
 
 def test_evaluation_line_shows_intervals_after_their_metrics() -> None:
     assert line_of(SUMMARY) == (
         "  evaluated after 2 rounds: aime 0.500 [0.412, 0.588] (pass@4 0.750 [0.700, 0.800], failed_ratio 0.000)"
     )
-    assert with_interval({"a": 0.25}, "a") == "0.250"
+    assert format_with_interval({"a": 0.25}, "a") == "0.250"
 
 
 def test_rescored_evaluation_is_shown_as_its_own_data_set() -> None:

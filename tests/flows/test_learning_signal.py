@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.learning_signal import reason_of, zero_gradient_warning
+from penstock.flows.runtime.learning_signal import explain_zero_gradient, zero_gradient_warning
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -103,5 +103,5 @@ def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: P
     ],
 )
 def test_reason_follows_from_the_metrics(summary: dict[str, float], words: str) -> None:
-    reason = reason_of(summary)
+    reason = explain_zero_gradient(summary)
     assert words in reason and len(reason) <= 240

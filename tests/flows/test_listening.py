@@ -49,7 +49,7 @@ def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkey
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(listening, "own_roots", lambda: [psutil.Process(os.getpid())])
+        monkeypatch.setattr(listening, "own_root_processes", lambda: [psutil.Process(os.getpid())])
         found = {finding.what: finding for finding in doctor.check_ports()}
         assert found[f"port 127.0.0.1:{inner}"].ok and f"pid {child.pid}" in found[f"port 127.0.0.1:{inner}"].found
         assert not found[f"port 0.0.0.0:{outer}"].ok and "no authentication" in found[f"port 0.0.0.0:{outer}"].found

@@ -18,7 +18,7 @@ from penstock.flows.runtime.prefect_api import LAUNCHER, prefect_server
 from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.stack import mlflow_server
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key, encoded
+from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.mlflow import MlflowTracker
@@ -139,14 +139,14 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
 
     def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
         tracker = RunTracking("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
-        tracker.catch_up(store, keys)
+        tracker.record_missing_commits(store, keys)
         for key, commit in offered:
             tracker.record(key, commit)
         return tracker.close(timeout=timeout)
 
     offered = list(rounds(keys))
     for key, commit in offered:
-        store.create(key, encoded(commit))  # not `commit`: the files that these name were never written
+        store.create(key, encode_commit(commit))  # not `commit`: the files that these name were never written
     assert tracked(0.5, offered) == len(offered) + 2  # its start and its end
     service.start()
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.flows.runtime.prefect_api import START_TRIES, wait_first_ready
 from penstock.flows.services.child_process import Service
 
@@ -23,7 +23,7 @@ http.server.HTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler
 
 
 def service(tmp_path: Path, deaths: int) -> Service:
-    port = free_port()
+    port = reserve_free_port()
     command = [sys.executable, "-c", PROGRAM, str(port), str(deaths), str(tmp_path / "diary")]
     return Service("thing", command, tmp_path / "log", ready=f"http://127.0.0.1:{port}/")
 

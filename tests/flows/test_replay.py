@@ -13,7 +13,7 @@ from random_rollouts import commit_rollouts
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse
-from penstock.flows.replay import own_options, placement_of
+from penstock.flows.replay import parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_record
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
@@ -24,7 +24,7 @@ NUM_ROUNDS = 3
 
 
 def test_own_options_become_arguments_of_the_flow() -> None:
-    assert own_options({"--from": "2", "--to": "5", "--json": "out.json"}) == {
+    assert parse_own_flags({"--from": "2", "--to": "5", "--json": "out.json"}) == {
         "first": 2,
         "last": 5,
         "json_file": "out.json",
@@ -36,13 +36,13 @@ def test_own_options_become_arguments_of_the_flow() -> None:
 )
 def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
     with pytest.raises(OptionError, match=next(iter(own))):
-        own_options(own)
+        parse_own_flags(own)
 
 
 def test_replay_accepts_only_placement_options() -> None:
-    assert placement_of(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
+    assert placement_options(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
     with pytest.raises(ValueError, match=r"--lr .*recorded"):
-        placement_of(parse(["--lr", "1e-3"]))
+        placement_options(parse(["--lr", "1e-3"]))
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
-from penstock.flows.commands.resume import resumed
+from penstock.flows.commands.resume import resumed_config
 from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.flags import parse
-from penstock.flows.options.paths import FILES, FUNCTIONS, absolute
+from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
-from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, recorded
+from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import Lease, driver_key
 from penstock.storage.refs import Commit, RunKeys
@@ -30,7 +30,12 @@ def config(store: Path, *words: str) -> PostTrainConfig:
 
 def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
     for kind, key, version in (("rollout", KEYS.rollout(r), r), ("step", KEYS.step(r), r + 1)):
-        fields = {"run": "r", "index": r, "policy_version": version, "config_hash": config_hash(absolute(config))}
+        fields = {
+            "run": "r",
+            "index": r,
+            "policy_version": version,
+            "config_hash": config_hash(with_absolute_paths(config)),
+        }
         store.commit(key, Commit(kind=kind, **fields))
 
 
@@ -67,7 +72,7 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
         open_run(store, "post_train", config(tmp_path, "--num-rollout", rounds))
     assert store.list(f"{keys.prefix}/changes") == ["000000.json", "000001.json"]
     assert latest_schedule(store, keys)["run.num_rollout"] == 7
-    flow, again = recorded(first.run, "r")
+    flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, first.train)
 
 
@@ -110,10 +115,10 @@ def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
     first = config(tmp_path)
     open_run(open_store(first.run), "post_train", first)
     with pytest.raises(RunError, match=r"has no run 'x' \(it has: r\)"):
-        recorded(first.run, "x")
+        read_flow_and_config(first.run, "x")
     for name in ("../r", "a/b", "", "x" * 300, ".hidden"):
         with pytest.raises(RunError):
-            recorded(first.run, name)
+            read_flow_and_config(first.run, name)
 
 
 # ---- a lost record ---------------------------------------------------------------------------------------------------
@@ -145,9 +150,9 @@ def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     with pytest.raises(RunError):
         open_run(store, "sft", first)
     with pytest.raises(RunError, match=r"run\.json"):
-        recorded(first.run, "r")
+        read_flow_and_config(first.run, "r")
     open_run(store, "post_train", first)
-    assert recorded(first.run, "r")[1].train == first.train
+    assert read_flow_and_config(first.run, "r")[1].train == first.train
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +209,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     open_run(store, "post_train", first)
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
-    flow, again = resumed("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
+    flow, again = resumed_config("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
     assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (
         "post_train",
         40,
@@ -220,13 +225,13 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         ["--global-batch-size", "64"],
         ["--rollout-shuffle"],
     ):
-        flow, other = resumed("r", [*where, *words])
+        flow, other = resumed_config("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
             check_run(store, flow, other)
     with pytest.raises(OptionError, match="--run"):
-        resumed("r", [*where, "--run", "s"])
+        resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
-        resumed("r", [*where, "--num-rollout", "-1"])
+        resumed_config("r", [*where, "--num-rollout", "-1"])
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     open_run(store, "sft", second, lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
-    flow, again = recorded(first.run, "r")
+    flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.train.lr) == ("sft", 1e-2)
     commit_round(store, second)
     with pytest.raises(RunError, match="--lr"):
@@ -262,10 +267,10 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
     ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
             call()
-    assert recorded(first.run, "r")[1].train.lr == 1e-3
+    assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-3
     driver.release()
     open_run(store, "post_train", second, lease=other)
-    assert recorded(first.run, "r")[1].train.lr == 1e-2
+    assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-2
     other.release()
 
 
@@ -294,7 +299,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
             thread.join()
         assert len(won) <= 1
         if won:
-            assert recorded(first.run, "r")[1].train.lr == float(won[0])
+            assert read_flow_and_config(first.run, "r")[1].train.lr == float(won[0])
         open_run(store, "post_train", first)
 
 
@@ -340,7 +345,7 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     commit_round(store, first)
     here = str(tmp_path / "project")
     typed("elsewhere")
-    flow, again = resumed("r", ["--store", store.root])
+    flow, again = resumed_config("r", ["--store", store.root])
     assert again.convert.hf_checkpoint == f"{here}/model"
     assert again.rollout.prompt_data == [f"{here}/data/*.jsonl@[0:5]", "s3://bucket/x.jsonl"]
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
@@ -376,6 +381,6 @@ def test_record_with_relative_paths_resumes_in_its_directory(typed) -> None:
     commit_round(store, first)
     assert open_run(store, "post_train", first).run == "r"
     assert store.list(f"{KEYS.prefix}/changes") == []
-    assert recorded(first.run, "r")[1].rollout.custom_rm_path == "reward.py:score"
+    assert read_flow_and_config(first.run, "r")[1].rollout.custom_rm_path == "reward.py:score"
     store.delete([KEYS.record])
     open_run(store, "post_train", first)

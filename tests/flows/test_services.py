@@ -75,7 +75,7 @@ def test_service_is_restarted_until_max_restarts(tmp_path: Path, monkeypatch: py
         while num_restarts < 9:
             assert kept.process is not None
             kept.process.wait()
-            num_restarts += kept.keep()
+            num_restarts += kept.restart_if_ended()
     assert num_restarts == 2
     assert kept.log.read_text().count("began") == 3
 
@@ -91,9 +91,9 @@ def test_answers_accepts_4xx_and_rejects_5xx_and_silence(tmp_path: Path) -> None
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         found = {
-            code: child_process.answers(f"http://127.0.0.1:{server.server_port}/{code}")
+            code: child_process.http_answers(f"http://127.0.0.1:{server.server_port}/{code}")
             for code in (401, 404, 500, 503)
         }
         server.shutdown()
     assert found == {401: True, 404: True, 500: False, 503: False}
-    assert not child_process.answers(f"http://127.0.0.1:{server.server_port}/")
+    assert not child_process.http_answers(f"http://127.0.0.1:{server.server_port}/")

@@ -33,8 +33,8 @@ def test_work_that_ends_within_the_grace_period_is_not_interrupted() -> None:
 
 def test_second_request_does_not_extend_the_deadline() -> None:
     stop = StopRequest()
-    stop.ask(0.0)
-    stop.ask(1000.0)
+    stop.request(0.0)
+    stop.request(1000.0)
     assert stop.seconds_left <= 0
 
 

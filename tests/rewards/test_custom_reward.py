@@ -192,7 +192,7 @@ def test_row_code_outside_the_allowed_package_is_rejected(
     sample = group("a")[0]
     sample.metadata["custom_rm_path"] = named.format(file) if isinstance(named, str) else named
     with make_grader("random", allow_row_code=allowed) as grader:
-        assert not grader._takes_group(sample)
+        assert not grader._takes_whole_group(sample)
         if named != "row_rewards":  # names no function, which only its process finds out
             assert grader.submit(sample).result(30).request_error is not None
             assert not (row_package / "ran").exists(), "nothing was imported"
@@ -204,7 +204,7 @@ def test_row_code_imported_into_the_allowed_package_is_rejected(row_package: Pat
     (row_package / "graders.py").write_text("from os import system\nfrom shutil import copytree\n")
     for name in ("system", "copytree"):
         with pytest.raises(PluginError):
-            load_custom_reward(f"row_rewards.graders:{name}", within="row_rewards")
+            load_custom_reward(f"row_rewards.graders:{name}", required_package="row_rewards")
 
 
 EXITS = {

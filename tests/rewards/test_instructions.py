@@ -8,7 +8,7 @@ from penstock.stages.rewards.builtin.ifbench import ifbench
 from penstock.stages.rewards.hub import REWARDS
 from penstock.stages.rewards.instructions.language import LANGUAGES, language_of
 from penstock.stages.rewards.instructions.registry import CHECKS
-from penstock.stages.rewards.instructions.text import num_syllables, sentences, words
+from penstock.stages.rewards.instructions.text import count_syllables, sentences, words
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
@@ -376,7 +376,7 @@ def test_words_and_syllables_are_counted_by_rules() -> None:
         "rhythm": 1,
         "pages": 2,
     }
-    assert {word: num_syllables(word) for word in counts} == counts
+    assert {word: count_syllables(word) for word in counts} == counts
 
 
 SPOKEN = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.preflight import RewardRow, check_rows, try_reward
+from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 
@@ -46,7 +46,7 @@ def options(**fields: Any) -> RolloutConfig:
 )
 def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], row: RewardRow, named: str) -> None:
     with pytest.raises(InputError) as error:
-        check_rows(options(**fields), [row])
+        check_reward_rows(options(**fields), [row])
     assert named in str(error.value) and str(error.value).startswith(row.where) and len(str(error.value)) < 400
     assert error.value.code == ("plugin" if "custom_rm_path" in row.metadata else "reward")
 
@@ -65,7 +65,7 @@ def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], r
     ],
 )
 def test_row_that_can_be_graded_is_accepted(fields: dict[str, Any], row: RewardRow) -> None:
-    check_rows(options(**fields), [row])
+    check_reward_rows(options(**fields), [row])
 
 
 @pytest.mark.parametrize("package", ["", "a b", "mine.py/x", "a..b"])

@@ -30,7 +30,7 @@ from penstock.engines.sglang.router import SGLangRouter
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.refs import RunKeys
@@ -104,7 +104,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
                 ),
                 KEYS.rollout(r),
                 RolloutRound("run", rollout_id=r, policy_version=r),
-                resume_point_of(store, KEYS, r),
+                read_resume_point(store, KEYS, r),
             )
             start = time.monotonic()
             while len(live()) < 2 and time.monotonic() - start < 120:

@@ -14,7 +14,7 @@ from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineGone, E
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.preemption import StopRequest
@@ -31,7 +31,7 @@ class ScriptedClient(EngineClient):
     def __init__(self, urls: EngineUrls, timeout: float = 600, *, weight_version: str = "run/0") -> None:
         self._urls = urls
         self.timeout = timeout
-        self.weight_version = weight_version
+        self.served_version = weight_version
         self.weights: dict[str, Tensor] = {}
         self.finish_reason: Any = "stop"
         self.pause_seconds = 0.001
@@ -60,8 +60,8 @@ class ScriptedClient(EngineClient):
             token_ids=[6 + (len(input_ids) + index) % 10, 1],
             logprobs=[-0.5, -0.25],
             finish_reason=self.finish_reason,
-            weight_version=self.weight_version,
-            first_weight_version=self.weight_version,
+            weight_version=self.served_version,
+            first_weight_version=self.served_version,
             cached_tokens=2,
         )
 
@@ -73,27 +73,27 @@ class ScriptedClient(EngineClient):
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        released = self.weight_version.startswith(("released", "loading:", "loaded:"))
-        self.weight_version = f"loading:{version}" if released else f"updating:{version}"
+        released = self.served_version.startswith(("released", "loading:", "loaded:"))
+        self.served_version = f"loading:{version}" if released else f"updating:{version}"
         self.weights = dict(named)
-        self.weight_version = f"loaded:{version}" if released else version
+        self.served_version = f"loaded:{version}" if released else version
 
     def release_memory(self) -> None:
-        self.weight_version = "released"
+        self.served_version = "released"
         self._paused = True
 
     def resume_cache(self) -> None:
-        if self.weight_version.startswith("loaded:"):
-            self.weight_version = self.weight_version.removeprefix("loaded:")
+        if self.served_version.startswith("loaded:"):
+            self.served_version = self.served_version.removeprefix("loaded:")
             self._paused = False
 
     def health(self, url: str, timeout: float = 30) -> bool:
         return url in self.urls
 
-    def version(self, url: str, timeout: float = 30) -> str:
+    def weight_version(self, url: str, timeout: float = 30) -> str:
         if url not in self.urls:
             raise EngineGone(f"{url} did not answer")
-        return self.weight_version
+        return self.served_version
 
     def pause(self) -> None:
         self._paused = True
@@ -133,7 +133,7 @@ class SlowClient(ScriptedClient):
             await asyncio.sleep(pause)
             if not self._paused:
                 token_ids.append(6 + len(token_ids) % 10)
-                versions.append(self.weight_version)
+                versions.append(self.served_version)
         ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
         first, last = (versions[0], versions[-1]) if versions else ("", "")
         return Generation(token_ids, [-0.5] * len(token_ids), ended, last, first, cached_tokens=0)  # type: ignore[arg-type]
@@ -200,5 +200,5 @@ class Bench:
             ),
             KEYS.rollout(r),
             RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
-            resume_point_of(self.store, KEYS, r),
+            read_resume_point(self.store, KEYS, r),
         )

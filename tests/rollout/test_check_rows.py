@@ -11,7 +11,7 @@ from scripted_engine import write_jsonl
 from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.check import check_prompt_data, check_rows
+from penstock.stages.rollout.prompts.check import check_prompt_data, check_rendered_rows
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.tokenizer import check_vocabulary
@@ -32,7 +32,7 @@ def test_a_missing_label_names_file_and_row(tmp_path: Path, label: Any, streamin
     config = config_of(tmp_path, rows, label_key="answer", streaming_data=streaming, data_cache=str(tmp_path / "cache"))
     assert check_prompt_data(config) == 2
     with pytest.raises(DataError, match=r"rows.jsonl row 1: column 'answer'.*--label-key"):
-        check_prompt_data(config, labels=True)
+        check_prompt_data(config, needs_labels=True)
 
 
 @pytest.mark.parametrize("parquet", [False, True])
@@ -42,7 +42,7 @@ def test_a_label_key_that_is_missing_names_the_columns(tmp_path: Path, parquet: 
         pq.write_table(pa.table({"input": ["a"], "answer": ["1"]}), tmp_path / "rows.parquet")
         config = RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"))
     with pytest.raises(DataError, match=r"rows\..*--label-key; it has 'input', 'answer'"):
-        check_prompt_data(config, labels=True)
+        check_prompt_data(config, needs_labels=True)
 
 
 def test_the_column_tools_is_read_without_a_flag(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_row_rejected_by_template_is_named(tmp_path: Path) -> None:
 def test_a_demonstration_that_cannot_be_trained_exactly_is_named(tmp_path: Path) -> None:
     chat = [*USER, {"role": "assistant", "content": "2"}]
     config = config_of(tmp_path, [{"input": chat}, {"input": [*chat, *chat]}])
-    assert check_prompt_data(config, demonstrations=True, tokenizer=chat_tokenizer(QWEN3)) == 2
+    assert check_prompt_data(config, is_sft=True, tokenizer=chat_tokenizer(QWEN3)) == 2
     upper = chat_tokenizer("{% for message in messages %}{{ message.content | upper }}{% endfor %}")
     with pytest.raises(TemplateError, match=r"rows.jsonl row 0: "):
-        check_prompt_data(config, demonstrations=True, tokenizer=upper)
+        check_prompt_data(config, is_sft=True, tokenizer=upper)
     bad = config_of(tmp_path, [{"input": [*chat, {"role": "assistant", "content": "b", "step_loss_mask": "no"}]}])
     with pytest.raises(DataError, match=r"rows.jsonl row 0: step_loss_mask"):
-        check_prompt_data(bad, demonstrations=True, tokenizer=chat_tokenizer(QWEN3))
+        check_prompt_data(bad, is_sft=True, tokenizer=chat_tokenizer(QWEN3))
 
 
 def test_prompt_without_room_for_longest_response_raises(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_prompt_without_room_for_longest_response_raises(tmp_path: Path) -> None
         (149, {"rollout_max_prompt_len": 90}),
         (149, {"rollout_max_context_len": 149}),
     ):
-        check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer, num_positions=num_positions)
+        check_prompt_data(config.model_copy(update=options), tokenizer=tokenizer, max_seq_len=num_positions)
     with pytest.raises(OptionError, match=r"--rollout-max-response-len 50 .*100 tokens .*rows.jsonl row 1 .*149"):
-        check_prompt_data(config, tokenizer=tokenizer, num_positions=149)
+        check_prompt_data(config, tokenizer=tokenizer, max_seq_len=149)
 
 
 def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
             return super().__getitem__(number)
 
     rows = Counting([b'["a","",{}]'] * 10_000)
-    check_rows("rows", rows, RolloutConfig(), chat_tokenizer(None))
+    check_rendered_rows("rows", rows, RolloutConfig(), chat_tokenizer(None))
     assert {0, 31, 9_999} <= rows.read and 60 <= len(rows.read) <= 65
 
 
@@ -122,8 +122,8 @@ def test_template_kwargs_reach_prompts_and_agents_and_a_request_overrides_them()
         apply_chat_template_kwargs={"enable_thinking": False}
     ).apply_chat_template_kwargs
     assert tokenizer.render(["a"])[0].endswith("a/nothink<|assistant|>\n<think></think>")
-    assert ChatFormat(tokenizer).opening(USER).endswith("<think></think>")
-    assert ChatFormat(tokenizer).opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
+    assert ChatFormat(tokenizer).render_opening(USER).endswith("<think></think>")
+    assert ChatFormat(tokenizer).render_opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
 
 
 def test_reserved_template_kwargs_raise() -> None:

@@ -15,7 +15,7 @@ from scripted_engine import ScriptedClient
 from penstock.engines.generation import Generation
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins import plugin_runner
-from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, find_generate_function
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, load_generate_function
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.samples.sample import Sample, Status
@@ -48,8 +48,8 @@ class ScriptedTurns(ScriptedClient):
         ids, whole = ids[: sampling["max_new_tokens"]], len(ids) <= sampling["max_new_tokens"]
         logprobs = [-(turn + 1.0) for _ in ids]
         if self._aborted:
-            return [Generation(ids[:1], logprobs[:1], "abort", self.weight_version, self.weight_version, 0)]
-        return [Generation(ids, logprobs, "stop" if whole else "length", self.weight_version, self.weight_version, 3)]
+            return [Generation(ids[:1], logprobs[:1], "abort", self.served_version, self.served_version, 0)]
+        return [Generation(ids, logprobs, "stop" if whole else "length", self.served_version, self.served_version, 3)]
 
 
 class Bench:
@@ -501,7 +501,7 @@ def test_engine_failures_end_round(bench: Bench, caught: bool) -> None:
     code = f"""
     async def generate(args, sample, engine):
         try:
-            engine.client.weight_version = "run/3"
+            engine.client.served_version = "run/3"
             await engine.generate(sample)
         except RuntimeError:
             if {caught}:
@@ -538,5 +538,5 @@ def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
 )
 def test_preflight(bench: Bench, code: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        find_generate_function(bench.path(code))
-    find_generate_function(bench.path(CALCULATOR))
+        load_generate_function(bench.path(code))
+    load_generate_function(bench.path(CALCULATOR))

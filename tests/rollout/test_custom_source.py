@@ -15,7 +15,7 @@ from penstock.stages.rollout.plugins.custom_source import (
     load_data_source,
     open_data_source,
 )
-from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound, next_groups
+from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound, take_checked_groups
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -87,7 +87,7 @@ def ids(groups: list[list[Any]]) -> list[str]:
 def test_default_source_serves_prompts_in_order(bed: Bed) -> None:
     source = bed.source()
     prompts, _ = source.dataset.prompts.take(source.dataset.state, 6)
-    groups = next_groups(source, 4) + next_groups(source, 2)
+    groups = take_checked_groups(source, 4) + take_checked_groups(source, 2)
     assert ids(groups) == [f"{issue:09d}" for issue in range(6)]
     assert [group[0].metadata["i"] for group in groups] == [prompt.row for prompt in prompts]
     sample = groups[0][1]
@@ -97,30 +97,30 @@ def test_default_source_serves_prompts_in_order(bed: Bed) -> None:
 
 
 def test_source_continues_from_state(bed: Bed) -> None:
-    whole = next_groups(bed.source(), 9)
+    whole = take_checked_groups(bed.source(), 9)
     source = bed.source()
-    first = next_groups(source, 4)
+    first = take_checked_groups(source, 4)
     saved = json.loads(json.dumps(source.state_dict()))
     again = bed.source()
     again.load_state_dict(saved)
-    assert first + next_groups(again, 5) == whole
+    assert first + take_checked_groups(again, 5) == whole
     again.load_state_dict(saved)
-    assert next_groups(again, 5) == whole[4:], "a round that is done again gets the same"
+    assert take_checked_groups(again, 5) == whole[4:], "a round that is done again gets the same"
     again.load_state_dict({})
-    assert next_groups(again, 9) == whole
+    assert take_checked_groups(again, 9) == whole
 
 
 def test_returned_groups_are_used_first_and_survive_restart(bed: Bed) -> None:
     source = bed.source()
     assert isinstance(source, RolloutDataSourceWithBuffer)
-    first = next_groups(source, 4)
+    first = take_checked_groups(source, 4)
     source.add_samples(first[1:3])
     state, kept = source.state_dict(), source.buffered_samples()
     assert len(kept) == 4
     for one in (source, bed.source()):
         one.load_state_dict(state)
         one.restore_buffer(kept)
-        assert ids(next_groups(one, 3)) == [*ids(first[1:3]), "000000004"]
+        assert ids(take_checked_groups(one, 3)) == [*ids(first[1:3]), "000000004"]
         assert one.buffered_samples() == []
 
 
@@ -128,24 +128,24 @@ def test_returned_groups_are_used_first_and_survive_restart(bed: Bed) -> None:
 def test_minimal_user_defined_classes_work(bed: Bed, single: bool) -> None:
     source = bed.source(SEED)
     assert type(source).__name__ == "RolloutDataSource" and isinstance(source, RolloutDataSource)
-    expected = next_groups(bed.source(), 5)
-    assert next_groups(source, 5) == expected
+    expected = take_checked_groups(bed.source(), 5)
+    assert take_checked_groups(source, 5) == expected
     source.add_samples(expected)
     saved = source.state_dict()
-    assert next_groups(source, 2) != expected[:2]
+    assert take_checked_groups(source, 2) != expected[:2]
     source.load_state_dict(saved)
     assert saved["issued"] == 5
 
     buffered = bed.source(SEED_WITH_BUFFER)
     assert isinstance(buffered, RolloutDataSourceWithBuffer)
-    groups = next_groups(buffered, 3)
+    groups = take_checked_groups(buffered, 3)
     for index, group in enumerate(groups):
         group[0].response = "x" * index
     buffered.add_samples([sample for group in groups for sample in group] if single else groups)
     if single:  # its filter looks at groups
         assert len(buffered.buffer) == 6 and len(buffered.buffered_samples()) == 6
     else:
-        assert ids(next_groups(buffered, 4)) == ["000000002", "000000001", "000000000", "000000003"]
+        assert ids(take_checked_groups(buffered, 4)) == ["000000002", "000000001", "000000000", "000000003"]
 
 
 @pytest.mark.parametrize("removes", [False, True])
@@ -160,9 +160,9 @@ def test_buffer_filter_may_remove_selected_groups(bed: Bed, removes: bool) -> No
         return chosen
 
     source = bed.source(buffer_filter=pop_last)
-    source.add_samples(next_groups(source, 4))
-    assert ids(next_groups(source, 2)) == ["000000002", "000000003"]
-    assert ids(next_groups(source, 3)) == ["000000000", "000000001", "000000004"]
+    source.add_samples(take_checked_groups(source, 4))
+    assert ids(take_checked_groups(source, 2)) == ["000000002", "000000003"]
+    assert ids(take_checked_groups(source, 3)) == ["000000000", "000000001", "000000004"]
     assert rounds == [3, 3]
 
 
@@ -189,12 +189,12 @@ def test_state_of_subclass_is_stored_with_position(bed: Bed) -> None:
                 self.level = state.get("level", 0)
     """
     source = bed.source(code)
-    first = next_groups(source, 3)
+    first = take_checked_groups(source, 3)
     assert ids(first) == ["000000000", "000000001", "000000002"]
     assert "1+10=" in first[2][0].prompt and first[2][0].label == "?"
     again = bed.source(code)
     again.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    assert "2+10=" in next_groups(again, 1)[0][0].prompt
+    assert "2+10=" in take_checked_groups(again, 1)[0][0].prompt
 
 
 @pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
@@ -239,7 +239,7 @@ def test_class_with_wrong_signature_raises_when_loaded(bed: Bed, code: str, mess
 def test_invalid_return_values_of_get_samples_raise(bed: Bed, body: str, message: str) -> None:
     source = bed.source(f"class Mine:\n    def get_samples(self, num_samples):\n        return {body}\n")
     with pytest.raises(PluginError, match=message):
-        next_groups(source, 3)
+        take_checked_groups(source, 3)
 
 
 def test_failing_constructor_and_invalid_buffer_filter_raise(bed: Bed) -> None:
@@ -253,9 +253,9 @@ def test_failing_constructor_and_invalid_buffer_filter_raise(bed: Bed) -> None:
         (lambda a, b, n: b, "4 groups"),
     ):
         source = bed.source(buffer_filter=wrong)
-        source.add_samples(next_groups(source, 4))
+        source.add_samples(take_checked_groups(source, 4))
         with pytest.raises(PluginError, match=message):
-            next_groups(source, 2)
+            take_checked_groups(source, 2)
 
 
 def test_samples_not_issued_by_dataset_raise(bed: Bed) -> None:
@@ -267,4 +267,4 @@ def test_samples_not_issued_by_dataset_raise(bed: Bed) -> None:
                 return [Sample(f"{i}", "g", f"{i}", 0, prompt="1+1=") for i in range(2)]
     """)
     with pytest.raises(PluginError, match=r"Mine.get_samples .*'g'"):
-        next_groups(source, 1)
+        take_checked_groups(source, 1)

@@ -187,4 +187,4 @@ def test_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
 def test_demonstrations_need_an_assistant(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(DataError, match=r"rows.jsonl row 0: column 'messages'"):
-        check_prompt_data(RolloutConfig(prompt_data=path, input_key="messages"), demonstrations=True)
+        check_prompt_data(RolloutConfig(prompt_data=path, input_key="messages"), is_sft=True)

@@ -7,7 +7,7 @@ from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.source import Prompt, PromptSource
-from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext
 from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
 from penstock.stages.rollout.text.templates import Messages
@@ -84,7 +84,7 @@ def test_stage_commits_rows_in_order(tmp_path: Path, tokenizer: PromptTokenizer)
             keys.rollout(r),
             "sft",
             r,
-            resume_point_of(store, keys, r).state,
+            read_resume_point(store, keys, r).state,
         )
         assert commit.policy_version == -1 and commit.summary["rollout/num_samples"] == 6
         seen += read_samples(store, commit)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from scripted_engine import KEYS, Bench, SlowClient
 
 from penstock.engines.generation import Generation
-from penstock.stages.rollout.group import mask_earlier_policies
+from penstock.stages.rollout.group import mask_stale_tokens
 from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
-from penstock.stages.rollout.rollout import collect
+from penstock.stages.rollout.rollout import collect_groups
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.maintenance.audit import audit
 from penstock.storage.refs import BUFFER, Commit
@@ -86,7 +86,7 @@ def test_fallback_keeps_groups_instead_of_another_sampling_batch(fallback: bool,
         return [[Sample("s", f"{next(numbers):02}", "s", 0)] for _ in range(count)]
 
     limits = {"num_groups": 2, "batch_size": 4, "max_batches": 3}
-    found = asyncio.run(collect(next_groups, Runner(), group_filter, **limits))  # type: ignore[arg-type]
+    found = asyncio.run(collect_groups(next_groups, Runner(), group_filter, **limits))  # type: ignore[arg-type]
     assert found.num_batches == num_waves and len(found.kept) == 2 and len(found.dropped) == (2 if fallback else 8)
 
 
@@ -204,7 +204,7 @@ def test_masking_multi_turn_sample_keeps_last_policy() -> None:
         "s", "g", "s", 0, token_ids=[1] * 8, loss_mask=[0, 1, 1, 0, 1, 0, 1, 1], rollout_logprobs=[-1.0] * 8
     )
     sample.metadata["policy_spans"] = [[0, 2], [1, 1], [3, 2]]
-    mask_earlier_policies(sample)
+    mask_stale_tokens(sample)
     assert sample.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1] and sample.rollout_logprobs == [0.0] * 6 + [-1.0] * 2
 
 

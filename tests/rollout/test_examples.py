@@ -130,7 +130,7 @@ def test_tools(
     with engine_for(cluster, tiny(name, tmp_path)) as pool:
         samples, tokenizer, summary = one_round(name, pool, tmp_path)
     functions = functions_of(f"examples/{name}/generate.py")
-    say = functions.get("calculated") or functions["found"]
+    say = functions.get("calculate") or functions["search"]
 
     def reply(text: str) -> str | None:
         match = re.search(call, text)
@@ -155,10 +155,10 @@ def test_custom_reward(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_calculator() -> None:
-    calculated = functions_of(str(REPOSITORY / "examples/multi_turn_tool/generate.py"))["calculated"]
-    assert [calculated(text) for text in ("12*(3+4)", "1/4", "-(2-5)", " 7 ")] == ["84", "0.25", "3", "7"]
+    calculate = functions_of(str(REPOSITORY / "examples/multi_turn_tool/generate.py"))["calculate"]
+    assert [calculate(text) for text in ("12*(3+4)", "1/4", "-(2-5)", " 7 ")] == ["84", "0.25", "3", "7"]
     for text in ("1/0", "2**9", "__import__('os')", "(", "", "9" * 400 + "/1.5", "\x00"):
-        assert calculated(text).startswith("error: "), text
+        assert calculate(text).startswith("error: "), text
 
 
 def test_bm25_against_its_formula() -> None:
@@ -182,9 +182,9 @@ def test_bm25_against_its_formula() -> None:
         ranked = sorted(range(4), key=lambda number: -score(query, words[number]))
         assert index.search(query, 4) == [documents[number] for number in ranked if score(query, words[number])]
     assert (
-        functions["found"]("Capital of Kenya")
+        functions["search"]("Capital of Kenya")
         == "<information>kenya: its capital is nairobi. france: its capital is paris.</information>"
     )
-    assert functions["found"]("zzz") == "<information>nothing</information>"
+    assert functions["search"]("zzz") == "<information>nothing</information>"
     sample = Sample("s", "g", "s", 0, label="Rome", response="<answer>paris</answer> <answer> rome. </answer>")
     assert functions["reward_func"](None, sample) == 1.0

@@ -46,9 +46,9 @@ def hooks(tmp_path: Path, kind: str, body: str, *, head: str | None = None, time
 
 def test_without_hooks_samples_are_unchanged() -> None:
     nothing, one = Hooks(RolloutConfig()), sample()
-    nothing.sample_hook(one)
-    nothing.sample_filter([[one]])
-    nothing.all_samples([[one]], None)
+    nothing.run_sample_hook(one)
+    nothing.run_sample_filter([[one]])
+    nothing.run_round_hook([[one]], None)
     assert one == sample()
 
 
@@ -57,7 +57,7 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
     one = sample()
     body = "sample.metadata['turns'] = args.max_turns; sample.loss_mask = [0, 1]; "
     body += "sample.response = 'no'; sample.group_id = 'other'"
-    hooks(tmp_path, "sample_hook", body, head=head).sample_hook(one)
+    hooks(tmp_path, "sample_hook", body, head=head).run_sample_hook(one)
     assert (one.metadata, one.response) == ({"row": 0, "turns": 3}, "no")
     assert (one.loss_mask, one.rollout_logprobs) == (
         [0, 0, 0, 1],
@@ -84,8 +84,8 @@ def test_failing_sample_hook_fails_its_sample(body: str, words: str, tmp_path: P
     one, other = sample(0), sample(1)
     hook = hooks(tmp_path, "sample_hook", f"if sample.metadata['row'] == 1: return\n    {body}", timeout=0.2)
     start = time.monotonic()
-    hook.sample_hook(one)
-    hook.sample_hook(other)
+    hook.run_sample_hook(one)
+    hook.run_sample_hook(other)
     assert time.monotonic() - start < 30, "the hook that hangs takes a minute"
     assert one.status is Status.FAILED
     reason = one.metadata.pop("error")
@@ -99,9 +99,9 @@ def test_failing_sample_hook_fails_its_sample(body: str, words: str, tmp_path: P
 
 def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) -> None:
     groups = [[sample(0), sample(1)], [sample(2, "h")]]
-    hooks(tmp_path, "sample_filter", "groups[0][1].remove_sample = groups[1][0].remove_sample = True").sample_filter(
-        groups
-    )
+    hooks(
+        tmp_path, "sample_filter", "groups[0][1].remove_sample = groups[1][0].remove_sample = True"
+    ).run_sample_filter(groups)
     assert [any(s.loss_mask) for group in groups for s in group] == [True, False, False]
     assert [any(s.rollout_logprobs) for group in groups for s in group] == [True, False, False]
     assert [s.reward for group in groups for s in group] == [0.0, 1.0, 2.0]
@@ -123,9 +123,9 @@ def test_failing_sample_filter_raises_and_changes_nothing(body: str, words: str,
     groups = [[sample(0), sample(1)]]
     before = copy.deepcopy(groups)
     with pytest.raises(ValueError, match=words) as caught:
-        hooks(tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2).sample_filter(
-            groups
-        )
+        hooks(
+            tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2
+        ).run_sample_filter(groups)
     assert "sample_filter of " in str(caught.value) and "\n" not in str(caught.value)
     assert groups == before
 
@@ -134,14 +134,14 @@ def test_all_samples_hook_gets_groups_and_source(tmp_path: Path) -> None:
     seen: list[object] = []
     groups = [[sample(0)], [sample(1, "h")]]
     body = "data_source.append([s.tokens for group in groups for s in group]); groups[0][0].reward = 9.0"
-    hooks(tmp_path, "process_all", body).all_samples(groups, seen)
+    hooks(tmp_path, "process_all", body).run_round_hook(groups, seen)
     assert seen == [[[5, 6, 7, 8]] * 2]
     assert groups == [[sample(0)], [sample(1, "h")]]
 
 
 def test_failing_all_samples_hook_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"process_all of .* raises ZeroDivisionError"):
-        hooks(tmp_path, "process_all", "1 / 0").all_samples([[sample()]], None)
+        hooks(tmp_path, "process_all", "1 / 0").run_round_hook([[sample()]], None)
 
 
 @pytest.mark.parametrize("kind", FLAGS)

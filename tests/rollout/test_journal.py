@@ -127,7 +127,7 @@ def test_groups_of_other_policy_are_not_adopted(bench: Bench) -> None:
     """An evaluation's prefix says the version, a rollout's too; the journal checks nevertheless."""
     with pytest.raises(Killed):
         bench.round(0, client=Breaking)
-    commit = bench.round(0, policy_version=1, weight_version="run/1")
+    commit = bench.round(0, policy_version=1, served_version="run/1")
     assert commit.summary["rollout/num_adopted_groups"] == 0
     assert {sample.policy_versions for sample in read_samples(bench.store, commit)} == {(1, 1)}
 
@@ -163,7 +163,7 @@ def test_two_concurrent_attempts_use_each_group_once(bench: Bench) -> None:
 def test_stop_request_without_grace_period_journals_and_raises_preempted(bench: Bench) -> None:
     bench.config = bench.config.model_copy(update={"rollout_journal_interval": 60.0})
     stop = StopRequest()
-    threading.Timer(0.2, stop.ask, args=(0.0,)).start()
+    threading.Timer(0.2, stop.request, args=(0.0,)).start()
     start = time.monotonic()
     with pytest.raises(Preempted, match="10 of 16 samples"):
         bench.round(0, client=Breaking, wait=60.0, stop=stop)
@@ -174,7 +174,7 @@ def test_stop_request_without_grace_period_journals_and_raises_preempted(bench: 
 
 def test_stop_request_with_long_grace_period_finishes_round(bench: Bench) -> None:
     stop = StopRequest()
-    stop.ask(grace=60.0)
+    stop.request(grace=60.0)
     assert bench.round(0, stop=stop, pause_seconds=0.4).summary["rollout/num_samples"] == 16
 
 
@@ -184,7 +184,7 @@ def test_stop_request_while_grading_keeps_generated_groups(tmp_path: Path, token
     )
     bench = Bench(tmp_path, tokenizer, rollout_batch_size=8, rm_type=None, custom_rm_path=str(tmp_path / "slow.py"))
     stop = StopRequest()
-    threading.Timer(0.5, stop.ask, args=(0.0,)).start()
+    threading.Timer(0.5, stop.request, args=(0.0,)).start()
     with pytest.raises(Preempted, match="0 of 16 samples"):
         bench.round(0, stop=stop)
     bench.config = bench.config.model_copy(update={"custom_rm_path": None, "rm_type": "exact_number"})

@@ -11,7 +11,7 @@ from sft_templates import DEEPSEEK_R1, FAMILIES, GLM4, GLM47, LLAMA31, QWEN3, QW
 
 from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.sft_data import sft_samples
-from penstock.stages.rollout.text.loss_masks import MARK, split_pieces
+from penstock.stages.rollout.text.loss_masks import MARK, split_trained_text
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, TemplateError
@@ -58,7 +58,7 @@ AGENT: Messages = [
 
 def trained(tokenizer: PromptTokenizer, messages: Messages, tools: Any = None) -> list[str]:
     """The trained pieces; their text is checked to be the template's own."""
-    pieces = split_pieces(messages, tokenizer, tools)
+    pieces = split_trained_text(messages, tokenizer, tools)
     try:
         [text] = tokenizer.render_chats([messages], add_generation_prompt=False, tools=[tools])
     except TemplateError:  # of arguments in another form

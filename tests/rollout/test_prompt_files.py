@@ -213,7 +213,7 @@ def test_spooled_rows_are_a_sequence(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(50):
         start, stop = sorted(rng.choices(range(len(plain) + 1), k=2))
-        assert b"".join(spool.content(start, stop)) == b"".join(row + b"\n" for row in plain[start:stop])
+        assert b"".join(spool.read_bytes(start, stop)) == b"".join(row + b"\n" for row in plain[start:stop])
 
 
 def test_cache_is_reused_until_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,9 @@ def test_long_prompts_are_skipped_counted_and_logged_once(
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     lengths = [len(ids) for ids in tokenizer.encode(tokenizer.render([row["input"] for row in rows]))]
     config = RolloutConfig(prompt_data=path, apply_chat_template=True, rollout_max_prompt_len=lengths[2])
-    source, admits = PromptSource.open(config), LengthFilter(config, tokenizer)
+    source, prompt_filter = PromptSource.open(config), LengthFilter(config, tokenizer)
     with caplog.at_level(logging.WARNING):
-        prompts, state = source.take(source.restore(None), 12, admits)
+        prompts, state = source.take(source.restore(None), 12, prompt_filter)
     assert [prompt.row for prompt in prompts] == [0, 1, 2, 5, 6, 7] * 2
     assert (state.epoch, state.cursor, state.skipped) == (1, 8, 6)
     [message] = caplog.messages

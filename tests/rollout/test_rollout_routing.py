@@ -18,7 +18,7 @@ from penstock.engines.generation import Generation
 from penstock.engines.megatron.model.experts import experts_format
 from penstock.engines.megatron.model.router_replay import RoutingRecord
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.args import returning_experts
+from penstock.engines.sglang.args import add_return_experts_flag
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.server import SGLangServer
 from penstock.stages.train.routing import EngineChoices
@@ -40,7 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sampled(checkpoint: Path, shape: ModelShape, directory: Path) -> list[list[Generation]]:
     """Two answers to each prompt; the second prompt is asked again when its beginning is cached."""
-    server = SGLangServer(ServerSpec(model_path=str(checkpoint), args=returning_experts({}), log_dir=str(directory)))
+    server = SGLangServer(
+        ServerSpec(model_path=str(checkpoint), args=add_return_experts_flag({}), log_dir=str(directory))
+    )
 
     async def ask(url: str) -> list[list[Generation]]:
         async with SGLangClient([url], experts=experts_format(shape, "--use-rollout-routing-replay")) as client:
@@ -108,7 +110,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
     engine = make_engine(shape, checkpoint)
     free = logprobs_of(engine, pack, "record")
     own: RoutingRecord = pack.routing  # type: ignore[assignment]
-    theirs = choices.record(rows)
+    theirs = choices.decode(rows)
     assert list(theirs.choices) == list(own.choices) == [0, 1, 2, 3]
     for layer, choice in theirs.choices.items():
         assert (choice[last] == -1).all(), "an engine does not run the last token"
@@ -132,7 +134,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
     logprobs_of(engine, pack, "record")
     drifted: RoutingRecord = pack.routing  # type: ignore[assignment]
     moved = sum(int((drifted.choices[layer] != own.choices[layer]).any(-1).sum()) for layer in own.choices)
-    pack.routing = choices.record(rows)
+    pack.routing = choices.decode(rows)
     replayed = logprobs_of(engine, pack, "record")
     followed = all(
         torch.equal(pack.routing.choices[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.choices.items()

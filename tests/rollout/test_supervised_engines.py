@@ -17,7 +17,7 @@ import psutil
 import pytest
 from engine_driver import KEYS, NUM_PROMPTS, NUM_SAMPLES, WAVE
 
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.storage.refs import BUFFER
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def standing_ray(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of a Ray of its own, which is no driver's."""
-    port = free_port()
+    port = reserve_free_port()
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),
         *(

@@ -35,15 +35,15 @@ def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> 
     rng = random.Random(trial)
     sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 4))]
     weights = [rng.random() + 0.05 for _ in sizes] if len(sizes) > 1 and rng.random() < 0.7 else []
-    admits = not_a_third if rng.random() < 0.7 else None
+    prompt_filter = not_a_third if rng.random() < 0.7 else None
     new = lambda: source_of(*sizes, weights=weights)
-    whole, end = new().take(new().restore(None), 80, admits)
+    whole, end = new().take(new().restore(None), 80, prompt_filter)
     source, saved, pieces = new(), None, []
     while len(pieces) < 80:
         state = source.restore(saved)
-        prompts, after = source.take(state, min(rng.randint(1, 25), 80 - len(pieces)), admits)
+        prompts, after = source.take(state, min(rng.randint(1, 25), 80 - len(pieces)), prompt_filter)
         if rng.random() < 0.3:  # a crash before the commit
-            assert new().take(state, len(prompts), admits) == (prompts, after)
+            assert new().take(state, len(prompts), prompt_filter) == (prompts, after)
         pieces += prompts
         saved = after.model_dump(mode="json")
         if rng.random() < 0.5:
@@ -66,8 +66,8 @@ def test_every_source_has_its_own_epochs_and_its_share() -> None:
 def test_shares_are_those_of_the_prompts_served() -> None:
     """Half of one source is skipped; the mixture does not notice."""
     source = source_of(40, 40, weights=[0.5, 0.5])
-    admits = lambda prompts: [prompt.file == 1 or prompt.row % 2 == 0 for prompt in prompts]
-    prompts, state = source.take(source.restore(None), 40, admits)
+    prompt_filter = lambda prompts: [prompt.file == 1 or prompt.row % 2 == 0 for prompt in prompts]
+    prompts, state = source.take(source.restore(None), 40, prompt_filter)
     assert Counter(prompt.file for prompt in prompts) == {0: 20, 1: 20}
     assert state.places[0].cursor == 20 + state.skipped and state.places[1].cursor == 20
 

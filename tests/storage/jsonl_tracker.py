@@ -39,7 +39,7 @@ class JsonlTracker:
                 case MetricsLogged():
                     self._log("", record.metrics, record.step)
                 case Committed():
-                    part = lineage.part(record.key, record.commit)
+                    part = lineage.child_run_name(record.key, record.commit)
                     self._log(part, record.commit.summary, record.commit.index)
                     if record.commit.kind == "checkpoint":
                         rollouts = lineage.consumed_rollouts(record.commit.index)

@@ -7,7 +7,7 @@ from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import resume_point_of
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
@@ -52,7 +52,7 @@ def make_run(
 
 
 def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
-    state = resume_point_of(store, keys, rollout_id).state
+    state = read_resume_point(store, keys, rollout_id).state
     parent = (store.read_json(keys.record) or {}).get("parent") or {}
     source = PromptSource.open(config.rollout)
     if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:

@@ -13,7 +13,7 @@ from penstock.flows.commands import gc
 from penstock.storage.errors import StoreError
 from penstock.storage.keys import key_problem
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.retention import expire_checkpoints, expired_key, finish_expiries
+from penstock.storage.maintenance.retention import expire_checkpoints, finish_expiries, tombstone_key
 from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -113,7 +113,7 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
     (tmp_path / "precious").write_text("x")
     store.create("runs/other/run.json", b"{}")
     store.create(f"{keys.checkpoint(1)}/attempt-x/left", b"x")  # so that gc finds it unfinished
-    tampered(store, expired_key(keys.checkpoint(1)), change)
+    tampered(store, tombstone_key(keys.checkpoint(1)), change)
     before = sorted(found.key for found in store.walk(""))
     with pytest.raises(StoreError):
         finish_expiries(store, keys)

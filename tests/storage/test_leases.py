@@ -15,8 +15,8 @@ from penstock.flows.commands import gc
 from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance import leases
-from penstock.storage.maintenance.leases import Lease, claim_key, holder, lease_key, live_drivers, store_time
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove
+from penstock.storage.maintenance.leases import Lease, claim_key, describe_holder, lease_key, live_drivers, store_time
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -78,7 +78,7 @@ def write(store: Store, content: bytes = b"data") -> Commit:
 def collect(store: Store) -> set[str]:
     """Run `gc --delete --older-than 0`, a minute later by the store's clock. Return the deleted keys."""
     now = store_time(store) + 60
-    return {orphan.key for orphan in find_orphans(store, older_than=0, now=now) if remove(store, orphan, now)}
+    return {orphan.key for orphan in find_orphans(store, older_than=0, now=now) if remove_orphan(store, orphan, now)}
 
 
 def assert_whole(store: Store) -> None:
@@ -175,10 +175,10 @@ def test_an_attempt_sealed_by_a_killed_writer_is_deleted_after_the_limit(store: 
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
-    leases.seal(store, Commit(kind="rollout", attempt=attempt, files=out.files))
+    leases.seal_attempt(store, Commit(kind="rollout", attempt=attempt, files=out.files))
     assert collect(store) == set()
     [orphan] = find_orphans(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
-    assert remove(store, orphan, time.time() + 2 * leases.SEAL_LIMIT)
+    assert remove_orphan(store, orphan, time.time() + 2 * leases.SEAL_LIMIT)
     assert not list(store.walk(PREFIX))
 
 
@@ -205,8 +205,8 @@ def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkey
     now = store_time(store)
     lease = Lease(store, leases.driver_key(KEYS))
     lease.stop()
-    assert holder(store, lease.key, now + leases.TTL - 10)
-    assert holder(store, lease.key, now + leases.TTL + 10) is None
+    assert describe_holder(store, lease.key, now + leases.TTL - 10)
+    assert describe_holder(store, lease.key, now + leases.TTL + 10) is None
     monkeypatch.setattr(leases, "RENEW", 0.01)
     calls = threading.Semaphore(0)
     replace = Store.replace
@@ -244,16 +244,16 @@ def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     now = store_time(store)
-    assert holder(store, key, now) is None
+    assert describe_holder(store, key, now) is None
     content = json.loads(store.read(key) or b"")
     assert content["pid"] == pid
     store.replace(key, json.dumps(content | {"boot": "another machine's"}).encode())
-    assert holder(store, key, now), "of another machine only the age is known"
+    assert describe_holder(store, key, now), "of another machine only the age is known"
     store.replace(key, b"")
-    assert holder(store, key, now), "cut by a full disk"
+    assert describe_holder(store, key, now), "cut by a full disk"
     [orphan] = find_orphans(store, older_than=0, now=now + 60)
-    assert (orphan.kind, remove(store, orphan, now)) == ("old lease", False)
-    assert remove(store, orphan, now + leases.TTL + 60)
+    assert (orphan.kind, remove_orphan(store, orphan, now)) == ("old lease", False)
+    assert remove_orphan(store, orphan, now + leases.TTL + 60)
 
 
 def test_published_weights_are_kept_while_a_driver_runs(store: Store) -> None:

@@ -14,7 +14,7 @@ def random_run(trial: int) -> tuple[list[tuple[Commit, dict[int, tuple[int, int,
     """Return the rounds of a run with growing files and perhaps weights from some round on, and its skipped prompts."""
     rng = random.Random(trial)
     sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 3))]
-    admits = (
+    prompt_filter = (
         (lambda prompts: [(prompt.file + prompt.row) % 4 != 0 for prompt in prompts]) if rng.random() < 0.7 else None
     )
     weighted, weights_from = rng.random() < 0.7, rng.randint(0, 8)
@@ -27,7 +27,7 @@ def random_run(trial: int) -> tuple[list[tuple[Commit, dict[int, tuple[int, int,
             [1 + file for file in range(len(sizes))] if weighted and number >= weights_from and len(sizes) > 1 else []
         )
         source = PromptSource(files, shuffle=True, seed=1, weights=weights)
-        prompts, after = source.take(source.restore(saved), rng.randint(1, 12), admits)
+        prompts, after = source.take(source.restore(saved), rng.randint(1, 12), prompt_filter)
         saved, skipped = after.model_dump(mode="json"), after.skipped
         commit = Commit(kind="rollout", run="r", index=number, policy_version=number, state={"data_source": saved})
         rounds.append((commit, {prompt.issue: (prompt.epoch, prompt.file, prompt.row) for prompt in prompts}))
@@ -42,9 +42,9 @@ def round_of(served: dict[int, tuple[int, int, int]]) -> ServedRound:
 def test_a_correct_run_has_no_problems(trial: int) -> None:
     rounds, _ = random_run(trial)
     found = PromptAudit(set())
-    assert [found.follow(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds] == [
-        []
-    ] * 12
+    assert [
+        found.check_round(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds
+    ] == [[]] * 12
 
 
 def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
@@ -54,7 +54,7 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
         if skipped:
             rounds[-1][0].state["data_source"]["skipped"] += 1
             follow = PromptAudit(set())
-            assert [follow.follow("p", commit, round_of(served)) for commit, served in rounds][-1], trial
+            assert [follow.check_round("p", commit, round_of(served)) for commit, served in rounds][-1], trial
         rounds, _ = random_run(trial)
         served = rounds[-1][1]
         first = served[min(served)]
@@ -63,7 +63,9 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
                 served[issue] = first
                 follow = PromptAudit(set())
                 assert any(
-                    "served before" in line for commit, s in rounds for line in follow.follow("p", commit, round_of(s))
+                    "served before" in line
+                    for commit, s in rounds
+                    for line in follow.check_round("p", commit, round_of(s))
                 ), trial
                 num_found += 1
                 break

@@ -12,14 +12,14 @@ from penstock.flows.commands import gc
 from penstock.flows.commands.fork import fork
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import (
     expire_checkpoints,
-    expired,
-    expired_key,
     expired_versions,
     finish_expiries,
     fork_key,
+    read_tombstone,
+    tombstone_key,
 )
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -78,14 +78,14 @@ def test_the_newest_the_best_and_the_requested_checkpoints_are_kept(store: Store
     keys = make_run(store, config, 6, save=(1, 2, 3, 4, 5, 6))
     for version, reward in {1: 0.1, 2: 0.9, 3: 0.9, 4: float("nan"), 6: 0.3}.items():
         score_one(store, keys, config, version, reward)
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", also={1}) == [2, 4], (
+    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [2, 4], (
         "of equals the newer is the best"
     )
     assert kept(store, keys) == [1, 3, 5, 6]
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", also={1}) == [], "again changes nothing"
+    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [], "again changes nothing"
     assert expire_checkpoints(store, keys, keep=1, best="eval/unknown") == [1, 3, 5]
     assert expired_versions(store, keys) == [1, 2, 3, 4, 5]
-    tombstone = expired(store, keys.checkpoint(2))
+    tombstone = read_tombstone(store, keys.checkpoint(2))
     assert tombstone is not None and tombstone.commit.state["digest"] == {"w": "2"}
     assert tombstone.why == "beyond the newest 2 and not the best by eval/sums"
     assert [found.key for found in store.walk(f"{keys.prefix}/checkpoints/000002")] == []
@@ -212,7 +212,7 @@ def test_gc_deletes_exactly_the_orphans(kind: str, tmp_path: Path, data: Path, r
     }
     attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout(9)))
     assert (len(attempt.files), attempt.bytes) == (2, 4)
-    assert all(remove(store, orphan) for orphan in found)
+    assert all(remove_orphan(store, orphan) for orphan in found)
     assert {found.key for found in store.walk("")} - before == {
         f"{keys.rollout(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
@@ -233,11 +233,11 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
             (out.path / "weights").write_bytes(b"slow")
         (found,) = find_orphans(store, older_than=0, now=time.time() + 1)
         store.commit(prefix, Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
-        assert not remove(store, found) and store.exists(f"{attempt}/weights")
+        assert not remove_orphan(store, found) and store.exists(f"{attempt}/weights")
     store.create(fork_key(RunKeys("f")), b"{}")
     half: Orphan = find_orphans(store, "f", older_than=0, now=time.time() + 1)[0]
     store.create(RunKeys("f").record, b"{}")
-    assert not remove(store, half) and store.exists(fork_key(RunKeys("f")))
+    assert not remove_orphan(store, half) and store.exists(fork_key(RunKeys("f")))
 
 
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
@@ -246,9 +246,9 @@ def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data
         expire_checkpoints(DyingStore(store.uri, 1), keys, keep=1)  # the tombstone exists, and nothing was deleted
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
-    assert gc.delete(store, found, None, 3600) == {found[0].key}
+    assert gc.delete_orphans(store, found, None, 3600) == {found[0].key}
     assert kept(store, keys) == [2] and find_orphans(store, older_than=0) == []
-    assert store.exists(expired_key(keys.checkpoint(1)))
+    assert store.exists(tombstone_key(keys.checkpoint(1)))
 
 
 def test_an_unreadable_record_stops_gc(store: Store, data: Path) -> None:

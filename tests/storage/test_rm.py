@@ -10,12 +10,12 @@ from made_run import config_of, make_run, write_data
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import open_run, recorded
+from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit
 from penstock.storage.maintenance.leases import Lease, driver_key
 from penstock.storage.maintenance.orphans import find_orphans
-from penstock.storage.maintenance.removal import being_removed, is_removed, remove_run, removed_key
+from penstock.storage.maintenance.removal import describe_remover, is_removed, remove_run, removed_key
 from penstock.storage.maintenance.retention import fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -74,7 +74,7 @@ def test_a_run_with_a_live_driver_is_not_removed(store: Store) -> None:
     lease = Lease(store, driver_key(KEYS))
     with pytest.raises(RunError, match="has a running driver, process"):
         command(store, "r", "--yes", "r")
-    assert being_removed(store, KEYS) is None and not is_removed(store, KEYS)
+    assert describe_remover(store, KEYS) is None and not is_removed(store, KEYS)
     lease.release()
     assert command(store, "r", "--yes", "r") == 0
 
@@ -160,7 +160,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         store.delete([f"{KEYS.prefix}/removing.lease"])  # it has ended with its process
         assert is_removed(store, KEYS)
         with pytest.raises(RunError, match="was removed"):
-            recorded(config.run, "r")
+            read_flow_and_config(config.run, "r")
         assert main(["runs", "--store", store.root]) == 0 and "removed" in capsys.readouterr().out
         finishes: dict[str, Callable[[], object]] = {
             "rm": lambda: command(store, "r"),

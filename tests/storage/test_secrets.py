@@ -11,17 +11,17 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
 from penstock.flows.options import flags
-from penstock.flows.runtime.runs import create_record, open_store, recorded
+from penstock.flows.runtime.runs import create_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
 from penstock.storage.refs import RunKeys
-from penstock.storage.secret_references import hide, reveal
-from penstock.storage.secrets import has_credentials, is_secret_name, masked, redact, write_private
+from penstock.storage.secret_references import hide_literal_secrets, reveal
+from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import flatten
+from penstock.storage.tracking.mlflow import flatten_params
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
 WORDS = [
@@ -77,7 +77,7 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600
-    flow, again = recorded(config.run, "n")
+    flow, again = read_flow_and_config(config.run, "n")
     assert (flow, again) == ("post_train", config)
     assert json.loads((tmp_path / RunKeys("n").record).read_text())["config_hash"] == config_hash(again)
 
@@ -87,12 +87,12 @@ def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> No
         "rollout": {"sglang": {"api_key": "old-key-1"}, "input_key": "question"},
         "run": {"store_options": {"key": "old-key-2"}},
     }
-    assert masked(old) == {
+    assert mask_secrets(old) == {
         "rollout": {"sglang": {"api_key": "***"}, "input_key": "question"},
         "run": {"store_options": {"key": "***"}},
     }
     assert "old-key" not in validated(old).model_dump_json()
-    assert [name for name, _ in flatten(old)] == ["rollout.input_key"]
+    assert [name for name, _ in flatten_params(old)] == ["rollout.input_key"]
     assert validated({"rollout": {"sglang": {}}}).rollout.sglang == {}
 
 
@@ -113,20 +113,20 @@ def test_secret_options_are_not_identity_options() -> None:
 ])  # fmt: skip
 def test_names_of_secret_options_are_recognized(name: str) -> None:
     assert is_secret_name(name)
-    assert hide(f"x.{name}", "s3cr3t of a test") == f"env:PENSTOCK_SECRET_X_{name.upper()}"
+    assert hide_literal_secrets(f"x.{name}", "s3cr3t of a test") == f"env:PENSTOCK_SECRET_X_{name.upper()}"
 
 
 def test_a_deployment_accepts_references_and_refuses_literal_secrets(
     config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionError, match="--store-options"):
-        check_secrets(config, literal=False)
+        check_secrets(config, allow_literal=False)
     named = flags.parse(["--run", "n", "--store-options", "secret=env:A_SECRET_OF_A_TEST"])
     assert named.run.store_options == {"secret": "env:A_SECRET_OF_A_TEST"}
     with pytest.raises(OptionError, match="A_SECRET_OF_A_TEST"):
-        check_secrets(named, literal=False)
+        check_secrets(named, allow_literal=False)
     monkeypatch.setenv("A_SECRET_OF_A_TEST", "value-of-a-test")
-    check_secrets(named, literal=False)
+    check_secrets(named, allow_literal=False)
     assert redact("it said value-of-a-test") == "it said ***"
 
 

@@ -222,9 +222,9 @@ def test_only_transient_failures_are_retried(
 
     if is_definite:
         with pytest.raises(type(error)):
-            objects.retried(call, "asking")
+            objects.call_with_retries(call, "asking")
     else:
-        assert objects.retried(call, "asking") == "answer"
+        assert objects.call_with_retries(call, "asking") == "answer"
     assert len(calls) == (1 if is_definite else 2)
 
 
@@ -239,7 +239,7 @@ def test_backoff_does_not_advance_the_seeded_generator(monkeypatch: pytest.Monke
         if error := next(answers):
             raise error
 
-    objects.retried(call, "asking")
+    objects.call_with_retries(call, "asking")
     assert random.random() == expected
 
 

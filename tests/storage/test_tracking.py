@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tracked_run import CONFIG, KEYS, commits
 
-from penstock.storage.refs import Commit, commit_key, encoded
+from penstock.storage.refs import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory, tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import MlflowTracker, flatten
+from penstock.storage.tracking.mlflow import MlflowTracker, flatten_params
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
@@ -277,11 +277,11 @@ def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tm
 def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
-        store.create(key, encoded(commit))  # its files are not looked at here
+        store.create(key, encode_commit(commit))  # its files are not looked at here
     tracker = RunTracking("demo", tracking_directory(store, "demo"), f"sqlite:///{database}", store_uri=store.uri)
     tracker.record(*commits()[1])
-    assert tracker.catch_up(store, KEYS) == len(commits()) - 2  # the model belongs to no run
-    assert tracker.catch_up(store, KEYS) == 0
+    assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
+    assert tracker.record_missing_commits(store, KEYS) == 0
     assert tracker.close(timeout=60) == 0
 
 
@@ -300,7 +300,7 @@ def test_parameters_contain_no_secrets_and_only_legal_names() -> None:
         "hf_token": "y",
         "max_tokens": 5,
     }
-    assert dict(flatten(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
+    assert dict(flatten_params(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
 # ---- the outbox ------------------------------------------------------------------------------------------------------

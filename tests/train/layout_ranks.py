@@ -34,7 +34,7 @@ from torch import Tensor
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary, YarnScaling
 from penstock.engines.megatron.parallel import ParallelLayout, device, init_parallel, shutdown_parallel
 from penstock.stages.train.batching import Batch
-from penstock.stages.train.build import build_models, load_auxiliary, load_initial, resume, save
+from penstock.stages.train.build import build_models, load_auxiliary, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.samples.sample import to_table
 from tests.random_rollouts import samples
@@ -197,7 +197,7 @@ def rollout(rollout_id: int) -> Batch:
     rows[3].loss_mask = [0] * len(rows[3].loss_mask)
     for name in ("token_ids", "loss_mask", "rollout_logprobs"):
         setattr(rows[8], name, getattr(rows[8], name) * 6)
-    return Batch.from_table(to_table(rows), graded=True)
+    return Batch.from_table(to_table(rows), needs_rewards=True)
 
 
 class Trainer:
@@ -256,10 +256,10 @@ class Trainer:
         """Save after the first round."""
         if self.model == "dense":
             self.models.refresh_reference()
-        save(self.models, directory, {"version": 1})
+        save_models(self.models, directory, {"version": 1})
 
     def go_on(self, directory: Path) -> None:
-        assert resume(self.models, directory) == {"version": 1}
+        assert resume_models(self.models, directory) == {"version": 1}
 
     def digests(self) -> tuple[dict[str, str], dict[str, str]]:
         return self.models.digest(), self.models.state_digest()

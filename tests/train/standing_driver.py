@@ -38,7 +38,7 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
             group.train(rollout, int(words[0]))
         elif command == "kill":
             group.kill()
-            return {"left": [group.cluster.find(f"trainer-{rank}") is not None for rank in range(3)]}
+            return {"left": [group.cluster.find_actor(f"trainer-{rank}") is not None for rank in range(3)]}
         state = group.state()
     except Exception as error:
         return {"error": type(error).__name__, "told": str(error)}

@@ -106,10 +106,12 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
 def _engine(group: dist.ProcessGroup | None) -> Any:
     """Return the engine that `plan` needs: one data-parallel rank; context-parallel shares alternate by two tokens."""
 
-    def rows_of(packed: Any) -> Tensor | None:
+    def loss_token_indices(packed: Any) -> Tensor | None:
         return None if group is None else torch.nonzero(packed.position_ids // 2 % 2 == dist.get_rank(group))[:, 0]
 
-    return SimpleNamespace(data_parallel=(0, 1), device=torch.device("cpu"), rows_of=rows_of, context_group=group)
+    return SimpleNamespace(
+        data_parallel=(0, 1), device=torch.device("cpu"), loss_token_indices=loss_token_indices, context_group=group
+    )
 
 
 def _logits_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

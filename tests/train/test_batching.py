@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.stages.train.batching import Batch, pack
-from penstock.stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, optimizer_steps
+from penstock.stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, split_into_steps
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.sample import Sample, to_table
 
@@ -39,7 +39,7 @@ def samples(count: int, seed: int = 0, siblings: int = 1) -> list[Sample]:
 def test_batch_has_the_data_of_its_samples() -> None:
     rows = samples(30)
     table = to_table([*samples(3, seed=9), *rows]).slice(3)  # a slice: offsets do not begin at zero
-    batch = Batch.from_table(table, graded=True)
+    batch = Batch.from_table(table, needs_rewards=True)
     for i, row in enumerate(rows):
         part = slice(batch.offsets[i], batch.offsets[i + 1])
         assert batch.token_ids[part].tolist() == row.token_ids
@@ -52,16 +52,16 @@ def test_batch_has_the_data_of_its_samples() -> None:
 
 def test_first_token_of_a_sample_is_never_trained() -> None:
     row = Sample("s", "g", "t", 0, token_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
-    assert Batch.from_table(to_table([row, row]), graded=False).num_trained.tolist() == [1, 1]
+    assert Batch.from_table(to_table([row, row]), needs_rewards=False).num_trained.tolist() == [1, 1]
 
 
 def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None:
     trajectories = np.array([0, 1, 0, 2, 3, 3, 1])
-    assert [step.tolist() for step in optimizer_steps(trajectories, 2)] == [[0, 1, 2, 6], [3, 4, 5]]
+    assert [step.tolist() for step in split_into_steps(trajectories, 2)] == [[0, 1, 2, 6], [3, 4, 5]]
     with pytest.raises(OptionError, match=r"--global-batch-size 3 .* 4 trajectories"):
-        optimizer_steps(trajectories, 3)
+        split_into_steps(trajectories, 3)
     with pytest.raises(OptionError, match="0 trajectories"):
-        optimizer_steps(trajectories[:0], 3)
+        split_into_steps(trajectories[:0], 3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,7 +106,7 @@ def test_balanced_shares_are_better_than_round_robin() -> None:
 
 
 def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
-    batch = Batch.from_table(to_table(samples(12)), graded=True)
+    batch = Batch.from_table(to_table(samples(12)), needs_rewards=True)
     rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained[i]]
     packed = pack(batch, rows)
     assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
@@ -125,10 +125,10 @@ def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
 
 
 def test_context_parallel_ranks_split_the_trained_tokens() -> None:
-    batch = Batch.from_table(to_table(samples(6)), graded=True)
+    batch = Batch.from_table(to_table(samples(6)), needs_rewards=True)
     packed = pack(batch, range(6))
     places = torch.randperm(len(packed.token_ids), generator=torch.Generator().manual_seed(0))
-    parts = [packed.on(torch.device("cpu"), rows) for rows in places.chunk(2)]
+    parts = [packed.to_local(torch.device("cpu"), rows) for rows in places.chunk(2)]
     assert sorted(torch.cat([part.ordinal for part in parts]).tolist()) == packed.ordinal.tolist()
     for part, rows in zip(parts, places.chunk(2)):
         assert torch.equal(packed.token_ids[rows[part.trained] + 1], part.targets)
@@ -136,7 +136,7 @@ def test_context_parallel_ranks_split_the_trained_tokens() -> None:
 
 
 def test_empty_microbatch_is_one_pad_token_without_trained_tokens() -> None:
-    batch = Batch.from_table(to_table(samples(4)), graded=True)
+    batch = Batch.from_table(to_table(samples(4)), needs_rewards=True)
     packed = pack(batch, [])
     assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
     assert (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.families.shape import ModelShape
-from penstock.stages.train.build import Models, build_models, load_auxiliary, load_initial, resume, save
+from penstock.stages.train.build import Models, build_models, load_auxiliary, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
 from tests.engines.megatron_reference import SHAPE
 
@@ -23,13 +23,13 @@ def models(shape: ModelShape = SHAPE, **options: object) -> Models:
 def saved(world: None, tmp_path: Path) -> Path:
     """A checkpoint without a critic."""
     without = models(seed=7)
-    save(without, tmp_path / "saved", {"version": 3})
+    save_models(without, tmp_path / "saved", {"version": 3})
     return tmp_path / "saved"
 
 
 def test_critic_added_on_resume_starts_from_the_policy(saved: Path) -> None:
     with_critic = models(**PPO)
-    assert resume(with_critic, saved) == {"version": 3}
+    assert resume_models(with_critic, saved) == {"version": 3}
     assert with_critic.critic is not None
     trunk = {name: bits for name, bits in with_critic.critic.digest().items() if "output_layer" not in name}
     assert len(trunk) == len(with_critic.critic.digest()) - 1 and trunk.items() <= with_critic.policy.digest().items()
@@ -37,10 +37,10 @@ def test_critic_added_on_resume_starts_from_the_policy(saved: Path) -> None:
 
 def test_critic_can_be_dropped_on_resume(saved: Path, tmp_path: Path) -> None:
     with_critic = models(**PPO)
-    resume(with_critic, saved)
-    save(with_critic, tmp_path / "both", {"version": 4})
+    resume_models(with_critic, saved)
+    save_models(with_critic, tmp_path / "both", {"version": 4})
     without = models(seed=8)
-    assert resume(without, tmp_path / "both") == {"version": 4}
+    assert resume_models(without, tmp_path / "both") == {"version": 4}
     assert without.digest() == with_critic.policy.digest()
 
 
@@ -48,11 +48,11 @@ def test_only_a_refreshed_reference_is_saved(saved: Path, tmp_path: Path) -> Non
     own = models(use_kl_loss=True)
     load_auxiliary(own, "reference", saved)
     load_initial(own, saved)
-    save(own, tmp_path / "first", {})
+    save_models(own, tmp_path / "first", {})
     assert not (tmp_path / "first" / "reference").exists()
     own.refresh_reference()
-    save(own, tmp_path / "second", {})
+    save_models(own, tmp_path / "second", {})
     later = models(use_kl_loss=True, seed=9)
-    resume(later, tmp_path / "second")
+    resume_models(later, tmp_path / "second")
     assert later.refreshed and later.state_digest() == own.state_digest()
     assert any(name.startswith("reference.") for name in later.state_digest())

@@ -253,9 +253,9 @@ def test_a_rank_rejects_calls_of_a_driver_that_does_not_lead(store: Store) -> No
 def test_a_rank_is_not_clean_during_a_change_of_weights_and_after_a_failure(store: Store) -> None:
     actor = actor_of(store)
     assert not actor.state().clean
-    with actor._changing_to(3):
+    with actor._changing_weights_to(3):
         assert not actor.state().clean
     assert actor.state().clean and actor.state().version == 3
-    with pytest.raises(ZeroDivisionError), actor._changing_to(4):
+    with pytest.raises(ZeroDivisionError), actor._changing_weights_to(4):
         raise ZeroDivisionError
     assert not actor.state().clean and actor.state().version == 3

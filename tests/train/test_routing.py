@@ -60,12 +60,12 @@ def test_routing_record_has_the_experts_of_the_packed_samples() -> None:
     rows = samples([3, 1, 2, 4])
     rows[2].routed_experts = None  # its generation failed, say
     choices = EngineChoices.from_table(to_table([*samples([5]), *rows]).slice(1), MIXTURE)
-    record = choices.record([3, 2, 0])
+    record = choices.decode([3, 2, 0])
     assert record.num_tokens == 9 and list(record.choices) == [2, 3]
     unknown = [-1, -1]
     assert record.choices[2].tolist() == [[3, 4], [3, 4], [3, 4], unknown, unknown, unknown, [0, 4], [0, 4], unknown]
     assert record.choices[3].tolist() == [[5, 0], [5, 1], [5, 2], unknown, unknown, unknown, [5, 0], [5, 1], unknown]
-    empty = choices.record([])
+    empty = choices.decode([])
     assert (empty.num_tokens, empty.choices) == (1, {})
 
 
@@ -94,7 +94,7 @@ def test_replaying_equal_experts_of_engine_and_trainer_gives_equal_steps(world: 
         for row, content in zip(rows, choices or [None] * len(rows)):
             row.routed_experts = content
         table = to_table(rows)
-        batch = Batch.from_table(table, graded=True)
+        batch = Batch.from_table(table, needs_rewards=True)
         if choices is not None:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, shape))
         config = TrainConfig(num_steps_per_rollout=2, max_tokens_per_gpu=60, **({option: True} if option else {}))

@@ -85,7 +85,7 @@ INTERPRETED = """
 import torch
 from penstock.stages.train.algorithms import logprobs
 from tests.train.test_softmax import CASES, awkward_logits, check
-logprobs._has_kernel = lambda logits: True
+logprobs._use_triton_kernel = lambda logits: True
 for rows, columns, temperature in CASES:
     for dtype in (torch.float32, torch.bfloat16):
         check(awkward_logits(rows, columns, dtype), temperature)

@@ -18,7 +18,7 @@ import pytest
 from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
-from penstock.engines.ports import free_port
+from penstock.engines.ports import reserve_free_port
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -65,7 +65,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def address(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """Yield the address of a Ray cluster that ends with the test."""
-    port = free_port()
+    port = reserve_free_port()
     with (
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short,
         (tmp_path / "head").open("w") as log,

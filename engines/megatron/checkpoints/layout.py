@@ -1,5 +1,4 @@
-"""The layout of a model's parameters in a torch_dist checkpoint: keys, offsets and shapes, computed without reading
-weights.
+"""Compute where a torch_dist checkpoint stores each parameter of a model: keys, offsets and shapes. Reads no weights.
 
 Checkpoint keys differ from parameter names: the tensors of all layers are stacked along a new first axis, gate and up
 projections are two slices, and norms have different keys in Megatron's local modules and in TransformerEngine's.
@@ -42,7 +41,7 @@ LINEAR = re.compile(r"\.linear_\w+\.weight$")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A slice of a tensor in a checkpoint, and the slice of the model parameter that it stores. All tuples have one
+    """A slice of a checkpoint tensor, and the slice of the model parameter that is stored in it. All tuples have one
     entry per axis."""
 
     key: str  # of the checkpoint tensor
@@ -54,11 +53,12 @@ class ShardSlice:
 
     @property
     def num_stacking_axes(self) -> int:
+        """Return the number of leading axes of the checkpoint tensor that stack layers or experts."""
         return len(self.sizes) - len(self.part)
 
-    def restacked(self, num_layers: int) -> ShardSlice:
-        """Return this slice in the other checkpoint form: a tensor that stacks all layers becomes one tensor per layer,
-        and vice versa."""
+    def toggle_layer_stacking(self, num_layers: int) -> ShardSlice:
+        """Return this slice as stored in the other form of checkpoint: one tensor per layer instead of a tensor that
+        stacks all layers, or vice versa."""
         match = LAYER.match(self.key)
         if match is None:
             return self
@@ -82,29 +82,30 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The slices in a checkpoint of every parameter of a model."""
+    """Where a checkpoint stores every parameter of a model."""
 
     slices: dict[str, list[ShardSlice]]  # global parameter name -> its slices
     te_keys: dict[str, str]  # key of Megatron's local modules -> key of TransformerEngine's
     num_layers: int
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the full shape of a parameter."""
+        """Return the full (unsharded) shape of the parameter `name`."""
         return tuple(max(part.stop for part in parts) for parts in zip(*(piece.part for piece in self.slices[name])))
 
     def all_slices(self) -> Iterator[ShardSlice]:
         """Return an iterator over the slices of all parameters."""
         return (piece for slices in self.slices.values() for piece in slices)
 
-    def with_names(self, names: MegatronNames) -> CheckpointLayout:
-        """Return this layout with the keys of `names`. The layout itself must have local names."""
+    def with_key_names(self, names: MegatronNames) -> CheckpointLayout:
+        """Return this layout with checkpoint keys of Megatron's local modules ("local") or of TransformerEngine ("te").
+        This layout itself must have local keys."""
         if names == "local":
             return self
         return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
 
-    def as_stored(self, keys: Container[str]) -> CheckpointLayout:
-        """Return this layout with the keys that a checkpoint uses: local names or TransformerEngine's, layers stacked
-        or one tensor per layer. Slices without a key in the checkpoint are returned unchanged.
+    def match_stored_keys(self, keys: Container[str]) -> CheckpointLayout:
+        """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
+        TransformerEngine, layers stacked or one tensor per layer. Slices that are missing there stay unchanged.
 
         Args:
             keys: keys of the checkpoint's tensors.
@@ -115,7 +116,7 @@ class CheckpointLayout:
             for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
                 if key is not None:
                     named = replace(piece, key=key)
-                    for candidate in (named, named.restacked(self.num_layers)):
+                    for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
                         if candidate.key in keys:
                             return candidate
             return piece
@@ -127,9 +128,9 @@ class CheckpointLayout:
         may have extra state.
 
         Args:
-            names: names that this layout uses. Local modules need one object per projection. TransformerEngine's also
+            names: whose keys this layout has. Local modules need one object per projection. TransformerEngine's also
                 need one per norm and attention module, depending on the version: all of them are returned, because the
-                loader ignores superfluous ones.
+                loader ignores superfluous objects.
         """
         keys = set()
         for piece in self.all_slices():
@@ -145,13 +146,14 @@ class CheckpointLayout:
         return sorted(keys)
 
     def _map_slices(self, change: Any) -> CheckpointLayout:
+        """Return this layout with every slice replaced by `change(slice)`."""
         slices = {name: [change(piece) for piece in pieces] for name, pieces in self.slices.items()}
         return replace(self, slices=slices)
 
 
 def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:
-    """Return the checkpoint layout of a model of this shape, with local names. The function builds the model on the
-    meta device, for which it temporarily initializes process groups of one rank if there are none."""
+    """Return the checkpoint layout of a model of this shape, with the keys of Megatron's local modules. Builds the
+    model on the meta device, for which process groups of one rank are initialized temporarily if there are none."""
     with _single_rank():
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -202,8 +204,8 @@ def write_common_files(directory: Path, shape: ModelShape) -> None:
 
 
 def _to_shard_slice(tensor: Any) -> ShardSlice:
-    """Convert a ShardedTensor of Megatron to a ShardSlice. With a single rank, its offset in the checkpoint tensor
-    equals its offset in the parameter."""
+    """Convert a ShardedTensor of Megatron to a ShardSlice. Needs a single rank: the offset in the checkpoint tensor is
+    then equal to the offset in the parameter."""
     stacked = tensor.prepend_axis_num
     return ShardSlice(
         key=tensor.key,

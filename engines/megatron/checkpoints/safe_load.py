@@ -1,10 +1,10 @@
 """Read the pickled files of a torch_dist checkpoint (`.metadata`, `common.pt`, byte entries) without executing code
-from them.
+that they may contain.
 
-A pickle names classes and functions that unpickling calls. This module only builds torch's tensor metadata, plain
-containers and `argparse.Namespace`. Objects of other classes that training scripts store (such as Megatron's enums and
-configs) become stand-ins without behaviour; any other name raises an error before anything is called. Tensors are
-loaded with `weights_only=True`.
+A pickle contains names of classes and functions that unpickling calls. This module only builds torch's tensor metadata,
+plain containers and `argparse.Namespace`. Objects of other classes that training scripts store (such as Megatron's
+enums and configs) become stand-ins without behaviour; any other name raises an error before anything is called. Tensors
+are loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.storage.errors import ModelError, PenstockError
 
 METADATA = ".metadata"
 COMMON = "common.pt"
-# modules whose classes are replaced by stand-ins
+# prefixes of the names of classes that are replaced by stand-ins
 STAND_IN = ("megatron.", "numpy.", "transformer_engine.", "torch.distributed.checkpoint.")
 STAND_IN_CLASSES = ("types.SimpleNamespace", "signal.Signals", "numpy.ndarray", "numpy.dtype")
 _METADATA_CLASSES = (  # classes and functions that unpickling `.metadata` may call
@@ -61,7 +61,8 @@ class _StandIn:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint directory, with the index loaded by `read_metadata` of this module."""
+    """torch's reader of a checkpoint directory, except that the tensor index is loaded by `read_metadata` of this
+    module."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)
@@ -130,7 +131,7 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
         if refused := sorted(name for name in named if name not in _PLAIN_CLASSES and not _needs_stand_in(name)):
             raise _unsafe_name_error(where, refused[0])
         stream.seek(0)
-        # `named` omits names that torch already allows: `safe_globals` would disallow them at the end of the block
+        # `named` omits names that torch already allows; `safe_globals` would disallow those at the end of the block
         allowed: list[Any] = [(_PLAIN_CLASSES.get(name) or _stand_in_class(name), name) for name in named]
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -141,7 +142,7 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata` that accepts only the classes an index needs, dtypes and stand-ins."""
+    """Unpickler of `.metadata` that accepts only classes that a tensor index needs, dtypes, and stand-ins."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
@@ -160,6 +161,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _needs_stand_in(name: str) -> bool:
+    """Return whether objects of the class with this full name are replaced by stand-ins."""
     return name in STAND_IN_CLASSES or name.startswith(STAND_IN)
 
 

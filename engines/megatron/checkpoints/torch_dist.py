@@ -1,9 +1,9 @@
 """Save and load checkpoints in Megatron-core's `torch_dist` format: model, optimizer, learning-rate scheduler and RNG
-states. They can be loaded with other parallel sizes.
+states. Checkpoints can be loaded with other parallel sizes.
 
-Megatron-core's own writer forks a process per file and spawns a manager process: this takes two seconds, hangs a parent
-process without a `__main__` guard, and is unsafe in a multi-threaded actor. torch's writer produces the same files and
-takes 0.3 s for a tiny model.
+Megatron-core's own writer forks a process per file and spawns a manager process. This takes 2 s for a tiny model, hangs
+a parent process without a `__main__` guard, and is unsafe in a multi-threaded actor. torch's writer produces the same
+files in 0.3 s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from penstock.storage.failpoints import failpoint
 
 
 class PlainWriter(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, which plans the files, with torch's writer in place of Megatron's."""
+    """Megatron's save strategy, with torch's file writer in place of Megatron's."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -119,7 +119,7 @@ class SafeCommonStrategy(TorchCommonLoadStrategy):
 
 @dataclass
 class RankState:
-    """The state of one rank that a checkpoint stores. All methods except `digest` are collective: every rank must call
+    """Saves and loads the training state of one rank. All methods except `digest` are collective: every rank must call
     them."""
 
     shape: ModelShape
@@ -130,8 +130,8 @@ class RankState:
     scheduler: Any
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
-        """Write all state that the next training step depends on. Ranks may write to one shared directory or each to
-        its own.
+        """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
+        directory, or each to its own.
 
         The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
         `metadata.json`. `load` needs the files of all ranks in one directory.
@@ -146,7 +146,7 @@ class RankState:
         dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_content_metadata())
 
     def save_weights(self, directory: str | Path) -> None:
-        """Write only the model weights, to the same files as `save`."""
+        """Write a checkpoint with only the model weights, to files of the same names as `save`."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
         dist_checkpointing.save(
@@ -181,7 +181,7 @@ class RankState:
         return json.loads(loaded["step_state"])
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load the model weights of a converted model or training checkpoint, and reset optimizer and scheduler.
+        """Load only the model weights of a converted model or training checkpoint; reset optimizer and scheduler.
 
         Raises:
             ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
@@ -190,7 +190,7 @@ class RankState:
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
         for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):
             entry.key = te_key(self.shape, entry.key)  # the checkpoint has TransformerEngine's keys
-        heads: dict[str, torch.Tensor] = {}  # initial heads, if a value model starts from a policy's weights
+        heads: dict[str, torch.Tensor] = {}  # initial value heads, if a critic starts from a policy's weights
         if self.role == "value" and VALUE_HEAD not in keys:
             for key, chunk in self._chunks_by_key().items():
                 if isinstance(chunk, ValueModel) and chunk.post_process:
@@ -205,7 +205,7 @@ class RankState:
         set_schedule(self.scheduler, 0)
 
     def digest(self) -> dict[str, str]:
-        """Return hashes (xxh3-64) of this rank's training state except the model weights, by `name@rank/world_size`.
+        """Return hashes (xxh3-64) of this rank's training state except the model weights, keyed `name@rank/world_size`.
         Not collective.
 
         Hashed are this rank's shards of the fp32 weights, optimizer moments and step counts, and the RNG states; the
@@ -232,17 +232,19 @@ class RankState:
         return {name + rank: digest.hexdigest() for name, digest in hashes.items()} | scheduled
 
     def _chunks_by_key(self) -> dict[str, PolicyModel]:
-        """Return this rank's model chunks (one per virtual pipeline stage) by their key in the checkpoint's state."""
+        """Return this rank's pipeline chunks by their key in the checkpoint: "model", or "model0", "model1", ..."""
         if len(self.chunks) == 1:
             return {"model": self.chunks[0]}
         return {f"model{index}": chunk for index, chunk in enumerate(self.chunks)}
 
     def _model_state(self) -> dict[str, Any]:
+        """Return Megatron's sharded state dict of the model weights."""
         return {
             key: chunk.sharded_state_dict(metadata=_content_metadata()) for key, chunk in self._chunks_by_key().items()
         }
 
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
+        """Return Megatron's sharded state dict of the model weights and the optimizer."""
         state = self._model_state()
         model = state["model"] if "model" in state else dict(state)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
@@ -256,20 +258,20 @@ class RankState:
             chunk.zero_padding()  # the checkpoint may have less vocabulary padding
 
     def _rng_layout(self) -> str:
-        """Return a description of ranks and devices. RNG states are restored only if it equals that of the
-        checkpoint."""
+        """Return a description of ranks and devices. RNG states are restored only from a checkpoint with the same
+        description."""
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"
 
 
-def written_by(rank: int, name: str) -> bool:
-    """Return whether this rank writes the checkpoint file `name`. The name may include a subdirectory
+def is_written_by_rank(rank: int, name: str) -> bool:
+    """Return whether the rank `rank` writes the checkpoint file `name`. The name may include a subdirectory
     (`critic/__0_0.distcp`); rank 0 writes all files without a rank in their name."""
     owner = re.fullmatch(r"(?:.+/)?__(\d+)_\d+\.distcp", name)
     return rank == (int(owner[1]) if owner else 0)
 
 
 def _check_complete(directory: str | Path) -> None:
-    """Raise ModelError unless the directory has `metadata.json`, which is written last."""
+    """Raise ModelError if a checkpoint directory is incomplete: `metadata.json`, which is written last, is missing."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise ModelError(
             f"{directory} is not a torch_dist checkpoint (metadata.json is missing): use a converted model or a "

@@ -1,10 +1,10 @@
 """Causal self-attention with RoPE over packed sequences, for Megatron layers without TransformerEngine.
 
 Megatron-core's own `DotProductAttention` supports neither packed sequences nor context parallelism, and its unfused
-RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once.
-In bf16 on CUDA the kernel is torch's variable-length flash attention; otherwise sequences of similar length are padded
-into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are gathered over the ranks.
-MLA (`mla.py`) has its own projections and uses only `attend`.
+RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once,
+in `CoreAttention`. In bf16 on CUDA the kernel is torch's variable-length flash attention; otherwise sequences of
+similar length are padded into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are
+gathered over the ranks. MLA (`mla.py`) has its own projections and uses only `causal_attention`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class CoreAttention(MegatronModule):
         assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "attention needs packed sequences"
         query = apply_rope(query, stream.cos_sin, self.interleaved)
         key = apply_rope(key, stream.cos_sin, self.interleaved)
-        return attend(query, key, value, stream, self.scale, self.context_group).flatten(-2)
+        return causal_attention(query, key, value, stream, self.scale, self.context_group).flatten(-2)
 
 
-def attend(
+def causal_attention(
     query: Tensor,  # [t, heads, head_dim]
     key: Tensor,  # [t, groups, head_dim]
     value: Tensor,  # [t, groups, value_dim]
@@ -67,9 +67,9 @@ def attend(
     scale: float,
     context_group: dist.ProcessGroup,
 ) -> Tensor:  # [t, heads, value_dim]
-    """Return the output of causal attention within each packed sequence.
+    """Return the output of causal attention within each packed sequence, for this rank's queries.
 
-    Under context parallelism the keys and values of all ranks are gathered first (`stream.key_rows`).
+    Under context parallelism the keys and values of all context-parallel ranks are gathered first (`stream.key_rows`).
     """
     if stream.key_rows is not None:
         key = gather_from_sequence_parallel_region(key.contiguous(), group=context_group)[stream.key_rows]
@@ -80,7 +80,7 @@ def attend(
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
-    """Return the output of causal attention, computed with one padded batch per bucket. [t, heads, value_dim]
+    """Return the output of causal attention, computed with one padded batch per length bucket. [t, heads, value_dim]
 
     Sequences are padded on the right, where the causal mask hides the padding; padded output rows are dropped.
     """
@@ -103,7 +103,7 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
         attended = attended.transpose(1, 2).flatten(0, 1)  # [batch * num_queries, heads, value_dim]
         part = _CopyRows.apply(attended, bucket.query_places, bucket.query_rows, query.shape[0])
         out = part if out is None else out + part
-    assert out is not None, "attention was called with a pack without tokens"
+    assert out is not None, "attention was called with a micro-batch without tokens"
     return out
 
 
@@ -134,7 +134,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedSt
     [t, heads, value_dim]"""
     from torch.nn.attention.varlen import varlen_attn
 
-    # causal; the last query of a sequence attends to its last key
+    # (-1, 0): causal; the last query of a sequence attends to all of its keys
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 supports GQA without a flag
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -143,5 +143,5 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedSt
     if value_dim < query.shape[-1]:  # the kernel needs equal head dimensions
         value = F.pad(value, (0, query.shape[-1] - value_dim))
     attended = varlen_attn(query, key, value, *starts, *longest, **options)
-    assert isinstance(attended, Tensor)  # not a tuple, because no further outputs were requested
+    assert isinstance(attended, Tensor)  # varlen_attn returns a tuple only if further outputs are requested
     return attended[..., :value_dim]

@@ -1,5 +1,5 @@
-"""Derive the storage format of routed expert ids from a model's shape. Does not import torch, because preflight and the
-rollout use this module."""
+"""Derive from a model's shape the format in which the routed expert ids of tokens are stored. Does not import torch,
+because preflight and the rollout use this module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
     """Return the format in which the routed expert ids of a model's tokens are stored.
 
     Args:
-        shape: shape of the model.
-        option: flag that needs routed experts, for the error message.
+        shape: shape of the MoE model.
+        option: command-line flag that needs routed experts, for the error message.
 
     Raises:
         OptionError: the model has no experts.

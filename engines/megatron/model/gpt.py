@@ -30,14 +30,14 @@ from penstock.engines.megatron.packing import PackedStream
 
 # Logit of padded vocabulary entries. Their probability is 0; a finite value avoids the NaN of 0 * -inf in an entropy.
 PADDED_LOGIT = -1e30
-HEAD = "output_layer.weight"  # parameter name of the head in a pipeline chunk
+HEAD = "output_layer.weight"  # parameter name of the LM head (or value head) in a pipeline chunk
 
 
 class PolicyModel(GPTModel):
-    """One pipeline chunk of a policy model.
+    """One pipeline chunk (the layers of one pipeline stage) of a policy model.
 
-    `forward(stream)` returns hidden states: [t / sequence-parallel ranks, 1, H] for the next pipeline stage, and [t, H]
-    on the last stage, where `head` computes the logits of any rows of them.
+    `forward(stream)` returns hidden states: [t / sequence-parallel ranks, 1, H] for the next pipeline stage; [t, H] on
+    the last stage, where `head` maps any rows of them to logits.
     """
 
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
@@ -54,7 +54,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # all-reduces the gradient of the hidden states over tensor-parallel ranks once, not once per call of `head`
+        # Here the backward pass all-reduces the hidden states' gradient over tensor-parallel ranks once, not per `head`
+        # call.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -70,20 +71,21 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """Set the padded vocabulary rows of embedding and head to zero: they are unused, but are part of checkpoints
-        and weight digests, which must be reproducible."""
+        """Set the padding rows of the vocabulary in embedding and LM head to zero: they are unused, but are part of
+        checkpoints and weight digests, which must be reproducible."""
         for weight in self._vocabulary_weights() if self.num_padded else ():
             weight[-self.num_padded :].zero_()
 
     def _vocabulary_weights(self) -> list[Tensor]:
-        """Return this chunk's weights that have one row per vocabulary entry."""
+        """Return those weights of this chunk that have one row per vocabulary entry (embedding, LM head)."""
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
         if self.post_process and self.output_layer.weight is not None:
             weights.append(self.output_layer.weight)
         return weights
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's vocabulary shard. [n, H] -> [n, V / tensor-parallel ranks]"""
+        """Return the logits of this rank's vocabulary shard for n hidden states. [n, H] -> [n, V / tensor-parallel
+        ranks]"""
         tied = self.share_embeddings_and_output_weights
         logits = F.linear(hidden, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
         if self.num_padded:
@@ -104,8 +106,8 @@ def build_model(
     overrides: dict[str, Any] | None = None,
     chunk_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """Return this rank's pipeline chunks of the model, with random weights. There is one chunk, or several with virtual
-    pipeline parallelism (interleaved schedule)."""
+    """Return this rank's pipeline chunks of the model, with random weights: one chunk, or several with virtual pipeline
+    parallelism (interleaved schedule)."""
     config = transformer_config(shape, layout, dtype, overrides)
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None, chunk_class) for stage in stages]
@@ -115,8 +117,8 @@ def build_model(
 
 
 def build_meta_model(shape: ModelShape) -> PolicyModel:
-    """Return the whole model on the meta device, to read weight names, shapes and sharding (`sharded_state_dict`).
-    Requires a world size of 1."""
+    """Return the whole model on torch's meta device (without data), to read names, shapes and sharding of its weights
+    with `sharded_state_dict`. Needs a world size of 1."""
     assert parallel_state.get_model_parallel_group().size() == 1, "build_meta_model needs a world size of 1"
 
     def skip_init(tensor: Tensor) -> Tensor:  # random initialization of DeepSeek-V3 would take 30,000 generator calls
@@ -134,6 +136,7 @@ def _build_chunk(
     stage: int | None,
     chunk_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> PolicyModel:
+    """Return one pipeline chunk; `stage` is its index under virtual pipeline parallelism, otherwise None."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     chunk = chunk_class(
@@ -156,11 +159,12 @@ def _build_chunk(
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a parameter belongs to a routed expert.
+    """Return whether the parameter of this name belongs to a routed expert.
 
     Experts are sharded over other process groups than dense weights, so Megatron must reduce their gradients and update
     them separately. Megatron sets `param.allreduce = False` for that only under expert parallelism. Penstock sets it
     for every expert parameter: otherwise gradients are silently wrong if the experts have another tensor-parallel size
-    than dense weights, and an optimizer checkpoint cannot be loaded into a layout in which the attribute differs.
+    than dense weights, and an optimizer checkpoint cannot be loaded with parallel sizes for which the attribute
+    differs.
     """
     return ".local_experts." in name

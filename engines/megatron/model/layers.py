@@ -21,17 +21,17 @@ from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention
 from penstock.engines.megatron.model.mla import MLASelfAttention
 from penstock.engines.megatron.model.norm import RMSNorm
-from penstock.engines.megatron.model.router import route
+from penstock.engines.megatron.model.router import select_experts
 from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
 def block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
-    """Return Megatron's layer specification of one pipeline chunk.
+    """Return Megatron's specification of the transformer layers of one pipeline chunk.
 
     Args:
         shape: shape of the model.
         config: Megatron's configuration of the model.
-        stage: index of the chunk under virtual pipeline parallelism, otherwise None.
+        stage: index of the pipeline chunk on this rank under virtual pipeline parallelism, otherwise None.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     for layer in block.layer_specs:
@@ -55,11 +55,11 @@ def block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) 
 
 
 class RoutedLayer(TransformerLayer):
-    """A transformer layer that passes the routing record of the current micro-batch to its router at every call.
+    """A transformer layer that passes the current micro-batch's recorded expert ids to its MoE router at every call.
 
     Megatron's full recomputation calls the whole layer again with the record of the same micro-batch. Megatron's
-    recomputation of the MoE block alone would call the router with the record of a later micro-batch. This layer
-    therefore disables that mode and recomputes everything after attention, the pre-MLP norm included.
+    recomputation of only the MoE block would call the router with the record of a later micro-batch. This layer
+    therefore replaces the latter: it recomputes everything after attention, including the pre-MLP norm.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ class RoutedLayer(TransformerLayer):
         return super().forward(*args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        stream_routing = self.stream_routing  # of this micro-batch, also if `run` is recomputed after later ones
+        stream_routing = self.stream_routing  # bound here, because `run` may be recomputed after later micro-batches
 
         def run(hidden_states: Tensor) -> Tensor:
             if self.is_moe_layer:
@@ -107,8 +107,8 @@ def _norm_bias_dropout_add(norm: nn.Module, training: bool, fused: bool) -> Call
 
 
 class ExpertRouter(TopKRouter):
-    """A router that selects experts as Hugging Face does, without load balancing: the correction bias is frozen, and
-    no auxiliary loss is added."""
+    """An MoE router that selects experts as Hugging Face does, without load balancing: the score correction bias is
+    frozen, and no auxiliary loss is added."""
 
     def __init__(self, experts: Experts, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -118,4 +118,4 @@ class ExpertRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         record = self.stream_routing
         replay = None if record is None else partial(record.replay, self.layer_number - 1)
-        return route(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)
+        return select_experts(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)

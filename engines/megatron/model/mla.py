@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.attention import attend
+from penstock.engines.megatron.model.attention import causal_attention
 from penstock.engines.megatron.model.norm import RMSNorm
 from penstock.engines.megatron.model.rotary import apply_rope, softmax_scale
 from penstock.engines.megatron.packing import PackedStream
@@ -31,7 +31,7 @@ NORM_EPSILON = 1e-6  # of the norms inside MLA; Hugging Face also ignores `rms_n
 
 
 class MLASelfAttention(MegatronModule):
-    """MLA self-attention of one layer: down- and up-projections, RoPE, attention and output projection."""
+    """Multi-head latent attention of one layer: down- and up-projections, RoPE, attention and output projection."""
 
     def __init__(self, config: Any, layer_number: int, shape: ModelShape, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -66,8 +66,8 @@ class MLASelfAttention(MegatronModule):
         )
 
     def _column_parallel(self, size: int, out: int) -> ColumnParallelLinear:
-        """Return a linear layer sharded over tensor-parallel ranks by output rows: each rank has the rows of its
-        heads."""
+        """Return a linear layer whose output rows are sharded over tensor-parallel ranks: each rank has the rows of its
+        attention heads."""
         config = self.config
         return ColumnParallelLinear(
             size,
@@ -100,7 +100,7 @@ class MLASelfAttention(MegatronModule):
         project, inputs = partial(self._up_project, stream.cos_sin), (down_q, down_kv, rope_key)
         recompute = tensor_parallel.CheckpointWithoutOutput(fp8=None) if self.recompute_up and self.training else None
         query, key, value = recompute.checkpoint(project, *inputs) if recompute else project(*inputs)
-        core = partial(attend, stream=stream, scale=self.scale, context_group=self.context_group)
+        core = partial(causal_attention, stream=stream, scale=self.scale, context_group=self.context_group)
         if self.recompute_core and self.training:
             attended = tensor_parallel.checkpoint(core, False, query, key, value)
         else:
@@ -113,7 +113,7 @@ class MLASelfAttention(MegatronModule):
     def _up_project(
         self, cos_sin: tuple[Tensor, Tensor], down_q: Tensor, down_kv: Tensor, rope_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of this rank's heads, with RoPE applied.
+        """Project the low-rank vectors up to queries, keys and values of this rank's heads, and apply RoPE.
 
         Returns:
             queries and keys, [t, heads, nope + rope], and values, [t, heads, value_dim].

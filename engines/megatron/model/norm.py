@@ -1,8 +1,8 @@
 """RMSNorm for Megatron layers without TransformerEngine.
 
 Megatron-core's own torch norm does not support sequence parallelism, where each tensor-parallel rank normalizes only
-its part of the tokens. Support needs only an attribute: `weight.sequence_parallel = True` makes Megatron all-reduce the
-weight's gradient over the tensor-parallel ranks.
+its part of the tokens. This norm does, by an attribute: `weight.sequence_parallel = True` makes Megatron all-reduce
+the weight's gradient over the tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from penstock.engines.families.shape import Llama3Scaling, ModelShape, Rotary, Y
 
 
 def rope_dim(shape: ModelShape) -> int:
-    """Return the number of dimensions of a query or key head to which RoPE is applied. In MLA it is applied within the
-    `qk_rope_head_dim` dimensions at the end of a head."""
+    """Return the number of dimensions of a query or key head to which RoPE is applied. In MLA these are among
+    the last `qk_rope_head_dim` dimensions of a head."""
     return int((shape.latent.qk_rope_head_dim if shape.latent else shape.head_dim) * shape.rotary.fraction)
 
 
 def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return the RoPE cosines and sines of these positions.
+    """Return the RoPE cosines and sines for these token positions.
 
     Args:
         positions: [t] position of each token in its sequence.
@@ -90,12 +90,13 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
+    """Return YaRN's magnitude scaling, 0.1 * weight * ln(factor) + 1."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def softmax_scale(shape: ModelShape) -> float:
-    """Return the factor by which attention scores are multiplied before the softmax: 1 / sqrt(head_dim), in MLA with
-    YaRN also times the square of its `mscale_all_dim` factor."""
+    """Return the factor by which attention scores are multiplied before the softmax: 1 / sqrt(head_dim); in MLA with
+    YaRN times the square of the magnitude scaling for `mscale_all_dim`."""
     scale, scaling = shape.head_dim**-0.5, shape.rotary.scaling
     if shape.latent and isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -110,18 +111,18 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
         cos_sin: cosines and sines, [t, 1, dim] each; RoPE is applied to the first `dim` dimensions of a head.
         interleaved: whether pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
     """
-    return (_fused_rotate() if x.is_cuda else rotate)(x, *cos_sin, interleaved)
+    return (_fused_apply_rope() if x.is_cuda else apply_rope_unfused)(x, *cos_sin, interleaved)
 
 
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply RoPE in fp32, as SGLang's kernel does; arguments as in `apply_rope`. [t, heads, head_dim]
+def apply_rope_unfused(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
+    """Apply RoPE in fp32 with plain torch operations; arguments and result as in `apply_rope`. [t, heads, head_dim]
 
     For interleaved pairs the result has the half-split order of dimensions. Queries and keys are permuted in the same
     way, so their dot products do not change.
     """
     dim = cosines.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat((rotate(x[..., :dim], cosines, sines, interleaved), x[..., dim:]), dim=-1)
+        return torch.cat((apply_rope_unfused(x[..., :dim], cosines, sines, interleaved), x[..., dim:]), dim=-1)
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     first, second = x.chunk(2, dim=-1)
@@ -129,6 +130,6 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False)
 
 
 @cache
-def _fused_rotate() -> Callable[..., Tensor]:
-    """Return `rotate`, compiled to one forward and one backward kernel for any number of tokens."""
-    return torch.compile(rotate, dynamic=True)
+def _fused_apply_rope() -> Callable[..., Tensor]:
+    """Return `apply_rope_unfused`, compiled to one forward and one backward kernel for any number of tokens."""
+    return torch.compile(apply_rope_unfused, dynamic=True)

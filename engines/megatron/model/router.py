@@ -1,7 +1,7 @@
 """Expert selection (routing) of an MoE layer, as in Hugging Face's model code.
 
-Megatron-core's own router differs: it ranks a group of experts by the sum of its best `top_k / top_groups` scores
-instead of its best two, it always normalizes sigmoid scores, and it does not compute the softmax over all experts.
+Megatron-core's own router differs: it ranks a group of experts by the sum of its highest `top_k / top_groups` scores
+instead of its two highest, always normalizes sigmoid scores, and does not compute the softmax over all experts.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from penstock.engines.families.shape import Experts
 
-TINY = 1e-20  # avoids division by zero if all scores underflow; same value as in Hugging Face
+TINY = 1e-20  # avoids division by zero if all scores are zero; same value as in Hugging Face
 
 
-def route(
+def select_experts(
     logits: Tensor,
     experts: Experts,
     correction: Tensor | None = None,
     replay: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Select the experts of every token, and compute the weights of the experts' outputs.
+    """Select the top-k experts of every token, and compute the weights with which the experts' outputs are summed.
 
     Args:
         logits: [t, experts] router logits, fp32.
         experts: routing settings of the model (top_k, groups, score function, normalization).
-        correction: [experts] bias that is added to the scores for the selection, but not for the weights.
+        correction: [experts] bias added to the scores for selecting experts, but not for the weights.
         replay: maps the selected expert ids, [t, top_k], to the expert ids to use instead (`router_replay.py`).
 
     Returns:

@@ -15,23 +15,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-UNKNOWN = -1  # in place of an expert id that is not recorded: the router's own selection is used
+UNKNOWN = -1  # stands for an expert id that was not recorded: the router selects the expert
 
 
 @dataclass
 class RoutingRecord:
-    """Recorded expert ids of the T tokens of one micro-batch; layers and tokens may be missing (UNKNOWN)."""
+    """The recorded expert ids of the T tokens of one micro-batch. Layers may be missing; tokens may be UNKNOWN."""
 
     num_tokens: int  # T
     # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
     choices: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, layer: int, rows: Tensor | None, experts: Tensor) -> None:
-        """Record the expert ids of one layer.
+    def record_experts(self, layer: int, rows: Tensor | None, experts: Tensor) -> None:
+        """Record the expert ids that one layer used for some or all tokens.
 
         Args:
             layer: layer number in the whole model, from 0.
-            rows: [n] index in the pack of each of the n tokens, -1 for padding; None: the tokens are the whole pack.
+            rows: [n] index in the micro-batch of each of the n tokens, -1 for padding; None: the tokens are the whole
+                micro-batch.
             experts: [n, top_k] expert ids.
         """
         experts = experts.to("cpu", torch.int16)
@@ -47,14 +48,15 @@ class RoutingRecord:
 
 @dataclass
 class StreamRouting:
-    """Access of this rank's routers to a `RoutingRecord`: the routers get only some tokens of the pack, and padding."""
+    """Maps this rank's router rows to a `RoutingRecord`: a rank's routers process only some tokens, and padding."""
 
     record: RoutingRecord
-    rows: Tensor | None  # [n] index in the pack of each router row, on the CPU; -1: padding; None: the whole pack
-    recording: bool  # whether `replay` also writes the used expert ids to the record
+    rows: Tensor | None  # [n] index in the micro-batch of each router row, on the CPU; -1: padding; None: all tokens
+    recording: bool  # whether `replay` also adds the expert ids that it returns to `record`
 
     def replay(self, layer: int, selected: Tensor) -> Tensor:
-        """Return the recorded expert ids of one layer; for tokens without a record, the ids in `selected`. [n, top_k]
+        """Return the expert ids that a layer must use: the recorded ids, or those in `selected` for tokens without a
+        record. [n, top_k]
 
         Args:
             layer: layer number in the whole model, from 0.
@@ -67,17 +69,17 @@ class StreamRouting:
             recorded = recorded.to(selected.device, selected.dtype)
             experts = torch.where(recorded >= 0, recorded, selected)  # all top_k ids of a token are recorded, or none
         if self.recording:
-            self.record.add(layer, self.rows, experts)
+            self.record.record_experts(layer, self.rows, experts)
         return experts
 
 
-def router_rows(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
-    """Return, for each token that this rank's routers process, its index in the pack (the micro-batch without padding),
-    or -1 for a padding token. [num_rows / ranks], on the CPU. The stream is the padded pack that Megatron computes.
+def router_token_indices(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
+    """Return, for each token that this rank's routers process, its index in the micro-batch, or -1 for padding.
+    [num_rows / ranks], on the CPU.
 
     Args:
-        real_rows: [r] indices of the stream's rows that are not padding.
-        pack_index: [r] index in the pack of each of these rows.
+        real_rows: [r] indices of the rows of the padded micro-batch (stream) that are not padding.
+        pack_index: [r] index in the unpadded micro-batch of each of these rows.
         num_rows: number of rows of the stream, padding included.
         rank: rank of this process in its sequence-parallel group, over which the stream is split equally.
         ranks: size of the sequence-parallel group.

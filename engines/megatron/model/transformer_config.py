@@ -1,8 +1,8 @@
-"""Build Megatron-core's configuration of a model.
+"""Build Megatron-core's `TransformerConfig` of a model.
 
-Its fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from user-defined
-`megatron` options, which may change the defaults but must not contradict the fixed values. `gpt.py` builds the model,
-`optimizer.py` the optimizer.
+The configuration's fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from
+user-defined `megatron` options, which may change the defaults but must not contradict the fixed values. `gpt.py` builds
+the model, `optimizer.py` the optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOE_FIXED: dict[str, Any] = dict(
     moe_apply_probs_on_input=False,
     moe_shared_expert_gate=False,
     moe_latent_size=None,
-    moe_router_fusion=False,  # `router.route` selects the experts
+    moe_router_fusion=False,  # `router.select_experts` selects the experts
     moe_enable_routing_replay=False,
     moe_grouped_gemm=False,  # would merge all experts into one weight of another name, and needs another package
 )
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = dict(
     gradient_accumulation_fusion=False,
     apply_rope_fusion=False,
     persist_layer_norm=False,
-    moe_token_dispatcher_type="alltoall",  # "allgather" does not support packs of different lengths, even if dense
+    moe_token_dispatcher_type="alltoall",  # "allgather" needs micro-batches of equal length, even without experts
     moe_router_load_balancing_type="none",
     moe_router_dtype="fp32",
     cross_entropy_loss_fusion=False,  # the fused kernel casts gradients to bf16, even in an fp32 model
@@ -65,7 +65,7 @@ def transformer_config(
     dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a model.
+    """Return Megatron's `TransformerConfig` of a model.
 
     Args:
         shape: shape of the model.
@@ -121,6 +121,7 @@ def merge_overrides(
 
 
 def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
+    """Return the fields of `TransformerConfig` that the parallel sizes and the dtype determine."""
     return dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -132,7 +133,7 @@ def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
         params_dtype=DTYPES[dtype],
         pipeline_dtype=DTYPES[dtype],
         bf16=dtype == "bf16",
-        variable_seq_lengths=layout.pipeline > 1,  # packs differ in length
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
         # With gloo every other combination of these two computes wrong results without an error.
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,

@@ -1,6 +1,6 @@
-"""The critic's model: the trunk of a policy model with a value head, which maps each hidden state to one value.
+"""The critic: a policy model whose LM head is replaced by a value head, which maps each hidden state to one value.
 
-`stages/train/algorithms` computes the targets of the values; `checkpoints/torch_dist.py` saves and loads the head.
+`stages/train/algorithms` computes the value targets; `checkpoints/torch_dist.py` saves and loads the value head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ValueModel(PolicyModel):
         super().setup_embeddings_and_output_layer()
 
     def initial_head(self) -> Tensor:
-        """Return the initial value head, drawn from N(0, init_method_std). [1, H]
+        """Return the initial weight of the value head, drawn from N(0, init_method_std^2). [1, H]
 
         It depends only on the seed, not on the parallel layout or the state of other random generators.
         """
@@ -45,11 +45,11 @@ class ValueModel(PolicyModel):
         return torch.randn(1, self.config.hidden_size, generator=generator, device="cpu") * self.config.init_method_std
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Return the hidden states for the head: [t, H] on the last pipeline stage.
+        """Return the hidden states for the value head, [t, H], on the last pipeline stage.
 
-        The value head is replicated, so every tensor-parallel rank computes the full gradient of the hidden states: the
-        backward pass splits it over the ranks. (In a policy each rank has a vocabulary shard, and the gradients are
-        summed.)
+        The value head is replicated, so every tensor-parallel rank computes the full gradient of the hidden states, and
+        the backward pass splits the gradient over the ranks. (In a policy each rank has a vocabulary shard, and the
+        backward pass sums the ranks' gradients.)
         """
         if not self.post_process:
             return hidden_states
@@ -67,7 +67,8 @@ class ValueModel(PolicyModel):
         return [self.embedding.word_embeddings.weight] if self.pre_process else []
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, with the head named VALUE_HEAD and its exact shape required."""
+        """Return Megatron's sharded state dict, with the value head named VALUE_HEAD; a load requires its exact
+        shape."""
         state = super().sharded_state_dict(*args, **kwargs)
         if self.post_process:
             state[HEAD].key, state[HEAD].allow_shape_mismatch = VALUE_HEAD, False

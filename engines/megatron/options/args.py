@@ -1,4 +1,4 @@
-"""Names of Megatron-core's options, for the command line and for preflight, without importing megatron or torch.
+"""Names of Megatron-core's options, for the command line and preflight checks, without importing megatron or torch.
 
 The options are the fields of five dataclasses (`SOURCES`), parsed from the installed source. Megatron-LM's command line
 spells some options differently (`--recompute-activations`, listed in `ALIASES`), and has options that are not fields of
@@ -68,11 +68,11 @@ ALIASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """One Megatron option."""
+    """One option of Megatron-core or of Megatron-LM's command line."""
 
     name: str
     annotation: str  # type annotation in Megatron's source, for instance "Optional[int]"
-    owner: str  # name of the dataclass, "alias" or "command line"
+    owner: str  # name of the dataclass that has the field, "alias" or "command line"
 
 
 @cache
@@ -103,10 +103,10 @@ def megatron_flags() -> dict[str, MegatronFlag]:
 
 
 def normalize_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the options under the names of Megatron's fields.
+    """Return the Megatron options under the names of Megatron-core's dataclass fields.
 
     Args:
-        args: option -> value; the option may be spelled with dashes or underscores, or be an alias.
+        args: option -> value; an option may be spelled with dashes or underscores, or be an alias.
 
     Raises:
         OptionError: the installed megatron-core does not have an option (the message suggests the closest one), or
@@ -120,7 +120,7 @@ def normalize_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
             raise OptionError(f"unknown megatron option {spelling!r}{f': did you mean {near[0]!r}?' if near else ''}")
         if known[name].owner != "alias":
             out[name] = value
-        elif value is not False:  # False is a switch that is off
+        elif value is not False:  # False: the switch is not set
             out |= {field: value if fixed is ... else fixed for field, fixed in ALIASES[name].items()}
     if isinstance(out.get("moe_layer_freq"), str):
         out["moe_layer_freq"] = _parse_layer_pattern(out["moe_layer_freq"])

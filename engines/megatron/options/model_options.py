@@ -1,8 +1,8 @@
 """Derive the Megatron options that a model's checkpoint determines, and check user-defined options against them.
 
-Users need not set these options, because the model's shape is read from the checkpoint. If they are set by a file of
-`configs/models` or by a flag of a Megatron-LM script, they must agree with the checkpoint. `transformer_config.py`
-builds Megatron's own configuration of the model.
+Users need not set these options, because the model's shape is read from the checkpoint. If a file of
+`configs/models` or a flag of a Megatron-LM script sets them, they must agree with the checkpoint.
+`transformer_config.py` builds Megatron's own configuration of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONSTANT: dict[str, Any] = dict(  # options with the same value in every support
     position_embedding_type="rope",
     use_rotary_position_embeddings=True,
     no_position_embedding=True,  # no learned position embeddings
-    mtp_num_layers=None,  # multi-token prediction layers stay in checkpoints, but are not trained
+    mtp_num_layers=None,  # multi-token prediction layers are kept in checkpoints, but not trained
 )
 
 
@@ -49,7 +49,7 @@ def check_model_options(shape: ModelShape, megatron_options: dict[str, Any]) -> 
 
 
 def model_options(shape: ModelShape) -> dict[str, Any]:
-    """Return every Megatron option that the checkpoint determines, as a dictionary option name -> value."""
+    """Return every Megatron option that the model's checkpoint determines, as a dictionary option name -> value."""
     latent = shape.latent
     if latent is None:
         attention: dict[str, Any] = dict(
@@ -119,6 +119,7 @@ def training_args(shape: ModelShape) -> dict[str, Any]:
 
 
 def _rope_scaling_options(shape: ModelShape) -> dict[str, Any]:
+    """Return the Megatron options for the model's RoPE scaling."""
     scaling = shape.rotary.scaling
     if isinstance(scaling, Llama3Scaling):
         return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
@@ -137,6 +138,7 @@ def _rope_scaling_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def _moe_options(shape: ModelShape) -> dict[str, Any]:
+    """Return the Megatron options for the model's experts and their router."""
     experts = shape.experts
     if experts is None:
         return {"num_moe_experts": None}

@@ -1,8 +1,8 @@
-"""Check the values of Megatron-core's options without importing megatron or torch, so that preflight reports errors
-that Megatron's dataclasses would raise only in the trainer.
+"""Check the values of Megatron-core's options without importing megatron or torch, so that preflight checks
+report errors that Megatron's dataclasses would raise only in the trainer.
 
-Types and choices are read from the annotations of the installed source (`args.py`). Some rules of
-`TransformerConfig.__post_init__`, and values that Penstock does not support, are listed here.
+Types and choices are read from the annotations of the installed source (`args.py`). Listed here are
+some rules of `TransformerConfig.__post_init__`, and values that Penstock does not support.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CHOICES = {  # allowed values of options that Megatron's source annotates only a
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "outer_dp_sharding_strategy": ("no_shard", "optim"),
 }
-MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")  # of --recompute-modules
+# valid values of --recompute-modules
+RECOMPUTABLE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 NEEDED_PACKAGES = {  # (option, value) -> package that the value needs; Penstock does not install these packages
     ("transformer_impl", "transformer_engine"): "transformer_engine",
     ("cross_entropy_fusion_impl", "te"): "transformer_engine",
@@ -89,7 +90,7 @@ def check_option_values(options: dict[str, Any]) -> None:
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
-    """Check that a value has the type that Megatron's source annotates. Raises OptionError if not."""
+    """Check that an option's value has the type annotated in Megatron's source. Raises OptionError if not."""
     alternatives = list(_allowed_types(ast.parse(annotation, mode="eval").body))
     if (value is None and "None" in alternatives) or any(_has_type(value, kind) for kind in alternatives):
         return
@@ -105,7 +106,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
 
 
 def _allowed_types(node: ast.expr) -> Iterator[Any]:
-    """Yield the types that an annotation allows: type names ("int", "None", "list"), and ("choice", value) for each
+    """Yield the types that a type annotation allows: type names ("int", "None", "list"), and ("choice", value) for each
     value of a `Literal`."""
     if isinstance(node, ast.Subscript):
         name, inner = ast.unparse(node.value), node.slice
@@ -135,7 +136,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _contradictions(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
-    """Yield for each rule about combined options (is_violated, error message)."""
+    """Yield (whether the rule is violated, error message) for every rule about option values and combinations."""
     granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
     layers, modules = options.get("recompute_num_layers"), options.get("recompute_modules") or []
     modules = [modules] if isinstance(modules, str) else modules
@@ -152,8 +153,11 @@ def _contradictions(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
         modules and granularity != "selective",
         "--recompute-modules has an effect only with --recompute-granularity selective: add it, or drop the option",
     )
-    unknown = next((module for module in modules if module not in MODULES), None)
-    yield unknown is not None, f"--recompute-modules {unknown} is not one of {', '.join(MODULES)}: choose one of these"
+    unknown = next((module for module in modules if module not in RECOMPUTABLE_MODULES), None)
+    yield (
+        unknown is not None,
+        f"--recompute-modules {unknown} is not one of {', '.join(RECOMPUTABLE_MODULES)}: choose one of these",
+    )
     yield layers is not None and layers < 1, f"--recompute-num-layers {layers} is not positive: give 1 or more"
     fraction = options.get("optimizer_offload_fraction", 1.0)
     yield not 0 <= fraction <= 1, f"--optimizer-offload-fraction {fraction} is not between 0 and 1: change it"
@@ -174,9 +178,11 @@ def _unknown_choice(name: str, value: Any, choices: Any) -> OptionError:
 
 
 def _flag(name: str) -> str:
+    """Return an option's spelling on the command line."""
     return "--" + name.lstrip("-").replace("_", "-")
 
 
 def _shorten(value: Any) -> str:
+    """Return the repr of a value, truncated to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

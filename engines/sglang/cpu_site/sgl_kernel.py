@@ -1,7 +1,7 @@
-"""Stub of the package `sgl_kernel` for a machine without CUDA, for which no build exists.
+"""Stub of SGLang's kernel package `sgl_kernel`, of which no build for machines without CUDA exists.
 
 SGLang imports names from `sgl_kernel`, but does not call them with `--attention-backend torch_native --sampling-backend
-pytorch`. Every name can be imported from this stub; calling it raises NotImplementedError.
+pytorch`. Any name can be imported from this stub; calling it raises NotImplementedError.
 """
 
 from collections.abc import Callable

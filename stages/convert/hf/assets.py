@@ -1,5 +1,5 @@
-"""Assets of a Hugging Face directory, which are the files other than weights (config, tokenizer, chat template), and
-hashes that identify a model and detect changes."""
+"""Find and copy the assets of a Hugging Face directory (config, tokenizer, chat template: all files but weights), and
+compute hashes that identify a model and detect changes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from penstock.stages.convert.hf.headers import read_header, weight_files
 from penstock.storage.disk import in_parallel
 from penstock.storage.store import hash_file
 
-# in a converted model's assets: the carried tensors, which Megatron's model does not have (multi-token prediction)
+# in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
 CARRIED = "carried.safetensors"
 ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
 NUM_HASH_THREADS = 4
 
 
-def assets(directory: Path) -> list[Path]:
-    """Return the paths of the assets: config, tokenizer, chat template, generation defaults."""
+def asset_files(directory: Path) -> list[Path]:
+    """Return the paths of the directory's config, tokenizer, chat template and generation defaults."""
     files = (path for path in sorted(directory.iterdir()) if path.is_file() and path.suffix in ASSET_SUFFIXES)
     return [path for path in files if not path.name.startswith(".") and not path.name.endswith(".index.json")]
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy the assets of the directory `source` to the directory `target`."""
+    """Copy config, tokenizer and chat template from the directory `source` to the directory `target`."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in assets(source):
+    for path in asset_files(source):
         shutil.copyfile(path, target / path.name)
 
 
-def fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> str:
-    """Return a hash of the contents of weights and assets: equal fingerprints mean the same model and tokenizer.
+def model_fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> str:
+    """Return a hash of a model's weights, config and tokenizer: equal hashes mean the same model and tokenizer.
 
     Args:
         directory: Hugging Face directory.
         hashes: known hashes of weight files, by file name; the other files are hashed here.
     """
     known, digest = hashes or {}, xxhash.xxh3_128()
-    files = [*assets(directory), *weight_files(directory)]
+    files = [*asset_files(directory), *weight_files(directory)]
     file_hashes = in_parallel(lambda path: known.get(path.name) or hash_file(path), files, NUM_HASH_THREADS)
     for path, xxh3 in zip(files, file_hashes, strict=True):
         digest.update(f"{path.name} {xxh3}\n".encode())
@@ -48,7 +48,7 @@ def fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> str:
 
 
 def header_hash(directory: Path) -> str:
-    """Return a hash of the assets and the weight files' headers, without reading weights. Different hashes mean
+    """Return a hash of config, tokenizer and the weight files' headers, without reading weights. Different hashes mean
     different models; equal hashes do not prove equal weights."""
     digest = xxhash.xxh3_128(assets_hash(directory).encode())
     for path in weight_files(directory):
@@ -57,18 +57,18 @@ def header_hash(directory: Path) -> str:
 
 
 def assets_hash(directory: Path) -> str:
-    """Return a hash of the assets and, for a converted model, of its carried tensors."""
+    """Return a hash of config, tokenizer and chat template and, for a converted model, of its `CARRIED` tensors."""
     digest = xxhash.xxh3_128()
-    for path in [*assets(directory), *directory.glob(CARRIED)]:
+    for path in [*asset_files(directory), *directory.glob(CARRIED)]:
         digest.update(f"{path.name} {hash_file(path)}\n".encode())
     return digest.hexdigest()
 
 
 def stat_hash(directory: Path) -> str:
-    """Return a hash of the path, sizes, modification times and inodes of assets and weight files. It changes whenever a
-    file is written; a copy of the directory has a different hash."""
+    """Return a hash of the directory's path and of the sizes, modification times and inodes of assets and weight files.
+    It changes whenever a file is written; a copy of the directory has a different hash."""
     digest = xxhash.xxh3_128(str(directory.resolve()).encode())
-    for path in [*assets(directory), *weight_files(directory)]:
+    for path in [*asset_files(directory), *weight_files(directory)]:
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}\n".encode())
     return digest.hexdigest()

@@ -20,7 +20,7 @@ QUANTIZATION: dict[str, Any] = {
 }
 
 
-def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+def should_quantize(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether DeepSeek's checkpoints quantize the weight with this Hugging Face name. Quantized are the
     projections of attention, MLPs and experts, but not `eh_proj` of multi-token prediction layers."""
     module = name.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -33,7 +33,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = (BLOCK, BLOCK))
 
 
 def dequantize(weight: Tensor, scales: Tensor, first_row: int = 0, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """Return rows of a quantized weight in bf16, [r, c].
+    """Return consecutive rows of a quantized weight in bf16, [r, c].
 
     Args:
         weight: the rows in e4m3, [r, c].

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from penstock.engines.families import layout_for
-from penstock.engines.families.ops import Layout
+from penstock.engines.families import tensor_layout
+from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import ModelError
 
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor]:
-    """Return the tensors in weight files of a directory, by name.
+    """Return location and shape of every tensor in the weight files `files` of a directory, by tensor name.
 
     Raises:
         ModelError: a file is damaged, two files have the same tensor, or a tensor is not in the file that the index
@@ -175,7 +175,7 @@ def block_size(directory: Path) -> tuple[int, int] | None:
 
 
 def check_weights(directory: str | Path, shape: ModelShape) -> None:
-    """Check that complete files in a Hugging Face directory contain every tensor of a model, with the expected shape.
+    """Check that the weight files of a Hugging Face directory are complete and have every tensor in the expected shape.
 
     Args:
         directory: Hugging Face directory.
@@ -187,16 +187,16 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
     """
     directory = Path(directory)
     tensors = stored_tensors(directory, weight_files(directory))
-    block, layout = block_size(directory), layout_for(shape)
+    block, layout = block_size(directory), tensor_layout(shape)
     scales = {name for name in tensors if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors}
     check_tensors(directory, {name: tensor.shape for name, tensor in tensors.items() if name not in scales}, layout)
     for name in layout.hf_names():
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
-            raise unreadable(location, name)
+            raise unsupported_dtype_error(location, name)
 
 
-def unreadable(location: TensorLocation, name: str) -> ModelError:
+def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
     """Return the error for a tensor whose dtype or quantization is not supported."""
     return ModelError(
         f"{location.path}: {name} is stored as {location.dtype}, but Penstock reads {', '.join(READABLE)}, and F8_E4M3 "
@@ -204,13 +204,13 @@ def unreadable(location: TensorLocation, name: str) -> ModelError:
     )
 
 
-def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
-    """Check the names and shapes of a checkpoint's tensors.
+def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
+    """Check that a checkpoint has exactly the tensors of its model, in the expected shapes.
 
     Args:
         directory: directory of the checkpoint, for error messages.
         shapes: shape of every tensor except fp8 scales, by Hugging Face name.
-        layout: tensor table of the model.
+        layout: mapping between the model's Hugging Face and Megatron tensors.
 
     Raises:
         ModelError: naming the first tensor that is missing, unknown or has the wrong shape.
@@ -237,8 +237,8 @@ def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout
 
 
 def _header_problem(header: dict[str, Any], num_bytes: int) -> str | None:
-    """Return an inconsistency in a header, or between a header and the `num_bytes` of tensors that follow it; None if
-    there is none."""
+    """Return a description of an inconsistency in a safetensors header, or between the header and the `num_bytes` of
+    tensors that follow it; None if there is none."""
     for name, entry in header.items():
         if problem := _entry_problem(name, entry):
             return problem
@@ -255,7 +255,7 @@ def _header_problem(header: dict[str, Any], num_bytes: int) -> str | None:
 
 
 def _entry_problem(name: str, entry: dict[str, Any] | None) -> str | None:
-    """Return what is invalid in the header entry of a tensor, or None."""
+    """Return a description of what is invalid in a tensor's header entry, or None."""
     if not isinstance(entry, dict):
         return f"the header entry of {name} is not an object"
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

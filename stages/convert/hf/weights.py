@@ -28,7 +28,7 @@ from penstock.stages.convert.hf.headers import (
     TensorLocation,
     block_size,
     stored_tensors,
-    unreadable,
+    unsupported_dtype_error,
     weight_files,
 )
 from penstock.storage.errors import ModelError
@@ -100,10 +100,12 @@ class HFWeights:
         """Return a tensor, or only its first `num_rows` rows."""
         info = self.info[name]
         if num_rows is None or not info.shape:
-            return _tensor_from_chunks(info, self.rows(name))
-        return _tensor_from_chunks(TensorInfo(info.dtype, (num_rows, *info.shape[1:])), self.rows(name, 0, num_rows))
+            return _tensor_from_chunks(info, self.read_rows(name))
+        return _tensor_from_chunks(
+            TensorInfo(info.dtype, (num_rows, *info.shape[1:])), self.read_rows(name, 0, num_rows)
+        )
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+    def read_rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """Yield the bytes of the rows [start, stop) of a tensor in chunks. Default: all rows."""
         info, location = self.info[name], self.locations[name]
         if not info.shape:
@@ -166,13 +168,13 @@ class HFWeights:
             return self._open[path]
 
     def _pop_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
-        """Remove the scales of fp8 weights from `info` and return their info and location by weight name. Raises
-        ModelError for other quantizations."""
+        """Remove the scales of fp8 weights from `info`, and return their dtype, shape and location by weight name.
+        Raises ModelError for other quantizations."""
         quantized = [name for name, location in self.locations.items() if location.dtype not in DTYPES]
         for name in quantized:
             location, shape, scales = self.locations[name], self.info[name].shape, self.info.get(name + SCALE)
             if location.dtype != "F8_E4M3" or scales is None or len(shape) != 2 or block is None:
-                raise unreadable(location, name)
+                raise unsupported_dtype_error(location, name)
             if scales.shape != scale_shape(shape, block):
                 raise ModelError(
                     f"{location.path}: {name + SCALE} has shape {list(scales.shape)}, but {list(shape)} in blocks of "
@@ -188,7 +190,7 @@ def _tensor_from_chunks(info: TensorInfo, pieces: Iterator[memoryview]) -> Tenso
     for piece in pieces:
         target[at : at + len(piece)] = piece
         at += len(piece)
-    assert at == info.num_bytes, f"read {at} bytes, expected {info.num_bytes}"
+    assert at == info.num_bytes, f"read {at} bytes of a tensor, expected {info.num_bytes}"
     return out
 
 
@@ -255,7 +257,7 @@ def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]])
         for name, info in shard.tensors:
             got, tensor = next(source)
             assert (got, tensor.dtype, tuple(tensor.shape)) == (name, info.dtype, info.shape), (
-                f"got {got} {tensor.dtype} {list(tensor.shape)}, planned {name} {info}"
+                f"next tensor is {got} {tensor.dtype} {list(tensor.shape)}, but the planned one is {name} {info}"
             )
             content = _as_bytes(tensor.contiguous()).data
             for at in range(0, len(content), CHUNK):
@@ -265,12 +267,12 @@ def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]])
     return digest.hexdigest()
 
 
-def write_index(directory: Path, written: Sequence[Shard]) -> None:
-    """Write the index of the weight files, unless there is only one file."""
-    if len(written) > 1:
-        weight_map = {name: shard.file for shard in written for name, _ in shard.tensors}
+def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+    """Write `model.safetensors.index.json`, which names the file of every tensor, unless there is only one file."""
+    if len(shards) > 1:
+        weight_map = {name: shard.file for shard in shards for name, _ in shard.tensors}
         index = {
-            "metadata": {"total_size": sum(shard.num_bytes for shard in written)},
+            "metadata": {"total_size": sum(shard.num_bytes for shard in shards)},
             "weight_map": dict(sorted(weight_map.items())),
         }
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -10,7 +10,7 @@ _END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</s>|
 
 
 def strip_end_tokens(text: str) -> str:
-    """Remove trailing end tokens such as <|im_end|> or </s>, which responses keep by default."""
+    """Remove end tokens such as <|im_end|> or </s> from the end of a response, which has them by default."""
     kept = len(text)
     end = _strip_spaces(text, kept)
     while token := _END_TOKEN.search(text, max(0, end - _MAX_TOKEN_LENGTH), end):
@@ -26,5 +26,5 @@ def _strip_spaces(text: str, end: int) -> int:
 
 
 def answer_text(response: str) -> str:
-    """Return the text after the last </think> (the whole response if there is none), without end tokens."""
+    """Return the text after the last </think> of a response (without </think>: all of it), without end tokens."""
     return strip_end_tokens(response.rpartition(THINK_END)[2])

@@ -1,4 +1,4 @@
-"""Extract the answer in `\\boxed{...}`."""
+"""Extract the answer in `\\boxed{...}` from a response."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _WORD = re.compile(r"[^\s$]+")
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x`, or None.
+    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x` in `text`, or None.
 
-    The time is linear in the length of the text.
+    Takes time linear in the length of the text.
     """
     open_braces: list[int] = []  # position where the content of a box begins, or -1 for other braces
     last = (-1, -1)  # begin and end of the content; the end is -1 for `\boxed x`

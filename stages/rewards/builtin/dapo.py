@@ -13,7 +13,7 @@ from penstock.stages.rewards.builtin.answer_text import strip_end_tokens
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
-_MAX_CHARACTERS = 300  # only the end of a response is read
+_MAX_CHARACTERS = 300  # only the last characters of a response are read
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NO_ANSWER = "[INVALID]"
 _UNITS = (
@@ -43,18 +43,18 @@ _REPLACEMENTS = [
 
 
 def dapo(sample: Sample) -> dict[str, float]:
-    """Return `score` (1 or -1) and `acc` (1 or 0); `--reward-key` selects one of them.
+    """Return {"score": 1 or -1, "acc": 1 or 0}; `--reward-key` selects one of the two as the reward.
 
     Raises:
         RewardError: the label is not a number.
     """
     answers = _ANSWER.findall(strip_end_tokens(sample.response[-_MAX_CHARACTERS:]))
-    correct = normalize(answers[-1] if answers else _NO_ANSWER) == normalize_label(sample.label)
+    correct = to_minerva_form(answers[-1] if answers else _NO_ANSWER) == to_minerva_number(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
 
 
-def normalize(answer: str) -> str:
-    """Return the text after the last `=` in Minerva's normal form: without units, spaces and dollar signs."""
+def to_minerva_form(answer: str) -> str:
+    """Return the text after the last `=` of an answer in Minerva's normal form: without units, spaces and dollars."""
     answer = answer.rpartition("=")[2]
     for pattern, by in _REPLACEMENTS:
         answer = pattern.sub(by, answer)
@@ -62,9 +62,9 @@ def normalize(answer: str) -> str:
     return digits if digits.isdigit() else answer.strip()
 
 
-def normalize_label(label: str) -> str:
-    """Return the label in the form of `normalize`, with 34.0 as 34. Raises RewardError if it is not a number."""
-    text = normalize(label)
+def to_minerva_number(label: str) -> str:
+    """Return a label in the form of `to_minerva_form`, with 34.0 as 34. Raises RewardError if it is not a number."""
+    text = to_minerva_form(label)
     try:
         value = Decimal(text)
     except InvalidOperation:

@@ -15,9 +15,9 @@ from typing import Any
 from penstock.stages.rewards.builtin.answer_text import answer_text
 from penstock.storage.samples.sample import Sample
 
-_LETTERS = string.ascii_uppercase[:10]  # default options
+_LETTERS = string.ascii_uppercase[:10]  # option letters, if the row gives no choices
 _MARKS = r"[\s(\[{*_$]*+"  # *+ is possessive: backtracking over white space would take polynomial time
-# The letter is a whole word. A lower-case one must also end its phrase: "the answer is a matter of taste" is not A.
+# The letter is a whole word. A lower-case letter must also end its phrase: "the answer is a matter of taste" is not A.
 _LETTER = r"((?-i:[A-Z])(?![\w'’])|(?-i:[a-z])(?=[*_$]*+\s*+(?:[).,;:\]}]|$)))"
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE | re.MULTILINE)
@@ -33,11 +33,12 @@ _SINGLE_CAPITAL = re.compile(r"(?<![\w'’])[A-Z](?![\w'’])")
 class _Options:
     letters: Sequence[str]
     choices: Sequence[str]  # texts in the order of `letters`, or empty
-    correct: str | None  # letter
+    correct: str | None  # letter of the correct option
 
 
 def gpqa(sample: Sample) -> float:
-    """Return 1 if the response chooses the correct letter or, without a letter, contains the correct text, else 0."""
+    """Return 1 if the response chooses the letter of the correct option or, if it chooses no letter, contains the
+    option's text, else 0."""
     options = _read_options(sample)
     text = answer_text(sample.response)
     chosen = chosen_letter(text, options.letters)
@@ -53,8 +54,8 @@ def gpqa(sample: Sample) -> float:
     return float(any(f" {target} " in normalized for target in map(_normalize, targets) if target))
 
 
-def has_answer(label: str, metadata: dict[str, Any]) -> bool:
-    """Return whether a row specifies the correct option, as its label or in its metadata."""
+def has_correct_option(label: str, metadata: dict[str, Any]) -> bool:
+    """Return whether a row specifies the correct option, in the label or in the metadata."""
     return any(
         str(value or "").strip()
         for value in (label, *map(metadata.get, ("correct_letter", "correct_answer", "answer_text")))
@@ -62,8 +63,8 @@ def has_answer(label: str, metadata: dict[str, Any]) -> bool:
 
 
 def chosen_letter(text: str, letters: Sequence[str]) -> str | None:
-    """Return the letter in the first answer phrase ("the answer is B"), else the last of `letters` that is a whole word
-    in upper case, else None."""
+    """Return the option letter that a response chooses: the letter in the first phrase such as "the answer is B", else
+    the last of `letters` that occurs as an upper-case word, else None."""
     for pattern in _PATTERNS:
         match = pattern.search(text)
         if match and match.group(1).upper() in letters:

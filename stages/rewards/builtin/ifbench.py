@@ -1,7 +1,7 @@
-"""Reward `ifbench`: 1 if the response follows every instruction of its row, else 0 (arXiv 2311.07911, 2507.02833).
+"""Reward `ifbench`: 1 if the response follows every instruction (of IFEval or IFBench) of its row, else 0.
 
-The row's metadata has `instruction_id_list`, and `kwargs`: one dictionary per instruction, or one for all of them. The
-checks in stages/rewards/instructions need no model, no download and no network.
+The row's metadata has `instruction_id_list`, and `kwargs`: one dictionary per instruction, or one for all instructions.
+The checks in stages/rewards/instructions need no model, no download and no network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def ifbench(sample: Sample) -> float:
     """Return 1 if the answer (the text after </think>) follows all instructions, else 0.
 
     Raises:
-        RewardError: the row has no instruction, an unknown one, or one without a required argument.
+        RewardError: the row has no instruction, an unknown instruction, or an instruction without a required argument.
     """
     text = answer_text(sample.response)
     instructions = read_instructions(sample.metadata)
@@ -31,7 +31,7 @@ def ifbench(sample: Sample) -> float:
 
 
 def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the arguments of every instruction of a row. Raises RewardError."""
+    """Return (instruction id, arguments) of each instruction in a row's metadata. Raises RewardError like `ifbench`."""
     names = [str(name).strip() for name in metadata.get("instruction_id_list") or []]
     if not names:
         raise RewardError("the metadata has no `instruction_id_list`: ifbench needs it, together with `kwargs`")
@@ -42,23 +42,24 @@ def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any
 
 
 def _read_arguments(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the check takes, without the columns of other instructions."""
+    """Select from `kwargs` the arguments of the instruction `name`. Raises RewardError."""
     if name in _NEEDS_MODEL:
         raise RewardError(
             f"instruction {name!r} needs {_NEEDS_MODEL[name]}, which Penstock does not include: remove such rows"
         )
     if name not in CHECKS:
         matches = difflib.get_close_matches(name, CHECKS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "docs/rewards.md lists the known ones; remove such rows"
+        hint = f"did you mean {matches[0]}?" if matches else "remove such rows; docs/rewards.md lists the known ones"
         raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
     parameters = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
     for parameter in parameters:
         if kwargs.get(parameter) is None:
             raise RewardError(
-                f"instruction {name!r} needs the argument {parameter!r} in its `kwargs`, which is missing"
+                f"instruction {name!r} needs the argument {parameter!r}, which its `kwargs` lack: add the argument, "
+                "or remove the row"
             )
     arguments = {parameter: kwargs[parameter] for parameter in parameters}
-    return {  # integers in a column with nulls are read as floats: convert 3.0 to 3
+    return {  # Parquet readers turn integers into floats in columns with nulls: convert 3.0 to 3
         parameter: int(value) if isinstance(value, float) and value.is_integer() else value
         for parameter, value in arguments.items()
     }

@@ -15,7 +15,7 @@ from penstock.stages.rewards.math.tokens import WORD, tokenizations
 from penstock.storage.samples.sample import Sample
 
 _FRACTION = re.compile(r"\\frac(\d)(\d)(?!\d)")
-MAX_LENGTH = 1000  # longer answers are compared as text
+MAX_LENGTH = 1000  # characters; longer answers are compared as text
 
 
 def math_answer(sample: Sample, evaluated_integers: bool = False) -> float:
@@ -26,7 +26,7 @@ def math_answer(sample: Sample, evaluated_integers: bool = False) -> float:
 def grade_math(solution: str, label: str, evaluated_integers: bool = False) -> float:
     """Return 1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0.
 
-    With `evaluated_integers`, an integer label requires a number as the answer: 391, not 17 * 23.
+    With `evaluated_integers`, an integer label requires a number as the answer: 391, but not 17 * 23.
     """
     answer = last_boxed(solution)
     if answer is None:
@@ -36,7 +36,7 @@ def grade_math(solution: str, label: str, evaluated_integers: bool = False) -> f
 
 
 def same_answer(answer: str, label: str, evaluated_integers: bool = False) -> bool:
-    """Return whether two answers, in LaTeX or plain text, are equal."""
+    """Return whether an answer equals the label, both in LaTeX or plain text; see also `grade_math`."""
     answer, label = answer.strip(), label.strip()
     if not label or not answer or max(len(answer), len(label)) > MAX_LENGTH:
         return bool(label) and answer == label
@@ -47,7 +47,7 @@ def same_answer(answer: str, label: str, evaluated_integers: bool = False) -> bo
 
 
 def normalize_answer(text: str) -> str:
-    """Return the answer in a canonical spelling; a text longer than MAX_LENGTH is returned unchanged."""
+    """Return an answer in a canonical spelling; a text longer than MAX_LENGTH is returned unchanged."""
     if len(text) > MAX_LENGTH:
         return text
     parts = []

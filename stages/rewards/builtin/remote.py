@@ -20,11 +20,11 @@ MAX_ATTEMPTS = 10
 MAX_BACKOFF = 30.0  # seconds
 REQUEST_TIMEOUT = 120.0  # seconds per attempt; --reward-timeout limits all attempts together
 _TRANSIENT_STATUS = (408, 425, 429)
-_session: aiohttp.ClientSession | None = None  # the process has one event loop
+_session: aiohttp.ClientSession | None = None  # shared by all requests, because the process has one event loop
 
 
 class _TransientError(Exception):
-    """A request failed in a way that is retried."""
+    """A failure of a request that is retried."""
 
 
 async def remote_rm(args: Any, sample: Sample) -> Any:
@@ -37,7 +37,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     Raises:
         RuntimeError: the server rejected the request, sent invalid JSON, or failed until retries or time ran out.
     """
-    # Stop before the time limit of the sample, because the timeout message does not contain the server's error.
+    # Stop before the sample's time limit, because the message of that timeout would not contain the server's error.
     deadline = time.monotonic() + 0.95 * args.reward_timeout
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in range(1, MAX_ATTEMPTS + 1):

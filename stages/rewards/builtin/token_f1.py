@@ -15,7 +15,8 @@ _EXACT_ONLY = ("yes", "no", "noanswer")
 
 
 def token_f1(sample: Sample) -> float:
-    """Return the F1 score over words. `yes`, `no` and `noanswer` must match the whole answer, else the score is 0."""
+    """Return the F1 score over the words of response and label. If either is `yes`, `no` or `noanswer`, both must be
+    equal, else the score is 0."""
     response, label = normalized_words(strip_end_tokens(sample.response)), normalized_words(sample.label)
     if response != label and any(" ".join(words) in _EXACT_ONLY for words in (response, label)):
         return 0.0
@@ -27,5 +28,5 @@ def token_f1(sample: Sample) -> float:
 
 
 def normalized_words(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation and articles."""
+    """Return the words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()

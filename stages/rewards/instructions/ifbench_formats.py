@@ -1,4 +1,4 @@
-"""Checks of IFBench's instructions (Pyatkin et al., 2507.02833) about formats, repetition and single tasks.
+"""Check IFBench's instructions (Pyatkin et al., arXiv 2507.02833) about formats, repetition and custom tasks.
 
 The instruction ids and argument names are those of the data set.
 """
@@ -12,7 +12,7 @@ from calendar import monthrange
 from itertools import pairwise
 
 from penstock.stages.rewards.instructions.registry import check
-from penstock.stages.rewards.instructions.text import EDGES, bare_words, increases, sentences, words
+from penstock.stages.rewards.instructions.text import EDGES, is_increasing, sentences, words, words_without_punctuation
 
 _EMOJI = re.compile(
     r"[\u2190-\u21ff\u2300-\u27bf\u2b00-\u2bff\u3030\u303d\u3297\u3299\u00a9\u00ae\U0001f000-\U0001faff]"
@@ -34,8 +34,8 @@ _STRAIGHT = str.maketrans("“”„‘’", '"""\'\'')
 
 
 @check("format:parentheses")
-def _parentheses(text: str) -> bool:
-    """Check for brackets that are nested at least five levels deep, with a matching closing bracket."""
+def _has_five_nested_brackets(text: str) -> bool:
+    """Check that the text has brackets nested at least five levels deep, the innermost of them closed."""
     opened: list[str] = []
     deepest = 0
     for mark in re.findall(r"[()\[\]{}]", text):
@@ -52,8 +52,8 @@ def _parentheses(text: str) -> bool:
 
 
 @check("format:quotes")
-def _quotes(text: str) -> bool:
-    """Check for three nested levels of quotes, alternating " and ', all closed. Apostrophes in words are ignored."""
+def _has_three_nested_quotes(text: str) -> bool:
+    """Check that the text has three levels of closed quotes, alternating " and '. Apostrophes in words are ignored."""
     opened: list[str] = []
     deepest = 0
     for mark in re.findall(r"\"|(?<!\w)'|'(?!\w)", text.translate(_STRAIGHT)):
@@ -68,7 +68,7 @@ def _quotes(text: str) -> bool:
 
 
 @check("format:options")
-def _options(text: str, options: str) -> bool:
+def _is_one_option(text: str, options: str) -> bool:
     """Check that the text is one of the options; options that are letters must match exactly, brackets included."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     allowed = [option.strip() for option in options.split(separator)]
@@ -78,13 +78,13 @@ def _options(text: str, options: str) -> bool:
 
 
 @check("format:newline")
-def _newline(text: str) -> bool:
-    lines = [line for line in (bare_words(line) for line in text.split("\n")) if line]
+def _has_one_word_per_line(text: str) -> bool:
+    lines = [line for line in (words_without_punctuation(line) for line in text.split("\n")) if line]
     return all(len(line) == 1 for line in lines)
 
 
 @check("format:emoji")
-def _emoji(text: str) -> bool:
+def _ends_sentences_with_emoji(text: str) -> bool:
     """Check that every sentence ends with an emoji, before or after its punctuation."""
     joiners = dict.fromkeys(map(ord, _JOINERS))
     parts = [sentence.translate(joiners).strip(EDGES + "…") for sentence in sentences(text)]
@@ -95,37 +95,37 @@ def _emoji(text: str) -> bool:
 
 
 @check("format:line_indent")
-def _line_indent(text: str) -> bool:
-    return increases(len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip())
+def _has_increasing_indent(text: str) -> bool:
+    return is_increasing(len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip())
 
 
 @check("format:quote_unquote")
-def _quote_unquote(text: str) -> bool:
-    """Check that no quote directly follows another, and that none ends the text."""
+def _has_text_after_each_quote(text: str) -> bool:
+    """Check that no quotation directly follows another quotation, and that none ends the text."""
     text = "".join(text.translate(_STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.strip("".join(set(EDGES) - {'"'}) + "0123456789").endswith('"')
 
 
 @check("format:list")
-def _list(text: str, sep: str) -> bool:
+def _has_list_with_separator(text: str, sep: str) -> bool:
     return text.count(sep) >= 2
 
 
 @check("format:thesis")
-def _thesis(text: str) -> bool:
-    """Check for a nonempty text in HTML italics (<i> or <em>) that is followed by other text."""
+def _has_thesis_in_italics(text: str) -> bool:
+    """Check that the text has nonempty HTML italics (<i> or <em>) that are followed by other text."""
     match = re.search(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", text, re.DOTALL)
     return bool(match and match.group(1).strip() and match.group(2).strip())
 
 
 @check("format:sub-bullets")
-def _sub_bullets(text: str) -> bool:
+def _has_sub_bullets(text: str) -> bool:
     bullets = text.split("*")[1:]
     return bool(bullets) and all("-" in bullet for bullet in bullets)
 
 
 @check("format:no_bullets_bullets")
-def _no_bullets_bullets(text: str) -> bool:
+def _has_sentences_then_bullets(text: str) -> bool:
     """Check that the text is at least two sentences, followed by at least two bullets and nothing else."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     is_bullet = [line.startswith("*") for line in lines]
@@ -136,19 +136,19 @@ def _no_bullets_bullets(text: str) -> bool:
 
 
 @check("format:title_case")
-def _title_case(text: str) -> bool:
+def _is_title_case(text: str) -> bool:
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text)
     )
 
 
 @check("format:output_template")
-def _output_template(text: str) -> bool:
+def _has_output_template(text: str) -> bool:
     return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
 
 
 @check("format:no_whitespace")
-def _no_whitespace(text: str) -> bool:
+def _has_no_whitespace(text: str) -> bool:
     return not any(character.isspace() for character in text)
 
 
@@ -156,18 +156,18 @@ def _no_whitespace(text: str) -> bool:
 
 
 @check("repeat:repeat_change")
-def _repeat_change(text: str, prompt_to_repeat: str) -> bool:
+def _repeats_with_changed_first_word(text: str, prompt_to_repeat: str) -> bool:
     words_of_text, words_of_prompt = text.split(), prompt_to_repeat.split()
     return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
 @check("repeat:repeat_simple")
-def _repeat_simple(text: str) -> bool:
+def _is_fixed_sentence(text: str) -> bool:
     return text.strip().lower() == _SENTENCE.lower()
 
 
 @check("repeat:repeat_span")
-def _repeat_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """Check that the text is words n_start to n_end of the prompt, both inclusive, counted from 0."""
     return text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
 
@@ -176,13 +176,13 @@ def _repeat_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> 
 
 
 @check("custom:multiples")
-def _multiples(text: str) -> bool:
+def _lists_multiples_of_seven(text: str) -> bool:
     return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
 @check("custom:mcq_count_length")
-def _mcq_count_length(text: str) -> bool:
-    """Check for four questions of five options each, every question longer than the one before."""
+def _has_four_growing_questions(text: str) -> bool:
+    """Check that the text has four questions of five options each, every question longer than the previous one."""
     if not text.startswith("Question"):
         return False
     lengths = []
@@ -192,12 +192,12 @@ def _mcq_count_length(text: str) -> bool:
         if sum(is_option) != 5:
             return False
         lengths.append(len(" ".join(lines[: is_option.index(True)]).strip()))
-    return len(lengths) == 4 and increases(lengths)
+    return len(lengths) == 4 and is_increasing(lengths)
 
 
 @check("custom:reverse_newline")
-def _reverse_newline(text: str) -> bool:
-    """Check that the line with Zimbabwe and all later lines, at least 52, are in descending alphabetical order."""
+def _lists_countries_in_reverse(text: str) -> bool:
+    """Check that the lines from Zimbabwe on are at least 52 and in descending alphabetical order."""
     lines = [_to_ascii(bare) for line in text.split("\n") if (bare := line.strip(EDGES))]
     begin = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     countries = lines[begin:]
@@ -209,22 +209,22 @@ def _to_ascii(text: str) -> str:
 
 
 @check("custom:word_reverse")
-def _word_reverse(text: str) -> bool:
-    return "bald eagle" in " ".join(reversed(bare_words(text.lower())))
+def _has_reversed_words(text: str) -> bool:
+    return "bald eagle" in " ".join(reversed(words_without_punctuation(text.lower())))
 
 
 @check("custom:character_reverse")
-def _character_reverse(text: str) -> bool:
+def _has_reversed_characters(text: str) -> bool:
     return "elgae dlab" in text.lower()
 
 
 @check("custom:sentence_alphabet")
-def _sentence_alphabet(text: str) -> bool:
+def _starts_sentences_from_a_to_z(text: str) -> bool:
     return [sentence.lstrip(EDGES)[:1].lower() for sentence in sentences(text)] == list("abcdefghijklmnopqrstuvwxyz")
 
 
 @check("custom:european_capitals_sort")
-def _european_capitals_sort(text: str) -> bool:
+def _lists_capitals_by_latitude(text: str) -> bool:
     return [city.strip() for city in _to_ascii(text).split(",") if city.strip()] == _CAPITALS.split()
 
 
@@ -242,12 +242,12 @@ def _is_table(rows: list[list[str]], header: str, num_rows: int) -> bool:
 
 
 @check("custom:csv_city")
-def _csv_city(text: str) -> bool:
+def _is_city_csv(text: str) -> bool:
     return _is_table(_parse_csv(text), "ID Country City Year Count", 7)
 
 
 @check("custom:csv_special_character")
-def _csv_special_character(text: str) -> bool:
+def _is_product_csv_with_special_character(text: str) -> bool:
     rows = _parse_csv(text)
     fields = [field for row in rows[1:] for field in row]
     return _is_table(rows, "ProductID Category Brand Price Stock", 14) and any(
@@ -256,14 +256,14 @@ def _csv_special_character(text: str) -> bool:
 
 
 @check("custom:csv_quotes")
-def _csv_quotes(text: str) -> bool:
+def _is_quoted_student_csv(text: str) -> bool:
     rows = _parse_csv(text, "\t")
     quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return quoted and _is_table(rows, "StudentID Subject Grade Semester Score", 3)
 
 
 @check("custom:date_format_list")
-def _date_format_list(text: str) -> bool:
+def _is_list_of_dates(text: str) -> bool:
     """Check that the text is a list of dates in Napoleon's lifetime, as YYYY-MM-DD."""
     for date in text.split(","):
         match = _DATE.fullmatch(date.strip())

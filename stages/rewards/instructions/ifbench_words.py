@@ -1,4 +1,4 @@
-"""Checks of IFBench's instructions (Pyatkin et al., 2507.02833) about counts, ratios, words and sentences.
+"""Check IFBench's instructions (Pyatkin et al., arXiv 2507.02833) about counts, ratios, words and sentences.
 
 The instruction ids and argument names are those of the data set.
 """
@@ -12,17 +12,17 @@ from collections import Counter
 from penstock.stages.rewards.instructions.registry import check
 from penstock.stages.rewards.instructions.text import (
     EDGES,
-    bare_words,
+    count_occurrences,
+    count_syllables,
     count_words,
-    increases,
-    num_occurrences,
-    num_syllables,
+    is_increasing,
     sentences,
-    stripped_words,
     words,
+    words_stripped_at_edges,
+    words_without_punctuation,
 )  # fmt: skip
 
-_NAMES = (  # listed in the text of the instruction
+_NAMES = (  # the person names that the instruction lists
     "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin "
     "Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
     "Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella "
@@ -52,7 +52,7 @@ _JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _CLUSTER = re.compile(r"[b-df-hj-np-tv-z]{2}")
 
 
-def _count_endings(text: str) -> Counter[str]:
+def _count_last_characters(text: str) -> Counter[str]:
     return Counter(sentence[-1] for sentence in sentences(text))
 
 
@@ -60,85 +60,86 @@ def _count_endings(text: str) -> Counter[str]:
 
 
 @check("count:word_count_range")
-def _word_count_range(text: str, min_words: int, max_words: int) -> bool:
+def _has_word_count_in_range(text: str, min_words: int, max_words: int) -> bool:
     return min_words <= count_words(text) <= max_words
 
 
 @check("count:unique_word_count")
-def _unique_word_count(text: str, N: int) -> bool:
-    return len(set(stripped_words(text.lower()))) >= N
+def _has_unique_words(text: str, N: int) -> bool:
+    return len(set(words_stripped_at_edges(text.lower()))) >= N
 
 
 @check("count:conjunctions")
-def _conjunctions(text: str, small_n: int) -> bool:
-    return len(_CONJUNCTIONS & set(stripped_words(text.lower()))) >= small_n
+def _has_distinct_conjunctions(text: str, small_n: int) -> bool:
+    return len(_CONJUNCTIONS & set(words_stripped_at_edges(text.lower()))) >= small_n
 
 
 @check("count:person_names")
-def _person_names(text: str, N: int) -> bool:
+def _has_person_names(text: str, N: int) -> bool:
     return len(set(_NAMES.split()) & set(re.findall(r"\w+", text))) >= N
 
 
 @check("count:numbers")
-def _numbers(text: str, N: int) -> bool:
-    return len(re.findall(r"\d+", " ".join(bare_words(text)))) == N  # 3.14 and 1,000 are one number each
+def _has_exact_count_of_numbers(text: str, N: int) -> bool:
+    return len(re.findall(r"\d+", " ".join(words_without_punctuation(text)))) == N  # 3.14 and 1,000 are one number each
 
 
 @check("count:punctuation")
-def _punctuation(text: str) -> bool:
-    """Check that the text contains an interrobang (?!, !? or ‽) and, apart from it, each of . , ! ? ; and :."""
+def _has_every_punctuation_mark(text: str) -> bool:
+    """Check that the text contains an interrobang (?!, !? or ‽) and, outside of it, each of . , ! ? ; and :."""
     bang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
     return bang is not None and all(mark in text.replace(bang, "", 1) for mark in ".,!?;:")
 
 
 @check("count:words_japanese")
-def _words_japanese(text: str, N: int) -> bool:
+def _has_japanese_every_nth_word(text: str, N: int) -> bool:
     nth_words = [word.strip(EDGES) for word in text.split()][N - 1 :: N]
     return all(_JAPANESE.search(word) for word in nth_words if word and not word.isdigit())
 
 
 @check("count:pronouns")
-def _pronouns(text: str, N: int) -> bool:
+def _has_pronouns(text: str, N: int) -> bool:
     return sum(word in _PRONOUNS for word in re.findall(r"[a-z]+", text.lower())) >= N
 
 
 @check("count:keywords_multiple")
-def _keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+def _has_five_keyword_counts(
+    text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
+) -> bool:
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7))
-    return all(num_occurrences(keyword, text) == count for keyword, count in wanted)
+    return all(count_occurrences(keyword, text) == count for keyword, count in wanted)
 
 
 # ---- ratio -----------------------------------------------------------------------------------------------------------
 
 
 @check("ratio:stop_words")
-def _stop_words(text: str, percentage: float) -> bool:
+def _has_few_stop_words(text: str, percentage: float) -> bool:
     tokens = re.findall(r"\w+", text.lower())
     return bool(tokens) and 100 * sum(token in _STOP_WORDS for token in tokens) <= percentage * len(tokens)
 
 
 @check("ratio:sentence_type")
-def _sentence_type(text: str) -> bool:
-    return _count_endings(text)["."] == 2 * _count_endings(text)["?"]
+def _has_two_statements_per_question(text: str) -> bool:
+    return _count_last_characters(text)["."] == 2 * _count_last_characters(text)["?"]
 
 
 @check("ratio:sentence_balance")
-def _sentence_balance(text: str) -> bool:
-    return _count_endings(text)["."] == _count_endings(text)["?"] == _count_endings(text)["!"]
+def _has_balanced_sentence_types(text: str) -> bool:
+    return _count_last_characters(text)["."] == _count_last_characters(text)["?"] == _count_last_characters(text)["!"]
 
 
 @check("ratio:overlap")
-def _overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """Check that the share of the text's character trigrams that are in `reference_text` is `percentage`, +-2
-    points."""
+def _has_trigram_overlap(text: str, reference_text: str, percentage: float) -> bool:
+    """Check that `percentage` % (+-2) of the text's distinct character trigrams occur in `reference_text`."""
     trigrams = {text[index : index + 3] for index in range(len(text) - 2)}
     num_shared = sum(trigram in reference_text for trigram in trigrams)
     return bool(trigrams) and abs(100 * num_shared / len(trigrams) - percentage) <= 2
 
 
 @check("ratio:sentence_words")
-def _sentence_words(text: str) -> bool:
-    parts, all_words = sentences(text), bare_words(text.lower())
+def _has_three_equal_sentences_without_repeats(text: str) -> bool:
+    parts, all_words = sentences(text), words_without_punctuation(text.lower())
     return len(parts) == 3 and len(set(map(len, parts))) == 1 and len(all_words) == len(set(all_words))
 
 
@@ -146,69 +147,69 @@ def _sentence_words(text: str) -> bool:
 
 
 @check("words:alphabet")
-def _alphabet(text: str) -> bool:
-    letters = [ord(word[0]) - ord("a") for word in bare_words(text.lower())]
+def _starts_words_in_alphabetical_order(text: str) -> bool:
+    letters = [ord(word[0]) - ord("a") for word in words_without_punctuation(text.lower())]
     return bool(letters) and 0 <= letters[0] < 26 and all((a + 1) % 26 == b for a, b in itertools.pairwise(letters))
 
 
 @check("words:vowel")
-def _vowel(text: str) -> bool:
+def _has_at_most_three_distinct_vowels(text: str) -> bool:
     return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3
 
 
 @check("words:consonants")
-def _consonants(text: str) -> bool:
+def _has_consonant_cluster_in_each_word(text: str) -> bool:
     return all(_CLUSTER.search(word) for word in text.lower().split())
 
 
 @check("words:palindrome")
-def _palindrome(text: str) -> bool:
-    return sum(len(word) >= 5 and word == word[::-1] for word in bare_words(text.lower())) >= 10
+def _has_ten_palindromes(text: str) -> bool:
+    return sum(len(word) >= 5 and word == word[::-1] for word in words_without_punctuation(text.lower())) >= 10
 
 
 @check("words:prime_lengths")
-def _prime_lengths(text: str) -> bool:
-    lengths = {len(word) for word in bare_words(text)}
+def _has_prime_word_lengths(text: str) -> bool:
+    lengths = {len(word) for word in words_without_punctuation(text)}
     return all(n > 1 and all(n % divisor for divisor in range(2, int(n**0.5) + 1)) for n in lengths)
 
 
 @check("words:repeats")
-def _repeats(text: str, small_n: int) -> bool:
-    return max(Counter(bare_words(text.lower())).values(), default=0) <= small_n
+def _repeats_no_word_too_often(text: str, small_n: int) -> bool:
+    return max(Counter(words_without_punctuation(text.lower())).values(), default=0) <= small_n
 
 
 @check("words:odd_even_syllables")
-def _odd_even_syllables(text: str) -> bool:
-    odd = [num_syllables(word) % 2 for word in bare_words(text)]
+def _alternates_odd_even_syllables(text: str) -> bool:
+    odd = [count_syllables(word) % 2 for word in words_without_punctuation(text)]
     return all(left != right for left, right in itertools.pairwise(odd))
 
 
 @check("words:last_first")
-def _last_first(text: str) -> bool:
-    parts = [stripped_words(sentence.lower()) for sentence in sentences(text)]
+def _chains_sentences_by_last_word(text: str) -> bool:
+    parts = [words_stripped_at_edges(sentence.lower()) for sentence in sentences(text)]
     return all(left and right and left[-1] == right[0] for left, right in itertools.pairwise(parts))
 
 
 @check("words:paragraph_last_first")
-def _paragraph_last_first(text: str) -> bool:
-    paragraphs = [stripped_words(paragraph) for paragraph in text.lower().split("\n")]
+def _starts_paragraphs_with_last_word(text: str) -> bool:
+    paragraphs = [words_stripped_at_edges(paragraph) for paragraph in text.lower().split("\n")]
     return all(paragraph[0] == paragraph[-1] for paragraph in paragraphs if paragraph)
 
 
 @check("words:no_consecutive")
-def _no_consecutive(text: str) -> bool:
-    initials = [word[0] for word in bare_words(text.lower())]
+def _has_no_adjacent_equal_initials(text: str) -> bool:
+    initials = [word[0] for word in words_without_punctuation(text.lower())]
     return all(left != right for left, right in itertools.pairwise(initials))
 
 
 @check("words:keywords_specific_position")
-def _keywords_specific_position(text: str, keyword: str, n: int, m: int) -> bool:
+def _has_keyword_at_word_of_sentence(text: str, keyword: str, n: int, m: int) -> bool:
     sentence = words((sentences(text)[n - 1 : n] or [""])[0].lower())
     return sentence[m - 1 : m] == [keyword.strip().lower()]
 
 
 @check("words:words_position")
-def _words_position(text: str, keyword: str) -> bool:
+def _has_keyword_second_and_second_last(text: str, keyword: str) -> bool:
     tokens = words(text.lower())
     return len(tokens) > 1 and tokens[1] == tokens[-2] == keyword.strip().lower()
 
@@ -217,23 +218,23 @@ def _words_position(text: str, keyword: str) -> bool:
 
 
 @check("sentence:alliteration_increment")
-def _alliteration_increment(text: str) -> bool:
+def _has_increasing_alliteration(text: str) -> bool:
     """Check that the number of alliterating words (same initial as an adjacent word) grows from sentence to
     sentence."""
     counts = []
     for sentence in sentences(text):
-        initials = [word[0] for word in stripped_words(sentence.lower())]
+        initials = [word[0] for word in words_stripped_at_edges(sentence.lower())]
         same = [left == right for left, right in itertools.pairwise(initials)]
         counts.append(sum(before or after for before, after in zip([False, *same], [*same, False])))
-    return increases(counts)
+    return is_increasing(counts)
 
 
 @check("sentence:keyword")
-def _sentence_keyword(text: str, word: str, N: int) -> bool:
-    return any(num_occurrences(word, sentence) for sentence in sentences(text)[N - 1 : N])
+def _has_word_in_nth_sentence(text: str, word: str, N: int) -> bool:
+    return any(count_occurrences(word, sentence) for sentence in sentences(text)[N - 1 : N])
 
 
 @check("sentence:increment")
-def _increment(text: str, small_n: int) -> bool:
-    counts = [len(bare_words(sentence)) for sentence in sentences(text)]
+def _has_sentences_growing_by(text: str, small_n: int) -> bool:
+    counts = [len(words_without_punctuation(sentence)) for sentence in sentences(text)]
     return all(right == left + small_n for left, right in itertools.pairwise(counts))

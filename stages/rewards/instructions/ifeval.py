@@ -1,4 +1,4 @@
-"""Checks of the 25 instructions of IFEval (Zhou et al., 2311.07911), with the data set's names and arguments.
+"""Check the 25 instructions of IFEval (Zhou et al., arXiv 2311.07911). Ids and arguments are named as in the data set.
 
 A keyword is matched literally, not as a regular expression.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.stages.rewards.instructions.language import LANGUAGES, is_latin, language_of
 from penstock.stages.rewards.instructions.registry import check
-from penstock.stages.rewards.instructions.text import count_words, num_occurrences, sentences, words
+from penstock.stages.rewards.instructions.text import count_occurrences, count_words, sentences, words
 from penstock.storage.errors import RewardError
 
 _ALLOWED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -19,7 +19,7 @@ _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _FENCE = re.compile(r"^```(?:json)?(.*?)(?:```)?$", re.IGNORECASE | re.DOTALL)
 
 
-def _compare(number: int, relation: str, limit: int) -> bool:
+def _satisfies_relation(number: int, relation: str, limit: int) -> bool:
     if relation not in ("less than", "at least"):
         raise RewardError(f"relation {relation!r} is unknown: write 'less than' or 'at least'")
     return number < limit if relation == "less than" else number >= limit
@@ -32,47 +32,47 @@ def _may_be_english(text: str) -> bool:
 
 
 @check("keywords:existence")
-def _existence(text: str, keywords: Sequence[str]) -> bool:
+def _has_all_keywords(text: str, keywords: Sequence[str]) -> bool:
     return all(keyword.lower() in text.lower() for keyword in keywords)
 
 
 @check("keywords:frequency")
-def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(text.lower().count(keyword.strip().lower()), relation, frequency)
+def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _satisfies_relation(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 @check("keywords:forbidden_words")
-def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(num_occurrences(word, text) for word in forbidden_words)
+def _has_no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(count_occurrences(word, text) for word in forbidden_words)
 
 
 @check("keywords:letter_frequency")
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _satisfies_relation(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
 @check("language:response_language")
-def _response_language(text: str, language: str) -> bool:
+def _is_in_language(text: str, language: str) -> bool:
     if language not in LANGUAGES:
         raise RewardError(
-            f"language {language!r} cannot be detected; the known ones are {', '.join(LANGUAGES)}: remove such rows"
+            f"language {language!r} cannot be detected; known languages: {', '.join(LANGUAGES)}; remove such rows"
         )
     return language_of(text) == language
 
 
 @check("length_constraints:number_sentences")
-def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return _compare(len(sentences(text)), relation, num_sentences)
+def _has_number_of_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _satisfies_relation(len(sentences(text)), relation, num_sentences)
 
 
 @check("length_constraints:number_words")
-def _number_words(text: str, num_words: int, relation: str) -> bool:
-    return _compare(count_words(text), relation, num_words)
+def _has_number_of_words(text: str, num_words: int, relation: str) -> bool:
+    return _satisfies_relation(count_words(text), relation, num_words)
 
 
 @check("length_constraints:number_paragraphs")
-def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Check the number of paragraphs, which are separated by ***; the first and the last part may be empty."""
+def _has_number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Check the number of paragraphs, which are separated by ***; an empty first or last one does not count."""
     paragraphs = [part.strip() for part in text.split("***")]
     if not all(paragraphs[1:-1]):
         return False
@@ -80,7 +80,7 @@ def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
 
 
 @check("length_constraints:nth_paragraph_first_word")
-def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _starts_nth_paragraph_with_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = text.split("\n\n")
     num_nonempty = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if not 1 <= nth_paragraph <= num_nonempty or num_nonempty != num_paragraphs:
@@ -90,42 +90,42 @@ def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int
 
 
 @check("detectable_content:number_placeholders")
-def _number_placeholders(text: str, num_placeholders: int) -> bool:
+def _has_placeholders(text: str, num_placeholders: int) -> bool:
     return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
 @check("detectable_content:postscript")
-def _postscript(text: str, postscript_marker: str) -> bool:
+def _has_postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     return bool(re.search(_POSTSCRIPTS.get(marker) or re.escape(marker), text, re.IGNORECASE))
 
 
 @check("detectable_format:number_bullet_lists")
-def _number_bullet_lists(text: str, num_bullets: int) -> bool:
+def _has_number_of_bullets(text: str, num_bullets: int) -> bool:
     lines = [line.strip() for line in text.split("\n")]
     return sum(line.startswith("-") or bool(re.match(r"\*[^*]", line)) for line in lines) == num_bullets
 
 
 @check("detectable_format:constrained_response")
-def _constrained_response(text: str) -> bool:
+def _has_allowed_answer(text: str) -> bool:
     return any(answer in text for answer in _ALLOWED_ANSWERS)
 
 
 @check("detectable_format:number_highlighted_sections")
-def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Check the number of *single* and **double** highlights; a double one does not also count as a single one."""
+def _has_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """Check the number of *single* and **double** highlights; a double one is not also counted as single."""
     single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
     double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part[2:-2].strip()]
     return len(single) + len(double) >= num_highlights
 
 
 @check("detectable_format:multiple_sections")
-def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
 @check("detectable_format:json_format")
-def _json_format(text: str) -> bool:
+def _is_json(text: str) -> bool:
     fenced = _FENCE.match(text.strip())
     try:
         json.loads(fenced.group(1) if fenced else text)
@@ -135,48 +135,48 @@ def _json_format(text: str) -> bool:
 
 
 @check("detectable_format:title")
-def _title(text: str) -> bool:
+def _has_title(text: str) -> bool:
     return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text))
 
 
 @check("combination:two_responses")
-def _two_responses(text: str) -> bool:
+def _has_two_different_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 @check("combination:repeat_prompt")
-def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+def _starts_with_prompt(text: str, prompt_to_repeat: str) -> bool:
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @check("startend:end_checker")
-def _end_checker(text: str, end_phrase: str) -> bool:
+def _ends_with_phrase(text: str, end_phrase: str) -> bool:
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 @check("change_case:capital_word_frequency")
-def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
+def _has_capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _satisfies_relation(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
 
 
 @check("change_case:english_capital")
-def _english_capital(text: str) -> bool:
+def _is_english_upper_case(text: str) -> bool:
     return text.isupper() and _may_be_english(text)
 
 
 @check("change_case:english_lowercase")
-def _english_lowercase(text: str) -> bool:
+def _is_english_lower_case(text: str) -> bool:
     return text.islower() and _may_be_english(text)
 
 
 @check("punctuation:no_comma")
-def _no_comma(text: str) -> bool:
+def _has_no_comma(text: str) -> bool:
     return "," not in text
 
 
 @check("startend:quotation")
-def _quotation(text: str) -> bool:
+def _is_in_quotation_marks(text: str) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'

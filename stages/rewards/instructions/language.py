@@ -1,8 +1,8 @@
-"""Detect the language of a text by its script; for the Latin, Cyrillic, Arabic and Devanagari scripts, which several
-languages share, also by common words and letters.
+"""Detect the language of a text by its script, and by common words and letters for scripts that several languages share
+(Latin, Cyrillic, Arabic and Devanagari).
 
-The published checkers use an n-gram model (langdetect); this module detects only the languages of IFEval, and needs a
-text of at least one sentence.
+IFEval's published checkers use an n-gram model (langdetect). This module detects only the languages that IFEval uses,
+and needs a text of at least one sentence.
 """
 
 from __future__ import annotations

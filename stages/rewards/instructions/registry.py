@@ -1,4 +1,4 @@
-"""Registry of the instruction checks.
+"""Registry of the checks of IFEval's and IFBench's instructions.
 
 To add an instruction, write a function with the decorator `check` in a module of this folder that builtin/ifbench.py
 imports.
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Check = Callable[..., bool]
-CHECKS: dict[str, Check] = {}  # instruction id of the data set -> check
+CHECKS: dict[str, Check] = {}  # instruction id in the data set -> function that checks an answer
 
 
 def check(instruction_id: str) -> Callable[[Check], Check]:
-    """Register a function as the check of an instruction.
+    """Return a decorator that registers a function as the check of an instruction.
 
-    The function takes the text of the answer, and the arguments of the instruction under their names in the data set.
+    The function takes the answer's text and, under their names in the data set, the arguments of the instruction; it
+    returns whether the answer follows the instruction.
     """
 
     def register(function: Check) -> Check:

@@ -1,7 +1,7 @@
 """Split a text into sentences, words and syllables by rules, without a model or a download.
 
-The published checkers use NLTK's trained splitter and a syllable dictionary; these rules differ from them on unusual
-punctuation and rare words.
+The published checkers of IFEval and IFBench use NLTK's trained splitter and a syllable dictionary; the rules here give
+other results for unusual punctuation and rare words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VOWELS = re.compile(r"[aeiouy]+")
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences with their punctuation; an empty line ends a sentence, too."""
+    """Return the sentences of a text with their punctuation; an empty line also ends a sentence."""
     parts, begin = [], 0
     for end in _END.finditer(text):
         if not _is_abbreviation(text[begin : end.end()], text[end.end() :]):
@@ -34,45 +34,46 @@ def sentences(text: str) -> list[str]:
 
 
 def _is_abbreviation(sentence: str, rest: str) -> bool:
-    """Return whether the period ends an abbreviation ("Dr. Who", "J. Smith"), not a sentence ("it was I. Then")."""
+    """Return whether the period at the end of `sentence`, followed by `rest`, ends an abbreviation ("Dr. Who", "J.
+    Smith") and not a sentence ("it was I. Then")."""
     match = _ABBREVIATION.search(sentence[-12:])
     return match is not None and not (match.group().strip(" (\"'") == "I." and rest.lstrip()[:1].isupper())
 
 
 def words(text: str) -> list[str]:
-    """Return the words with their inner hyphens and apostrophes, without other punctuation."""
+    """Return the words of a text, with hyphens and apostrophes inside words but no other punctuation."""
     return _WORD.findall(text)
 
 
 def count_words(text: str) -> int:
-    """Return the number of runs of letters and digits; "it's" counts as two, as in the published checkers."""
+    """Return the number of words: runs of letters and digits, so "it's" counts as two, as in the published checkers."""
     return len(re.findall(r"\w+", text))
 
 
-def bare_words(text: str) -> list[str]:
-    """Return the words separated by white space, after deleting ASCII punctuation ("it's" becomes "its")."""
+def words_without_punctuation(text: str) -> list[str]:
+    """Split a text at white space after deleting ASCII punctuation ("it's" becomes "its")."""
     return text.translate(_NO_PUNCTUATION).split()
 
 
-def stripped_words(text: str) -> list[str]:
-    """Return the words separated by white space, without punctuation at their edges; skip pure punctuation."""
+def words_stripped_at_edges(text: str) -> list[str]:
+    """Split a text at white space, and strip punctuation from both ends of each word, and omit empty words."""
     return [bare for word in text.split() if (bare := word.strip(EDGES))]
 
 
-def num_occurrences(word: str, text: str) -> int:
+def count_occurrences(word: str, text: str) -> int:
     """Return how often `word` occurs as a whole word, ignoring case; `word` may contain spaces, or end in symbols."""
     return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE))
 
 
-def num_syllables(word: str) -> int:
-    """Return the number of groups of vowels, without a silent e at the end."""
+def count_syllables(word: str) -> int:
+    """Estimate the number of syllables: groups of vowels, without a silent e at the end."""
     word = word.lower()
     count = len(_VOWELS.findall(word))
     silent = re.search(r"(?:[^aeiouyl]e|[aeiouy]le|[^aeiouytd]ed|[^aeiouysxzhcg]es)$", word)
     return max(1, count - bool(silent))
 
 
-def increases(numbers: Iterable[int]) -> bool:
+def is_increasing(numbers: Iterable[int]) -> bool:
     """Return whether every number is greater than the one before."""
     numbers = list(numbers)
     return all(left < right for left, right in itertools.pairwise(numbers))

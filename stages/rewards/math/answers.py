@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """An answer and its parts.
+    """A parsed answer and its parts.
 
     kind: "value", "list" (unordered, also a set), "tuple" (also an interval), "matrix" or "relation".
     brackets: the brackets of a tuple, or the number of rows of a matrix.
-    name: x of `x = 5` and `x \\in S`.
-    operators: the operators of a relation, between its items.
+    name: tokens of the name that the answer gives: x in `x = 5` and `x \\in S`.
+    operators: the operators of a relation, between the items.
     """
 
     kind: str
@@ -49,7 +49,7 @@ def equal_answers(left: Sequence[str], right: Sequence[str]) -> bool:
 
 
 def is_evaluated_integer(tokens: Sequence[str]) -> bool:
-    """Return whether an answer is an integer that needs no evaluation: 391, x = -391, 391.0, 391 cm."""
+    """Return whether an answer (as tokens) is an integer that needs no evaluation: 391, x = -391, 391.0, 391 cm."""
     answer = _parse(tokens)
     digits, _ = split_unit(list(answer.tokens))
     digits = [token for token in digits if token not in "{}+-()"]
@@ -113,7 +113,7 @@ def _parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
 
 
 def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> ParsedAnswer:
-    """Return the list of the parsed `parts`, with nested lists flattened, or the item itself if there is only one."""
+    """Parse `parts` and return them as a list, with nested lists flattened; one item is returned as it is."""
     items: list[ParsedAnswer] = []
     for part in parts:
         if part:
@@ -126,7 +126,7 @@ def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> Par
 
 
 def _parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
-    """Parse `x = 5` as the value 5 with the name x, and anything else as a relation between two or more sides."""
+    """Parse `x = 5` as the value 5 with the name x, and all other relations as a relation of two or more sides."""
     sides = _split_outside_brackets(tokens, _RELATIONS)
     operators = tuple(token for depth, token in _with_depth(tokens) if depth == 0 and token in _RELATIONS)
     if not all(sides):
@@ -154,7 +154,7 @@ def _is_name(tokens: tuple[str, ...]) -> bool:
 
 
 def _with_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
-    """Yield every token with the number of brackets around it."""
+    """Yield (number of brackets around the token, token) for every token."""
     depth = 0
     for token in tokens:
         closing = token in _CLOSING or token.startswith(r"\end")
@@ -164,7 +164,7 @@ def _with_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
 
 
 def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) -> list[tuple[str, ...]]:
-    """Split tokens at the separators outside of brackets."""
+    """Split tokens at those separators that are not inside brackets."""
     parts: list[list[str]] = [[]]
     for depth, token in _with_depth(tokens):
         if depth == 0 and token in separators:
@@ -175,7 +175,7 @@ def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) ->
 
 
 def _end_of_group(tokens: Sequence[str]) -> int:
-    """Return the index of the bracket that closes the first token, or -1. Round and square brackets may be mixed."""
+    """Return the index of the bracket that closes the first token, or -1. `(` may be closed by `]`, and `[` by `)`."""
     for index, (depth, token) in enumerate(_with_depth(tokens)):
         if depth == 0 and index and token in _CLOSING:
             matching = token == _BRACKETS[tokens[0]] or {tokens[0], token} <= {"(", ")", "[", "]"}
@@ -251,8 +251,8 @@ def _to_text(tokens: Sequence[str]) -> str:
 
 
 def _is_prose(tokens: Sequence[str]) -> bool:
-    """Return whether the tokens must be compared as text: they contain words, are "no" (as a product it would equal
-    "on"), or are the letter of a choice followed by the choice's text."""
+    """Return whether the tokens must be compared as text: they contain words, are "no" (as products of letters, "no"
+    and "on" would be equal), or are the letter of a choice followed by the choice's text."""
     return (
         any(token.startswith(WORD) and len(token) > 2 for token in tokens)
         or tuple(tokens) == ("n", "o")
@@ -261,7 +261,7 @@ def _is_prose(tokens: Sequence[str]) -> bool:
 
 
 def _choice_letter(tokens: Sequence[str]) -> str | None:
-    """Return the letter of a multiple-choice option if its text follows, `a` for `\\text{(A) } 12`, else None."""
+    """Return the letter of a multiple-choice option followed by its text (`a` for `\\text{(A) } 12`), else None."""
     is_choice = (
         len(tokens) > 3 and tokens[0] == "(" and tokens[2] == ")" and tokens[1].startswith(WORD) and len(tokens[1]) == 2
     )
@@ -273,7 +273,7 @@ def _is_single_letter(text: str) -> bool:
 
 
 def _based_number(tokens: Sequence[str]) -> str:
-    """Return a number in another base as text, such as `413_8`, or an empty string."""
+    """Return a number with a base, such as `413_8`, as text; an empty string if the tokens are not such a number."""
     text = "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}")
     digits, underscore, base = text.partition("_")
     is_number = (
@@ -309,7 +309,7 @@ def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
 
 def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     """Return whether two relations have equal steps in any order. A step such as a < b is compared as a - b < 0, up to
-    a constant factor. Congruences are equal if their sides are."""
+    a constant factor. Congruences (\\equiv) are equal if their sides are equal."""
     if r"\equiv" in left.operators or r"\equiv" in right.operators:
         return left.operators == right.operators and all(map(_equal_parsed, left.items, right.items))
     return _equal_unordered(
@@ -318,7 +318,7 @@ def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _proportional(left: list[str], right: list[str], operator: str) -> bool:
-    """Return whether two expressions are equal up to a factor, which must be positive for an inequality."""
+    """Return whether two expressions are equal up to a constant factor, which must be positive for an inequality."""
     try:
         ratio = ratio_sign(parse(left), parse(right))
     except (ExpressionError, RecursionError):
@@ -327,8 +327,8 @@ def _proportional(left: list[str], right: list[str], operator: str) -> bool:
 
 
 def _step_differences(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
-    """Return, for each step of a chain such as a < b < c, its operator (with > turned into <) and the difference of its
-    sides, which the operator compares with zero."""
+    """Return (operator, difference) for each step of a chain such as a < b < c, where the operator (> is turned into <)
+    compares the difference of the step's sides with zero."""
     steps = []
     for operator, low, high in zip(answer.operators, answer.items, answer.items[1:]):
         a, b = (high, low) if operator in _FLIPPED else (low, high)
@@ -349,7 +349,7 @@ def _equal_equations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _equation(answer: ParsedAnswer) -> list[str]:
-    """Return the tokens of `left side - right side` of an equation; an empty list if the answer is not an equation."""
+    """Return the tokens of `left side - right side` of an equation; [] if the answer is not an equation."""
     if answer.kind == "value" and answer.name and "=" in answer.operators:
         return ["(", *answer.name, ")", "-", "(", *answer.tokens, ")"]
     return _step_differences(answer)[0][1] if answer.kind == "relation" and answer.operators == ("=",) else []

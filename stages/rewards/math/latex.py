@@ -1,4 +1,4 @@
-"""Recursive-descent parser of mathematical expressions from tokens (tokens.py). `eval` would run the model's text.
+"""Parse mathematical expressions from tokens (tokens.py) by recursive descent. `eval` would execute the model's text.
 
 sum      = product (("+" | "-") product)*
 product  = sign (("·" | "/" | nothing) sign)*
@@ -35,15 +35,15 @@ _NOT_SYMBOLS = {
 
 
 class ExpressionError(ValueError):
-    """The tokens are not an expression, or its value is too large to compute."""
+    """Raised if tokens are not a valid expression, or if the value of an expression is too large to compute."""
 
 
 def parse(tokens: list[str]) -> Node:
-    """Parse an expression that consists of all `tokens`. Raises ExpressionError."""
+    """Parse all `tokens` as one expression. Raises ExpressionError."""
     parser = _Parser(tokens)
-    node = parser.expression()
-    if parser.peek() is not None:
-        raise ExpressionError(parser.peek())
+    node = parser.parse_expression()
+    if parser.peek_token() is not None:
+        raise ExpressionError(parser.peek_token())
     return node
 
 
@@ -52,65 +52,65 @@ class _Parser:
         self.tokens = tokens
         self.position = 0
 
-    def peek(self) -> str | None:
+    def peek_token(self) -> str | None:
         return self.tokens[self.position] if self.position < len(self.tokens) else None
 
-    def accept(self, *accepted: str) -> str | None:
-        token = self.peek()
+    def accept_token(self, *accepted: str) -> str | None:
+        token = self.peek_token()
         if token is None or token not in accepted:
             return None
         self.position += 1
         return token
 
-    def take(self) -> str:
-        token = self.peek()
+    def next_token(self) -> str:
+        token = self.peek_token()
         if token is None:
             raise ExpressionError("unexpected end")
         self.position += 1
         return token
 
-    def expression(self) -> Node:
+    def parse_expression(self) -> Node:
         """Parse a sum, `a \\over b` or `n \\choose k`."""
-        node = self.sum()
-        if operator := self.accept(r"\over", r"\choose"):
-            return ("/" if operator == r"\over" else "binomial", node, self.sum())
+        node = self.parse_sum()
+        if operator := self.accept_token(r"\over", r"\choose"):
+            return ("/" if operator == r"\over" else "binomial", node, self.parse_sum())
         return node
 
-    def sum(self) -> Node:
-        node = self.product()
-        while operator := self.accept("+", "-"):
-            node = (operator, node, self.product())
+    def parse_sum(self) -> Node:
+        node = self.parse_product()
+        while operator := self.accept_token("+", "-"):
+            node = (operator, node, self.parse_product())
         return node
 
-    def product(self) -> Node:
-        node = self.sign()
+    def parse_product(self) -> Node:
+        node = self.parse_sign()
         while True:
-            if self.accept(r"\cdot"):
-                node = ("*", node, self.sign())
-            elif self.accept("/"):
-                node = ("/", node, self.sign())
+            if self.accept_token(r"\cdot"):
+                node = ("*", node, self.parse_sign())
+            elif self.accept_token("/"):
+                node = ("/", node, self.parse_sign())
             elif self.at_factor():
-                node = self.implicit_product(node)
+                node = self.parse_implicit_product(node)
             else:
                 return node
 
-    def implicit_product(self, node: Node) -> Node:
-        """Parse a factor that follows without an operator: 2x is a product, 2\\frac{1}{3} and 2 1/3 are sums."""
-        is_fraction = self.peek() == r"\frac"
+    def parse_implicit_product(self, node: Node) -> Node:
+        """Parse a factor that follows `node` without an operator: 2x is a product; 2\\frac{1}{3} and 2 1/3 are sums."""
+        is_fraction = self.peek_token() == r"\frac"
         if self.at_number() and not self.at_plain_fraction():
             raise ExpressionError("two adjacent numbers")
         if self.at_number():
             top, _, bottom = (self.tokens[self.position + offset] for offset in range(3))
             self.position += 3
             return _mixed_number(node, ("/", ("number", Fraction(top)), ("number", Fraction(bottom))))
-        factor = self.power()
+        factor = self.parse_power()
         whole = node[1] if node[0] == "-" and len(node) == 2 else node
         if is_fraction and whole[0] == "number" and factor[0] == "/" and factor[1][0] == factor[2][0] == "number":
             return _mixed_number(node, factor)
         return ("*", node, factor)
 
     def at_plain_fraction(self) -> bool:
-        """Return whether a fraction of integers follows an integer: `2 1/3`."""
+        """Return whether the next tokens are a fraction of integers that follows an integer: 1/3 in `2 1/3`."""
         following = self.tokens[self.position : self.position + 3]
         return (
             self.tokens[self.position - 1].isdigit()
@@ -120,131 +120,131 @@ class _Parser:
             and following[2].isdigit()
         )
 
-    def sign(self) -> Node:
-        if operator := self.accept("+", "-"):
-            node = self.sign()
+    def parse_sign(self) -> Node:
+        if operator := self.accept_token("+", "-"):
+            node = self.parse_sign()
             return ("-", node) if operator == "-" else node
-        return self.power()
+        return self.parse_power()
 
-    def power(self) -> Node:
-        node = self.factor()
-        while mark := self.accept("!", DEGREE):
+    def parse_power(self) -> Node:
+        node = self.parse_factor()
+        while mark := self.accept_token("!", DEGREE):
             node = ("!" if mark == "!" else "degrees", node)
-        if self.accept("^"):
-            node = ("^", node, self.exponent())
-        while self.accept("!"):
+        if self.accept_token("^"):
+            node = ("^", node, self.parse_exponent())
+        while self.accept_token("!"):
             node = ("!", node)
         return node
 
-    def exponent(self) -> Node:
-        return ("-", self.exponent()) if self.accept("-") else self.power()
+    def parse_exponent(self) -> Node:
+        return ("-", self.parse_exponent()) if self.accept_token("-") else self.parse_power()
 
-    def argument(self) -> Node:
-        """Parse a group or one token; of a number, only the first digit: \\frac12 is 1/2."""
-        token = self.peek()
+    def parse_argument(self) -> Node:
+        """Parse a command's argument: a group or one token; of a number, only the first digit (\\frac12 is 1/2)."""
+        token = self.peek_token()
         if token is not None and token.isdigit() and len(token) > 1:
             self.tokens = [*self.tokens[: self.position], token[0], token[1:], *self.tokens[self.position + 1 :]]
-        return self.factor()
+        return self.parse_factor()
 
-    def factor(self) -> Node:
-        token = self.take()
+    def parse_factor(self) -> Node:
+        token = self.next_token()
         if token[0].isdigit() or token[0] == ".":
-            return self.number(token)
+            return self.parse_number(token)
         if token in _CLOSING:
-            node = self.group(token)
+            node = self.parse_group(token)
             return (_ROUNDING[token], node) if token in _ROUNDING else node
         if token == "|":
-            node = self.sum()
-            if not self.accept("|"):
+            node = self.parse_sum()
+            if not self.accept_token("|"):
                 raise ExpressionError("| is not closed")
             return ("abs", node)
         if token == r"\frac":
-            braced = self.peek() == "{"
-            top = self.argument()
-            return ("/", top, self.factor() if braced else self.argument())
+            braced = self.peek_token() == "{"
+            top = self.parse_argument()
+            return ("/", top, self.parse_factor() if braced else self.parse_argument())
         if token == r"\binom":
-            return ("binomial", self.argument(), self.argument())
+            return ("binomial", self.parse_argument(), self.parse_argument())
         if token == r"\sqrt":
             degree: Node = ("number", Fraction(2))
-            if self.accept("["):
-                degree = self.group("[")
-            return ("root", self.factor(), degree)
+            if self.accept_token("["):
+                degree = self.parse_group("[")
+            return ("root", self.parse_factor(), degree)
         if token in _COMMANDS:
-            return self.function(token[1:])
-        return self.symbol(token)
+            return self.parse_function(token[1:])
+        return self.parse_symbol(token)
 
-    def number(self, token: str) -> Node:
-        if self.peek() == r"\overline" and "." in token:
+    def parse_number(self, token: str) -> Node:
+        if self.peek_token() == r"\overline" and "." in token:
             self.position += 1
-            digits = self.subscript()
+            digits = self.read_subscript()
             if not digits.isdigit():
                 raise ExpressionError(digits)
             places = len(token) - token.index(".") - 1
             return ("number", Fraction(token + "0") + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
         value = Fraction(token + "0" if token.endswith(".") else token)
-        return ("symbol", f"{token}_{self.subscript()}") if self.accept("_") else ("number", value)
+        return ("symbol", f"{token}_{self.read_subscript()}") if self.accept_token("_") else ("number", value)
 
-    def group(self, opening: str) -> Node:
-        node = self.expression()
-        if not self.accept(_CLOSING[opening]):
+    def parse_group(self, opening: str) -> Node:
+        node = self.parse_expression()
+        if not self.accept_token(_CLOSING[opening]):
             raise ExpressionError(f"{opening} is not closed")
         return node
 
-    def function(self, name: str) -> Node:
+    def parse_function(self, name: str) -> Node:
         base: Node | None = None
-        if name == "log" and self.accept("_"):
-            base = self.argument()
-        exponent = self.exponent() if self.accept("^") else None
+        if name == "log" and self.accept_token("_"):
+            base = self.parse_argument()
+        exponent = self.parse_exponent() if self.accept_token("^") else None
         inverse = exponent == ("-", ("number", Fraction(1))) and name in _INVERSES
-        is_grouped = self.peek() in ("(", "{", "[", "|")
-        argument = self.factor() if is_grouped else self.factors()
+        is_grouped = self.peek_token() in ("(", "{", "[", "|")
+        argument = self.parse_factor() if is_grouped else self.parse_bare_argument()
         node: Node = (_INVERSES[name] if inverse else name, argument)
         if base is not None:
             node = ("/", ("ln", argument), ("ln", base))
         return node if exponent is None or inverse else ("^", node, exponent)
 
-    def factors(self) -> Node:
-        """Parse a function's argument without brackets, up to an operator or another function: sin 2x."""
-        if self.accept("-"):
-            return ("-", self.factors())
-        node = self.power()
-        while self.at_factor() and self.peek() not in _COMMANDS and self.peek() not in ("(", "[", "|"):
-            node = self.implicit_product(node)
+    def parse_bare_argument(self) -> Node:
+        """Parse a function's argument without brackets, such as 2x in sin 2x, up to an operator or another function."""
+        if self.accept_token("-"):
+            return ("-", self.parse_bare_argument())
+        node = self.parse_power()
+        while self.at_factor() and self.peek_token() not in _COMMANDS and self.peek_token() not in ("(", "[", "|"):
+            node = self.parse_implicit_product(node)
         return node
 
-    def symbol(self, token: str) -> Node:
-        """Parse a letter, an unknown command, or one letter of \\mathrm, with its subscript."""
+    def parse_symbol(self, token: str) -> Node:
+        """Parse a letter, an unknown command or one letter of \\mathrm as a symbol, with its subscript."""
         name = token.removeprefix(WORD)
         if not (name.isalpha() or (name.startswith("\\") and name not in _NOT_SYMBOLS)) or (
             token.startswith(WORD) and len(name) > 1
         ):
             raise ExpressionError(token)
         if token in (r"\overline", r"\vec", r"\hat", r"\overrightarrow"):
-            name += self.subscript()
+            name += self.read_subscript()
         if token.startswith((r"\begin", r"\end")):
             raise ExpressionError(token)
-        if self.accept("_"):
-            name += "_" + self.subscript()
+        if self.accept_token("_"):
+            name += "_" + self.read_subscript()
         return ("symbol", name)
 
-    def subscript(self) -> str:
-        """Read one token, or the tokens of a group, as text."""
-        token = self.take()
+    def read_subscript(self) -> str:
+        """Return the subscript, one token or the tokens of a group, as text."""
+        token = self.next_token()
         if token != "{":
             return token.removeprefix(WORD)
         parts = []
-        while (token := self.take()) != "}":
+        while (token := self.next_token()) != "}":
             parts.append(token.removeprefix(WORD))
         return "".join(parts)
 
     def at_factor(self) -> bool:
-        token = self.peek()
+        token = self.peek_token()
         if token is None or token in _NOT_SYMBOLS or (token.startswith(WORD) and len(token) > 2):
             return False
         return token[0].isalnum() or token[0] in ("(", "{", ".", WORD, "\\")
 
     def at_number(self) -> bool:
-        token = self.peek()
+        token = self.peek_token()
         return token is not None and (token[0].isdigit() or token[0] == ".")
 
 

@@ -1,8 +1,8 @@
-"""Comparison of two expressions by value: exact for rational values, else to 50 digits.
+"""Compare two expressions by value: exactly if the values are rational, else to 50 digits.
 
-Expressions with variables are compared at fixed rational points (Schwartz-Zippel). A point where only one of the two
-values is real is skipped, as for \\ln x^2 and 2\\ln x at negative x. The work is bounded: a number of more than
-MAX_BITS bits raises ExpressionError before it is computed.
+Expressions with variables are compared at fixed rational points (Schwartz-Zippel). A point at which only one of the two
+values is real is skipped: \\ln x^2 and 2\\ln x at a negative x. The work is bounded: an operation that would give a
+number of more than MAX_BITS bits raises ExpressionError.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import xxhash
 
 from penstock.stages.rewards.math.latex import FUNCTIONS, ExpressionError, Node
 
-MAX_BITS = 20_000  # of a rational number, and of the logarithm of a power
+MAX_BITS = 20_000  # maximum bits of a rational number, and of the integer part of a power
 _MAX_FACTORIAL = 1000
-_PRECISION = 400  # bits
+_PRECISION = 400  # bits of irrational values
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = mpmath.mpf(10) ** -50, mpmath.mpf(10) ** -90
-_NUM_POINTS = 10
+_NUM_POINTS = 10  # number of test points for expressions with variables
 _MIN_POINTS = 3  # minimum number of points at which both expressions have a value
 Value = Any  # Fraction, mpf or mpc
 
@@ -42,7 +42,7 @@ def same_value(left: Node, right: Node) -> bool:
 
 
 def ratio_sign(left: Node, right: Node) -> int:
-    """Return the sign of the constant c with left = c * right, or 0 if no such constant exists."""
+    """Return the sign of the constant c for which left = c * right, or 0 if there is no such constant."""
     ratio, num_points = None, 0
     for a, b in _values(left, right, variables(left) | variables(right)):
         if _is_zero(a) and _is_zero(b):
@@ -66,7 +66,7 @@ def variables(node: Node) -> set[str]:
 
 
 def _values(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
-    """Yield the values of both expressions at up to _NUM_POINTS points, skipping those without a value."""
+    """Yield (value of `left`, value of `right`) at up to _NUM_POINTS points, skipping points where one is undefined."""
     for number in range(_NUM_POINTS if names else 1):
         point = {name: _coordinate(name, number) for name in names}
         with mpmath.workprec(_PRECISION):
@@ -77,10 +77,10 @@ def _values(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, V
 
 
 def _coordinate(name: str, number: int) -> Fraction:
-    """Return the value of a variable at a point.
+    """Return the value of the variable `name` at test point `number`.
 
-    The size is below 1 at points 0 to 2, and up to 9 or 1000 at the others; points 6 and 7 are negative, points 8 and 9
-    have either sign.
+    The absolute value is below 1 at points 0 to 2, and up to 9 or 1000 at the other points; the value is negative at
+    points 6 and 7, and has either sign at points 8 and 9.
     """
     draw = xxhash.xxh3_64_intdigest(f"{name} {number}".encode())
     size = Fraction(draw % 7919 + 1, 7927)
@@ -91,11 +91,11 @@ def _coordinate(name: str, number: int) -> Fraction:
 
 
 def evaluate(node: Node, point: dict[str, Fraction]) -> Value:
-    """Return the value of an expression at a point.
+    """Return the value of an expression at a point (variable name -> value).
 
     Raises:
         ExpressionError: the value is too large to compute.
-        ZeroDivisionError: the expression has no value at this point.
+        ZeroDivisionError: the expression is undefined at this point.
     """
     operation, *operands = node
     if operation == "number":
@@ -122,7 +122,7 @@ def _to_float(value: Value) -> Value:
 
 
 def _to_common_type(a: Value, b: Value) -> tuple[Value, Value]:
-    """Return both as Fractions, or both as floats of mpmath."""
+    """Return `a` and `b` as Fractions if both are rational, else both as floats of mpmath."""
     is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
     return (a, b) if is_exact else (_to_float(a), _to_float(b))
 
@@ -175,7 +175,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def root(value: Value, degree: Value) -> Value:
-    """Return the root; for a negative number and an odd degree, the real one."""
+    """Return the root of `value`; for a negative value and an odd degree, the real root."""
     if _is_zero(degree):
         raise ZeroDivisionError
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree.numerator % 2 == 1
@@ -212,7 +212,7 @@ def floor(value: Value) -> Value:
     return Fraction(math.floor(value) if isinstance(value, Fraction) else int(mpmath.floor(mpmath.re(value))))
 
 
-def function(name: str, value: Value) -> Value:
+def call_mpmath_function(name: str, value: Value) -> Value:
     """Call a function of mpmath by its LaTeX name."""
     value = _to_float(value)
     if abs(value) > MAX_BITS:
@@ -242,5 +242,5 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     "ln": log,
     "log": log,
     "exp": lambda value: power(+mpmath.e, value),
-    **{name: partial(function, name) for name in FUNCTIONS if name not in ("ln", "log", "exp")},
+    **{name: partial(call_mpmath_function, name) for name in FUNCTIONS if name not in ("ln", "log", "exp")},
 }

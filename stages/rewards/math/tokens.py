@@ -1,4 +1,4 @@
-"""Tokenizer for mathematical answers in LaTeX or plain text, with one canonical spelling per symbol.
+"""Tokenize mathematical answers in LaTeX or plain text, with one canonical spelling per symbol.
 
 A token is a number (`12.5`), a letter (`x`), a run of capitals (`ABC`), a command (`\\pi`), a symbol (`+`), or a word.
 Words have the prefix `"`, as do letters inside `\\text{}`: `12\\,\\text{cm}` is `12`, `"cm`. Spaces, math delimiters
@@ -91,7 +91,7 @@ _CIRCLE = re.compile(r"\^\s*(?:\{\s*)?(?:\\[,;! ]\s*)*\\circ\b\s*\}?|\\circ\b|\\
 
 
 def tokenizations(text: str) -> list[list[str]]:
-    """Return the possible tokenizations of `text`: one with 1,234 as a number and, if `text` contains such a comma, one
+    """Return the possible tokenizations of `text`: with 1,234 as one number and, if `text` contains such a comma, also
     with 1 and 234 as two numbers."""
     text = _GROUPED.sub(lambda match: _NOT_DIGITS.sub("", match.group()), text)
     joined = _COMMAS.sub(lambda match: match.group().replace(",", ""), text)
@@ -132,8 +132,8 @@ def tokenize(text: str) -> list[str]:
 def _split_letters(run: str, in_text: bool, after_number: bool) -> list[str]:
     """Return the tokens of a run of letters: a word, a command, capitals, or the letters of a product.
 
-    A run of more than two letters is a product only if the letters are in alphabetical order, because "stop" and "pots"
-    would be equal as products.
+    A run of more than two letters counts as a product only if the letters are in alphabetical order; otherwise it is a
+    word, because as products "stop" and "pots" would be equal.
     """
     if run.lower() in ("and", "or"):
         return [","]

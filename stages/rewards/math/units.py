@@ -1,6 +1,6 @@
-"""Units at the end of an answer: `12\\,\\text{cm}` is the number 12 with the unit cm.
+"""Split off and compare units at the end of an answer: `12\\,\\text{cm}` is the number 12 with the unit cm.
 
-A value without a unit is equal to the same value with any unit.
+A value without a unit counts as equal to the same value with any unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONNECTORS = ("/", "^", "-", r"\cdot", "{", "}", "(", ")")
 
 
 def split_unit(tokens: list[str]) -> tuple[list[str], str]:
-    """Return the tokens of the value, and the unit in canonical spelling, or "" without a unit."""
+    """Split an answer into the tokens of its value and its unit in canonical spelling ("" without a unit)."""
     unit = ""
     currency = next((token for token in tokens[:2] if token in _CURRENCIES), None)
     if currency is not None:
@@ -44,7 +44,7 @@ def split_unit(tokens: list[str]) -> tuple[list[str], str]:
     value, name = tokens[:begin], _normalize_unit(suffix)
     has_digits = any(character.isdigit() for token in value for character in token)
     has_letters = any(token.isalpha() or token.startswith("\\") for token in value)
-    # The degrees of \sin 30^\circ belong to the argument of the function.
+    # In \sin 30^\circ, the degrees belong to the argument of the function.
     has_function = any(token[1:] in FUNCTIONS for token in value if token.startswith("\\"))
     if has_function or not (has_digits or (has_letters and name.partition("^")[0] in _ALIASES)):
         return tokens, unit
@@ -52,7 +52,7 @@ def split_unit(tokens: list[str]) -> tuple[list[str], str]:
 
 
 def _is_unit(suffix: list[str]) -> bool:
-    """Return whether the tokens are words with exponents and slashes; `2 hours 30 minutes` is not one unit."""
+    """Return whether the tokens are one unit: words with exponents and slashes, but not `hours 30 minutes`."""
     for before, token in zip(["", *suffix], suffix):
         is_exponent = token.isdigit() and (before in ("^", "-") or before == "{")
         if not (
@@ -67,7 +67,7 @@ def _is_unit(suffix: list[str]) -> bool:
 
 
 def _normalize_unit(suffix: list[str]) -> str:
-    """Return the canonical spelling: cm^2 for `square centimeters` and `cm^{2}`, m/s for `meters per second`."""
+    """Return a unit's canonical spelling: cm^2 for `square centimeters` and `cm^{2}`, m/s for `meters per second`."""
     parts: list[str] = []
     power = ""
     for token in suffix:
@@ -93,7 +93,7 @@ def _normalize_unit(suffix: list[str]) -> str:
 def same_quantity(left: Node, left_unit: str, right: Node, right_unit: str) -> bool:
     """Return whether two values with units are equal.
 
-    Units must be the same, or absent on one side; 50 % is equal to 50 and to 0.5.
+    The units must be the same, or missing on one side; 50 % is equal to 50 and to 0.5.
     """
     if left_unit and right_unit and left_unit != right_unit:
         return False

@@ -1,6 +1,6 @@
-"""Record a conversation as one sample: the model's tokens are kept, and only new messages are rendered and tokenized.
+"""Record a chat with the model as one sample: only new messages are rendered and tokenized.
 
-EngineCalls generates and enforces the length limits; chat_format.py renders.
+EngineCalls generates replies and enforces the length limits; chat_format.py renders messages.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from penstock.storage.samples.sample import Status
 
 @dataclass(frozen=True)
 class Turn:
-    """Position and status of one reply of the model."""
+    """Position and status of one reply of the model in a conversation."""
 
     num_messages: int  # messages of the conversation up to and including the reply
     num_tokens: int  # tokens of the sample up to the end of the reply
-    num_written: int  # tokens of the reply itself
+    num_written: int  # tokens that the model generated for the reply
     status: Status  # COMPLETED, or TRUNCATED if the reply reached a length limit
 
 
 class Conversation:
-    """A chat with the model, recorded as exact tokens.
+    """A chat with the model, recorded in a sample as the exact tokens.
 
-    If the template drops parts of earlier replies (mostly reasoning), the sample keeps them: its tokens are exactly
-    those that the model has seen.
+    If the chat template drops parts of earlier replies (mostly reasoning), the sample keeps these parts: its tokens are
+    exactly those that the model has seen and generated.
 
     Args:
         handle: sends requests to the engines of the round.
-        sample: the sample that replies and messages are appended to. Its prompt is the first message, unless the first
-            call of `reply` passes other messages.
-        tools: tool definitions in OpenAI's form, for the template; tool calls in the replies are parsed.
-        template_options: additional variables of the template, e.g. {"enable_thinking": False}.
+        sample: the sample to which replies and messages are appended. The sample's prompt is the first user message,
+            unless the first call of `reply` passes messages.
+        tools: tool definitions in OpenAI's format, for the chat template; if given, tool calls are parsed from replies.
+        template_options: additional variables of the chat template, e.g. {"enable_thinking": False}.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Conversation:
         self.tools, self.template_options = list(tools or ()), dict(template_options or {})
         self.messages: list[Message] = []  # all messages so far, including replies
         self.turns: list[Turn] = []
-        self.num_inherited = 0  # turns shared with the conversation it was forked from
-        self._num_opening = 0  # messages before the first reply
+        self.num_inherited = 0  # number of turns shared with the conversation from which this one was forked
+        self._num_opening = 0  # number of messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
         """Return the model's reply to `messages`: {"role": "assistant", "content": ..., "tool_calls": ...}.
@@ -62,12 +62,12 @@ class Conversation:
         round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
 
         Args:
-            messages: the messages since the last reply; in the first call the whole conversation, or nothing to use the
-                sample's prompt.
+            messages: the messages since the last reply. In the first call: the whole conversation so far, or no
+                messages to use the sample's prompt.
             sampling: SGLang's sampling parameters, for this reply only.
 
         Raises:
-            ValueError: the template or the engine rejects the messages.
+            ValueError: the chat template or the engine rejects the messages.
         """
         sample = self.sample
         num_tokens, response = len(sample.token_ids), sample.response
@@ -76,7 +76,7 @@ class Conversation:
             if not self.turns:
                 if messages:
                     self._set_prompt(opening)
-            elif not self.handle.append(sample, self._encode_following(messages)):
+            elif not self.handle.append(sample, self._encode_new_messages(messages)):
                 return {"role": "assistant", "content": ""}
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
@@ -97,12 +97,12 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation that starts with the first `num_turns` turns of this one. The shared turns are
-        trained on only in this conversation.
+        """Return a new conversation that starts with the first `num_turns` turns of this conversation. The shared turns
+        are trained on only in this conversation, not in the new one.
 
         Args:
-            num_turns: number of shared turns, at least one.
-            blank: the sample of the new conversation; the shared turns become its prompt.
+            num_turns: number of turns to share, at least one.
+            blank: sample without a response, for the new conversation; the shared turns become its prompt.
         """
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
@@ -117,18 +117,18 @@ class Conversation:
         return chat_format(self.handle.tokenizer)
 
     def _set_prompt(self, messages: Sequence[Message]) -> None:
-        """Make `messages` the sample's prompt."""
-        text = self._format.opening(messages, self.tools, self.template_options)
+        """Replace the sample's prompt by the rendered `messages`."""
+        text = self._format.render_opening(messages, self.tools, self.template_options)
         self.sample.restart(text, self.handle.tokenizer.encode([text])[0])
 
-    def _encode_following(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
         opening = self.messages[: self._num_opening]
-        between = self._format.following(opening, self.messages[-1], messages, self.tools, self.template_options)
+        between = self._format.render_between(opening, self.messages[-1], messages, self.tools, self.template_options)
         last = self.sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
-        return self._format.following_ids(*between, last)
+        return self._format.encode_between(*between, last)
 
     def _parse_reply(self, token_ids: list[int], stops: str | Sequence[str]) -> Message:
-        text = self._format.written(token_ids, ended=self.sample.status is Status.COMPLETED)
+        text = self._format.decode_reply(token_ids, ended=self.sample.status is Status.COMPLETED)
         for stop in [stops] if isinstance(stops, str) else stops:
             text = text.partition(stop)[0]
         if not self.tools or self.sample.status is Status.ABORTED:
@@ -136,7 +136,7 @@ class Conversation:
         content, calls = parse_tool_calls(text, self.tools)
         if not calls:
             return {"role": "assistant", "content": text}
-        # Kimi K2's template writes the ids of calls and requires this form; other templates accept any id.
+        # Kimi K2's chat template writes the ids of tool calls and requires this format; other templates accept any id.
         num_calls = sum(len(message.get("tool_calls") or ()) for message in self.messages)
         return {
             "role": "assistant",

@@ -1,10 +1,10 @@
 """Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
-and the list of models. Agents need no knowledge of training; session.py turns their requests into samples.
+and the list of models. Agents need not know about training; session.py turns their requests into samples.
 
 The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
-the server. Every session has an API key that each of its requests must send, because the URL may be visible in a
-command line; the Host header is checked to prevent DNS rebinding. The run sets the sampling parameters, not the agent:
-the trainer computes the probability of every token at the run's temperature, and samples of one prompt must differ.
+the server. Every session has an API key that each request must send, because the URL may be visible in a command line;
+the Host header is checked to prevent DNS rebinding. The run sets the sampling parameters, not the agent: the trainer
+computes log-probs at the run's temperature, and the samples of a prompt must differ.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.storage.samples.sample import Status
 
 logger = logging.getLogger(__name__)
 
-MODEL = "policy"  # name in the list of models; requests may give any model name
+MODEL = "policy"  # model name in GET /models; requests may give any model name
 MAX_REQUEST_BYTES = 64 * 2**20
-# Request parameters that are ignored -> the value that needs no warning. None needs no warning either.
+# Ignored request parameters -> their default. A request with another value than the default or None logs a warning.
 IGNORED = {
     "seed": None,
     "presence_penalty": 0,
@@ -44,11 +44,11 @@ IGNORED = {
 
 
 class OpenAIEndpoint:
-    """The HTTP server. It starts when the first session is created.
+    """An OpenAI-compatible HTTP server for agents. The server starts when the first session is created.
 
     Args:
         handle: sends requests to the engines of the round.
-        port: port on 127.0.0.1; 0 finds a free one.
+        port: port on 127.0.0.1; 0 selects a free port.
     """
 
     def __init__(self, handle: EngineCalls, port: int = 0) -> None:
@@ -68,7 +68,7 @@ class OpenAIEndpoint:
         self._closing: asyncio.Event | None = None
 
     def session(self, sample: UserSample) -> AgentSession:
-        """Return a new session, for one execution of an agent on `sample`. Thread-safe.
+        """Return a new session for one execution of an agent on the prompt of `sample`. Thread-safe.
 
         Raises:
             EngineError: the server cannot listen on the port.
@@ -76,7 +76,7 @@ class OpenAIEndpoint:
         """
         with self._lock:
             if self._closed:
-                raise SessionClosed("the round is over")
+                raise SessionClosed("the round is over: start no further agent")
             if self._thread is None:
                 self._start_server()
         name = secrets.token_urlsafe(16)
@@ -87,7 +87,7 @@ class OpenAIEndpoint:
         return session
 
     def end(self, trajectory_id: str) -> None:
-        """Close all sessions of a trajectory; further requests of its agent are refused."""
+        """Close all sessions of a trajectory; further requests of the agent are refused."""
         for session in list(self._sessions.values()):
             if session.trajectory_id == trajectory_id:
                 session.close()
@@ -116,7 +116,7 @@ class OpenAIEndpoint:
         except OSError as error:
             self._thread = None
             raise EngineError(
-                f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free one"
+                f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free port"
             ) from None
 
     def _run_server(self, listening: Future[int]) -> None:
@@ -129,9 +129,9 @@ class OpenAIEndpoint:
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._as_openai_errors])
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._convert_errors])
         app.router.add_post("/{session}/v1/chat/completions", self._chat_completions)
-        app.router.add_get("/{session}/v1/models", self._models)
+        app.router.add_get("/{session}/v1/models", self._list_models)
         # If an agent disconnects (after a timeout, for instance), its request is cancelled and not recorded.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
@@ -145,8 +145,8 @@ class OpenAIEndpoint:
             await runner.cleanup()
 
     @web.middleware
-    async def _as_openai_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Return errors in OpenAI's format, with a header that tells clients not to retry."""
+    async def _convert_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Handle a request; convert errors to OpenAI's format, with a header that tells clients not to retry."""
         try:
             self._check_access(request)
             return await handler(request)
@@ -165,8 +165,8 @@ class OpenAIEndpoint:
             return _error_response(500, f"{type(error).__name__}: {error}", "server_error")
 
     def _check_access(self, request: web.Request) -> None:
-        """Check the Host header (else HTTP 403) and the session's API key (else HTTP 401). The handler of the request
-        reports a session that is unknown or closed."""
+        """Check the Host header (HTTP 403 if it is wrong) and the session's API key (HTTP 401 if it is wrong). A
+        session that is unknown or closed is reported later, by the handler of the request."""
         if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
             raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
         session = self._sessions.get(request.match_info.get("session", ""))
@@ -178,7 +178,7 @@ class OpenAIEndpoint:
                 reason="the API key is missing or belongs to another session: give the client session.api_key"
             )
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, request: web.Request) -> web.Response:
         self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}
         return web.json_response({"object": "list", "data": [model]})
@@ -195,8 +195,8 @@ class OpenAIEndpoint:
         except json.JSONDecodeError as error:
             raise ValueError(f"the request is not JSON ({error})") from None
         messages = _checked_messages(body)
-        self._log_ignored(body)
-        sampling: dict[str, Any] = {}  # the sampling parameters that a request may set, under SGLang's names
+        self._warn_of_ignored_parameters(body)
+        sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under SGLang's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
             sampling["max_new_tokens"] = int(limit)
         if stop := body.get("stop"):
@@ -207,12 +207,12 @@ class OpenAIEndpoint:
             template_options=body.get("chat_template_kwargs"),
             **sampling,
         )
-        completion = self._completion(body, answer)
+        completion = self._completion_body(body, answer)
         return (
             await _stream_completion(request, body, completion) if body.get("stream") else web.json_response(completion)
         )
 
-    def _log_ignored(self, body: dict[str, Any]) -> None:
+    def _warn_of_ignored_parameters(self, body: dict[str, Any]) -> None:
         for name, default in self._defaults.items():
             if (
                 body.get(name) not in (None, default)
@@ -221,12 +221,12 @@ class OpenAIEndpoint:
             ):
                 self._logged.add(name)
                 logger.warning(
-                    "an agent requested %s=%s: ignored, the run's setting is used (logged once per parameter)",
+                    "an agent requested %s=%s; using the setting of the run instead (logged once per parameter)",
                     name,
                     str(body[name])[:80],
                 )
 
-    def _completion(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    def _completion_body(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
         turn, sample = answer.turn, answer.conversation.sample
         reason = "tool_calls" if "tool_calls" in answer.message else "stop"
         choice = {
@@ -255,7 +255,7 @@ class OpenAIEndpoint:
 
 
 def _checked_messages(body: Any) -> list[dict[str, Any]]:
-    """Return the messages of a request, after checking them. Raises ValueError for an invalid request."""
+    """Return the messages of a chat request, after checking them. Raises ValueError for an invalid request."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError("the request has no messages: send `messages`, a list of at least one message")
@@ -269,13 +269,13 @@ def _checked_messages(body: Any) -> list[dict[str, Any]]:
                 )
     if body.get("n") not in (None, 1):
         raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
-    # "developer" is OpenAI's newer role name, which templates of open models do not know.
+    # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
     return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 def _error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return web.json_response(body, status=status, headers={"x-should-retry": "false"})  # the openai package obeys it
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})  # obeyed by the openai package
 
 
 async def _stream_completion(

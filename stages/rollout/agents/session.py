@@ -1,10 +1,10 @@
-"""Turn an agent's chat requests into conversations; each conversation is one sample.
+"""Turn an agent's chat requests into conversations; each conversation becomes one sample.
 
-Every request sends the whole list of messages. If the list continues a recorded conversation after its last reply, the
-request is appended to that conversation. If it continues from an earlier reply (a retry, or a second agent working in
-parallel), a fork is created that starts with the shared turns; these are trained on only in the original conversation.
-If it shares no reply with any conversation (a subagent, a summarized history), a new conversation is created.
-endpoint.py serves HTTP.
+Every request contains the whole list of messages. If the list continues a recorded conversation after its last reply,
+the new messages are appended to that conversation. If the list continues after an earlier reply (a retry, or agents
+working in parallel), a fork of the conversation is created that starts with the shared turns; the shared turns are
+trained on only in the original conversation. If the list shares no reply with any conversation (a subagent, a
+summarized history), a new conversation is created. endpoint.py serves HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from penstock.stages.rollout.agents.conversation import Conversation, Turn
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.chat_format import Message, text_of
+from penstock.stages.rollout.text.chat_format import Message, content_as_text
 from penstock.storage.samples.sample import Status
 
 
@@ -33,7 +33,7 @@ class ContextLengthError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply of the model, with the conversation that it was appended to and its turn (the position of its tokens)."""
+    """A reply of the model, with the conversation to which it was appended and its position there (turn)."""
 
     message: Message
     conversation: Conversation
@@ -41,17 +41,17 @@ class Answer:
 
 
 class AgentSession:
-    """One execution of an agent, for one sample.
+    """One execution of an agent on the prompt of one sample.
 
-    Used as a context manager around the agent, the session closes at the end of the block. An exception of the agent is
-    suppressed if its last request was refused because the context was full or the round was over: a full context
-    truncates the sample, as it does any response.
+    Used as a context manager around the agent, the session closes at the end of the `with` block. An exception in the
+    block is suppressed if the agent's last request was refused because the context was full or the round was over: a
+    full context truncates the sample, like any other response.
 
     Args:
         handle: sends requests to the engines of the round.
-        sample: the prompt that the agent works on. Its tokens do not change; `samples` returns the results.
+        sample: the prompt for the agent. Its tokens are not changed; `samples` returns the results.
         base_url: URL for the agent's OpenAI client.
-        api_key: API key for the client; every request must send it.
+        api_key: API key for the OpenAI client; every request must send this key.
         on_close: called when the session closes.
     """
 
@@ -82,11 +82,11 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one chat request. Several may run concurrently, all in the same event loop.
+        """Answer one chat request. Several requests may run concurrently, all in the same event loop.
 
         Args:
             messages: the whole conversation, as the agent sends it.
-            tools: tool definitions in OpenAI's form.
+            tools: tool definitions in OpenAI's format.
             template_options: additional variables of the chat template.
             sampling: SGLang's sampling parameters.
 
@@ -94,7 +94,7 @@ class AgentSession:
             ValueError: the request is invalid.
             ContextLengthError: the conversation has reached the length limit.
             SessionClosed: the session is closed, or the round is over.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed; this ends the round (see
+            RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round (see
                 EngineCalls.generate).
         """
         conversation, known = self._find_or_create(messages, tools, template_options or {})
@@ -105,7 +105,7 @@ class AgentSession:
                 raise SessionClosed("the session of this agent is closed: send no further requests")
             message = await conversation.reply(messages[known:], **sampling)
             if conversation.sample.status is Status.ABORTED:
-                self._sample.status = Status.ABORTED  # even if the agent fails because of it
+                self._sample.status = Status.ABORTED  # even if the agent then fails because of the abort
                 self._sample.aborted = True
                 raise SessionClosed("generation was aborted because the round has enough samples: do not retry")
             if len(conversation.turns) == num_turns:
@@ -127,10 +127,10 @@ class AgentSession:
         self._on_close()
 
     def samples(self) -> list[UserSample]:
-        """Close the session; return one sample per conversation, in order of creation. Thread-safe.
+        """Close the session, and return one sample per conversation in order of creation. Thread-safe.
 
-        If the round aborted a request, the only element is the original sample with status ABORTED. If no request was
-        answered, it is the original sample with status FAILED and the reason in `metadata["error"]`.
+        If the round aborted a request, return only the original sample, with status ABORTED. If no request was
+        answered, return only the original sample, with status FAILED and the reason in `metadata["error"]`.
         """
         self.close()
         answered = [
@@ -146,8 +146,8 @@ class AgentSession:
         return [self._completed_sample(conversation) for conversation in answered]
 
     def _completed_sample(self, conversation: Conversation) -> UserSample:
-        """Return the sample of a conversation up to its last complete reply. A request in flight that the agent did not
-        wait for is cut off."""
+        """Return the sample of a conversation up to its last complete reply, without the tokens of a request that is
+        still in flight."""
         sample, turn = copy.copy(conversation.sample), conversation.turns[-1]
         sample.metadata = dict(sample.metadata)
         sample.token_ids = sample.token_ids[: turn.num_tokens]
@@ -164,8 +164,8 @@ class AgentSession:
     def _find_or_create(
         self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]
     ) -> tuple[Conversation, int]:
-        """Return the conversation that `messages` continue (forked or created if needed), and how many of the messages
-        it already contains."""
+        """Return the conversation that `messages` continue (forked or created if needed), and how many of `messages`
+        this conversation already contains."""
         keys = [_message_key(message) for message in messages]
         # (number of shared messages, whether they end at the last reply, conversation, number of shared turns)
         best: tuple[int, bool, Conversation, int] | None = None
@@ -187,9 +187,9 @@ class AgentSession:
 
 
 def _message_key(message: Message) -> tuple[str, ...]:
-    """Return a key that is equal for messages with the same meaning to the model. Agents may trim the white space of
-    replies and reformat the arguments of tool calls."""
-    text = text_of(message)
+    """Return a key for comparing messages: agents may trim the white space of replies and reformat the arguments of
+    tool calls, which does not change the key."""
+    text = content_as_text(message)
     calls = [
         (call["function"]["name"], _normalize_arguments(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -1,7 +1,7 @@
-"""Parse tool calls from a model's text, in the formats of common chat models, without knowing which model it is.
+"""Parse tool calls from a model's reply; tries the formats of all common chat models.
 
-A call that cannot be parsed (broken JSON, a truncated call) stays in the text of the reply, where the agent sees it.
-Decoding is not constrained by a grammar.
+A tool call that cannot be parsed (invalid JSON, a truncated call) stays in the text of the reply, which the agent sees.
+Generation is not constrained by a grammar.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Tools = Sequence[dict[str, Any]]  # OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}
+# Tool definitions in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
+Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -23,33 +24,33 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-Read = Callable[["re.Match[str]", Tools], ToolCall | None]  # parses a match of a pattern; None: it is not a call
+CallParser = Callable[["re.Match[str]", Tools], ToolCall | None]  # parses a match of a pattern; None: not a tool call
 
 
 def parse_tool_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls in order.
+    """Return the text without its tool calls, and the parsed tool calls in order.
 
     Args:
         text: reply of the model, without its end token.
-        tools: tools offered to the model. In formats without tags (Llama, GLM-4), text is a call only if it names one
-            of these tools.
+        tools: tools offered to the model. In formats without tags (Llama, GLM-4), a text counts as a tool call only if
+            it names one of these tools.
     """
     for pattern, read in TAGGED:
         calls, rest, end = [], "", 0
-        for match, call in _matched_calls(pattern, read, text, tools):
+        for match, call in _find_calls(pattern, read, text, tools):
             calls.append(call)
             rest, end = rest + text[end : match.start()], match.end()
         if calls:
             return SECTION_TAGS.sub("", rest + text[end:]).strip(), calls
     for pattern, read in UNTAGGED:
-        for _, call in _matched_calls(pattern, read, text, tools):
+        for _, call in _find_calls(pattern, read, text, tools):
             if any(call.name == _function_schema(tool).get("name") for tool in tools):
                 return "", [call]
     return text, []
 
 
-def _matched_calls(
-    pattern: re.Pattern[str], read: Read, text: str, tools: Tools
+def _find_calls(
+    pattern: re.Pattern[str], read: CallParser, text: str, tools: Tools
 ) -> Iterator[tuple[re.Match[str], ToolCall]]:
     for match in pattern.finditer(text):
         if (call := read(match, tools)) is not None:
@@ -84,7 +85,7 @@ def _parse_name_and_json(match: re.Match[str], tools: Tools) -> ToolCall | None:
 
 
 def _parse_name_and_pairs(match: re.Match[str], tools: Tools) -> ToolCall:
-    """Parse GLM-4.5's <arg_key>/<arg_value> pairs: a value is JSON, but text is written without quotes."""
+    """Parse GLM-4.5's <arg_key>/<arg_value> pairs: values are JSON, except that strings have no quotes."""
     schemas = [_function_schema(tool) for tool in tools if _function_schema(tool).get("name") == match[1]]
     properties = ((schemas[0].get("parameters") or {}).get("properties") or {}) if schemas else {}
     arguments: dict[str, Any] = {}
@@ -94,11 +95,11 @@ def _parse_name_and_pairs(match: re.Match[str], tools: Tools) -> ToolCall:
             try:
                 arguments[key] = json.loads(value)
             except json.JSONDecodeError:
-                continue  # plain text
+                continue  # not JSON: a string
     return ToolCall(match[1], arguments)
 
 
-def _call_format(pattern: str, read: Read) -> tuple[re.Pattern[str], Read]:
+def _call_format(pattern: str, read: CallParser) -> tuple[re.Pattern[str], CallParser]:
     return re.compile(pattern, re.DOTALL), read
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.custom_generation import find_generate_function
+from penstock.stages.rollout.plugins.custom_generation import load_generate_function
 from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, load_data_source
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks
 
 
 def check_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
-    """Check that all user-defined functions load and have the right signature. For an evaluation, only the generate
-    function is checked, because an evaluation ignores the others.
+    """Check that all user-defined functions of a rollout load and have the right signature. For an evaluation, check
+    only the generate function, because an evaluation ignores the other functions.
 
     Raises:
         PluginError: a function does not load or has the wrong signature; the message names the first such function.
     """
     if config.custom_generate_function_path:
-        find_generate_function(config.custom_generate_function_path)
+        load_generate_function(config.custom_generate_function_path)
     if evaluation:
         return
     load_group_filter(config)

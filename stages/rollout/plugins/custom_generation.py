@@ -1,12 +1,12 @@
-"""Generate responses with a user-defined function (`--custom-generate-function-path`). It has one of the forms
+"""Generate responses with a user-defined function (`--custom-generate-function-path`), in one of these forms:
 
-    async def generate(args, sample, sampling_params) -> sample       gets one sample; returns it, or a list of samples
+    async def generate(args, sample, sampling_params) -> sample       returns the given sample, or a list of samples
     async def generate(args, sample, sampling_params, evaluation)
     async def generate(args, samples, evaluation=False) -> samples    gets all pending samples of a prompt
 
-with or without `async`. In every form, a parameter named `engine` gets the `EngineHandle`, which is also `args.engine`.
-Return values are checked (user_sample.py). An exception, a timeout or an invalid return value fails only the sample
-that it concerns, with the reason in `metadata["error"]`. Engine failures end the round.
+`async` is optional. In every form, a parameter named `engine` gets the `EngineHandle`, which is also `args.engine`.
+Return values are checked (user_sample.py). If the function raises, exceeds its timeout or returns an invalid value,
+only the samples of that call fail, with the reason in `metadata["error"]`. If an engine fails, the round fails.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient
-from penstock.stages.plugins import check_signature, load_function, name_of
-from penstock.stages.rewards.outcome import failed, parse_reward
+from penstock.stages.plugins import check_signature, describe_function, load_function
+from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
@@ -33,18 +33,18 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample, Status
 
-OPTIONAL = ("evaluation", "engine")  # arguments that are passed by name if the function has parameters of these names
+OPTIONAL = ("evaluation", "engine")  # passed as keyword arguments if the function has parameters of these names
 
 
 @dataclass(frozen=True)
 class GenerateFunction:
     """A user-defined generate function whose signature has been checked."""
 
-    name: str  # for messages
+    name: str  # for error messages
     function: Callable[..., Any]
-    takes_list: bool  # it gets all pending samples of a prompt, not one sample
-    sampling: str | None  # name of the parameter that gets the sampling parameters; None: it has no such parameter
-    optional: frozenset[str]  # names in OPTIONAL that the function has as parameters
+    takes_list: bool  # the function gets all pending samples of a prompt, instead of one sample
+    sampling: str | None  # name of the function's parameter for the sampling parameters; None: no such parameter
+    optional: frozenset[str]  # parameters of the function that are named in OPTIONAL
 
     @property
     def is_async(self) -> bool:
@@ -54,19 +54,21 @@ class GenerateFunction:
 
     @property
     def continues_partial(self) -> bool:
-        """Whether the function can continue an aborted sample (it sets `continues_partial`); otherwise such a sample
-        restarts."""
+        """Whether the function can continue an aborted sample (its attribute `continues_partial` is true); otherwise an
+        aborted sample restarts from its prompt."""
         return bool(getattr(self.function, "continues_partial", False))
 
 
-def find_generate_function(path: str) -> GenerateFunction:
-    """Load the generate function that `path` names.
+def load_generate_function(path: str) -> GenerateFunction:
+    """Load the user-defined generate function that `path` names.
 
     Raises:
         PluginError: the function does not load, or has none of the forms in the module docstring.
     """
-    function = load_function(path, usual_name="generate", usual=lambda value: value.__name__ == "custom_generate")
-    name = name_of(function, path)
+    function = load_function(
+        path, default_name="generate", is_candidate=lambda value: value.__name__ == "custom_generate"
+    )
+    name = describe_function(function, path)
     if inspect.isclass(function):
         raise PluginError(f"{name} is a class: name a function")
     parameters = inspect.signature(function).parameters.values()
@@ -96,14 +98,14 @@ def find_generate_function(path: str) -> GenerateFunction:
 
 
 class CustomGeneration:
-    """Generates the samples of a group with the user-defined function. An async context manager, to be entered in the
-    event loop of `client`.
+    """Generates the samples of a group with a user-defined generate function. Use it as an async context manager, in
+    the event loop of `client`.
 
     Args:
-        config: names the function; its options are the function's `args`.
+        config: names the function; all options are passed to the function as attributes of `args`.
         client: client of the engines.
         tokenizer: tokenizer of the policy.
-        round: the round that is generated.
+        round: the round for which samples are generated.
 
     Raises:
         PluginError: the function does not load, or has none of the supported forms.
@@ -117,10 +119,10 @@ class CustomGeneration:
         self.round = round
         self.tokenizer = tokenizer
         self.handle = EngineHandle(client, tokenizer, config, round)
-        self.function = find_generate_function(config.custom_generate_function_path)
+        self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
         self._runner = PluginRunner(self.name, is_async=self.function.is_async)
-        # `args.sglang_router_ip` and `_port`, as in slime: where the function may send requests (router or an engine)
+        # As in slime, the function may send requests to args.sglang_router_ip and _port: the router, or an engine.
         address = urlsplit((client.router and client.router()) or next(iter(client.urls), ""))
         self._args = SimpleNamespace(
             **config.model_dump(),
@@ -149,8 +151,8 @@ class CustomGeneration:
         return self.handle.num_cached_tokens
 
     async def __call__(self, samples: Group) -> Group:
-        """Return the generated samples. Each is followed by the further samples that the function returned for it;
-        samples that are not pending are unchanged.
+        """Return the group's samples with their responses. A sample is followed by any further samples that the
+        function returned for it; samples that are not pending are unchanged.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
@@ -165,12 +167,12 @@ class CustomGeneration:
         return [part for sample in samples for part in by_id.get(sample.sample_id, [sample])]
 
     async def abort(self) -> None:
-        """Abort the requests to the engines, then cancel the calls of the function that still run."""
+        """Abort the requests to the engines, then cancel the calls of the function that are still running."""
         await self.handle.client.abort()
         await self._runner.stop()
 
     async def _generate(self, origins: Group) -> list[Group]:
-        """Call the function once for the samples `origins`; return, for each of them, the list of generated samples."""
+        """Call the function once with the samples `origins`, and return a list of generated samples for each."""
         options: dict[str, Any] = {"evaluation": self.round.kind == "eval", "engine": self.handle}
         options = {name: options[name] for name in self.function.optional}
         if self.function.sampling:
@@ -191,7 +193,7 @@ class CustomGeneration:
             parts = self._split_by_origin(origins, returned)
         except Cancelled:
             return [[_aborted_copy(sample)] for sample in origins]
-        except PluginError as error:  # if the round aborted a request, that is the cause of the failure
+        except PluginError as error:  # if the round aborted a request, the abort caused the failure
             if any(view.aborted for view in views):
                 return [[_aborted_copy(sample)] for sample in origins]
             parts = [str(error)] * len(origins)
@@ -206,7 +208,7 @@ class CustomGeneration:
         ]
 
     def _sample_for_function(self, sample: Sample) -> UserSample:
-        """Return the copy of a sample that is passed to the function."""
+        """Return a copy of `sample` for the function, without a response that the function cannot continue."""
         view = UserSample.of(sample, sample.metadata.get("num_prompt_tokens"))
         view.metadata.pop("num_prompt_tokens", None)
         if any(view.loss_mask) and not self.function.continues_partial:
@@ -214,7 +216,7 @@ class CustomGeneration:
         return view
 
     def _split_by_origin(self, origins: Group, returned: Any) -> list[Group | str]:
-        """Return, for every sample of `origins`, the samples that the function returned for it, or an error message."""
+        """Return, for every sample of `origins`, the samples that the function returned for it, or an error text."""
         listed = returned if isinstance(returned, list | tuple) else [returned]
         others = [part for part in listed if not isinstance(part, Sample)]
         if others or not listed or (self.function.takes_list and listed is not returned):
@@ -230,8 +232,9 @@ class CustomGeneration:
         ]
 
     def _checked_trajectory(self, origin: Sample, parts: Group) -> Group:
-        """Return the checked samples of one trajectory. If one of them was aborted, return only `origin`, as aborted;
-        an aborted single sample keeps its tokens if the function continues partial samples."""
+        """Check and return the samples `parts` that the function returned for `origin`. If any part was aborted, return
+        only `origin` with status aborted; a single aborted part is returned with its tokens if the function can
+        continue it."""
         aborted = any(part.status == Status.ABORTED or getattr(part, "aborted", False) for part in parts)
         if aborted and (len(parts) > 1 or not self.function.continues_partial):
             return [_aborted_copy(origin)]
@@ -245,11 +248,11 @@ class CustomGeneration:
         return samples
 
     def _checked_part(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
-        """Check a returned sample and return it with the ids of `origin`.
+        """Check a sample that the function returned; return a plain Sample with the ids of `origin`.
 
         Raises:
             PluginError: the sample cannot be trained on.
-            RuntimeError: another weight version than the round's generated it.
+            RuntimeError: a weight version other than the round's generated the sample.
         """
         sample = replace(
             checked_sample(part),
@@ -273,7 +276,7 @@ class CustomGeneration:
                 "the returned sample has no response tokens: generate them with engine.generate, or set `tokens` and "
                 "`rollout_log_probs`"
             )
-        for version in getattr(part, "weight_versions", ()):  # reported for requests that the function sent itself
+        for version in getattr(part, "weight_versions", ()):  # of requests that the function sent without EngineHandle
             if version != self.round.weight_version:
                 raise RuntimeError(
                     f"{self.name} got a response of weights {version!r}, expected {self.round.weight_version!r}: send "
@@ -294,5 +297,5 @@ def _aborted_copy(sample: Sample) -> Sample:
 
 def _failed_copy(sample: Sample, reason: str) -> Sample:
     sample = copy_sample(sample)
-    failed(reason).apply(sample)
+    failed_outcome(reason).apply(sample)
     return sample

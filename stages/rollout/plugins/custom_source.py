@@ -2,7 +2,8 @@
 
 A data source is a class with `get_samples(num_samples)`. Methods that the class does not define come from
 RolloutDataSource, or from RolloutDataSourceWithBuffer if the class has a `buffer_filter`. Every round restores the
-state and the buffer of the source and stores them in its commit (prompts/data_source.py).
+state and the buffer of the data source from the previous commit, and stores both in its own commit
+(prompts/data_source.py).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from penstock.stages.rollout.prompts.data_source import (
     Dataset,
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
-    accepts,
+    accepts_arguments,
 )
 from penstock.storage.errors import PluginError
 
-__all__ = [  # user-defined sources import the two classes from here
+__all__ = [  # user-defined data sources import the first two classes from here
     "RolloutDataSource",
     "RolloutDataSourceWithBuffer",
     "load_buffer_filter",
@@ -28,13 +29,13 @@ __all__ = [  # user-defined sources import the two classes from here
 
 
 def load_data_source(path: str) -> type[RolloutDataSource]:
-    """Load the class that --data-source-path names. If it does not derive from RolloutDataSource, return a subclass
-    that does, for the missing methods.
+    """Load the class that --data-source-path names. If the class does not derive from RolloutDataSource, return a
+    subclass that inherits missing methods from RolloutDataSource.
 
     Raises:
-        PluginError: the class does not load, or it has no `get_samples(num_samples)`.
+        PluginError: the class does not load, or has no `get_samples(num_samples)`.
     """
-    cls = load_function(path, usual_name="RolloutDataSource")
+    cls = load_function(path, default_name="RolloutDataSource")
     if not isinstance(cls, type):
         raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
     base = RolloutDataSourceWithBuffer if hasattr(cls, "buffer_filter") else RolloutDataSource
@@ -44,7 +45,7 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
         ("buffer_filter", (None, [], 0), "args, buffer, num_samples"),
     ):
         method = getattr(cls, name, None)
-        if method is not None and not accepts(method, None, *arguments):
+        if method is not None and not accepts_arguments(method, None, *arguments):
             raise PluginError(
                 f"--data-source-path {path}: the method {name} takes other arguments: write def {name}(self, "
                 f"{parameters})"
@@ -60,8 +61,8 @@ def load_buffer_filter(path: str) -> BufferFilter:
     Raises:
         PluginError: the function does not load or has the wrong signature.
     """
-    function = load_function(path, usual_name="buffer_filter")
-    if not (accepts(function, None, 0, [], 0) or accepts(function, None, [], 0)):
+    function = load_function(path, default_name="buffer_filter")
+    if not (accepts_arguments(function, None, 0, [], 0) or accepts_arguments(function, None, [], 0)):
         raise PluginError(
             f"--buffer-filter-path {path} takes other arguments: write def "
             f"{function.__name__}(args, rollout_id, buffer, num_samples)"
@@ -72,21 +73,22 @@ def load_buffer_filter(path: str) -> BufferFilter:
 def open_data_source(
     config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
 ) -> RolloutDataSource:
-    """Create the data source of a run: the user-defined class, or RolloutDataSourceWithBuffer.
+    """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
+    RolloutDataSourceWithBuffer.
 
     Args:
-        config: names the class; passed to its `__init__` as `args` if `__init__` takes an argument.
-        dataset: the prompts.
-        buffer_filter: user-defined function that is used instead of the method `buffer_filter`.
+        config: names the class; passed to the class's `__init__` as `args` if `__init__` takes an argument.
+        dataset: the prompts of --prompt-data and the current data position.
+        buffer_filter: function to use instead of the data source's method `buffer_filter`.
 
     Raises:
-        PluginError: the class does not load (see `load_data_source`), or its `__init__` raises.
+        PluginError: the class does not load (see `load_data_source`), or its `__init__` raises an exception.
     """
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
     source = cls.__new__(cls)
     source.dataset, source.args = dataset, config
     try:
-        source.__init__(*([config] if accepts(cls.__init__, source, config) else []))  # type: ignore[misc]
+        source.__init__(*([config] if accepts_arguments(cls.__init__, source, config) else []))  # type: ignore[misc]
     except Exception as error:
         raise PluginError(
             f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; fix it"

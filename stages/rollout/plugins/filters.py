@@ -1,4 +1,4 @@
-"""Load and call dynamic sampling filters, user-defined or built in. A filter decides whether a group is trained on:
+"""Load and call dynamic sampling filters, user-defined or built-in. A filter decides whether to train on a group:
 
     def check(args, samples) -> bool            or a NumPy or torch truth value, or a DynamicFilterOutput
 
@@ -16,22 +16,22 @@ from typing import Any
 
 from penstock.stages.plugins import Plugin
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.metrics import rounded
+from penstock.stages.rollout.metrics import format_reward
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample, Status
 
 Filter = Callable[[list[Sample]], "DynamicFilterOutput"]
 GroupFilter = Callable[[list[Sample]], Awaitable["DynamicFilterOutput"]]
-_MIN_STD = 1e-6  # standard deviations up to this are rounding errors
+_MIN_STD = 1e-6  # reward standard deviations up to this value count as 0 (rounding errors)
 
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Decision of a filter: whether to train on a group, and the reason if not. Dropped groups are counted by reason.
+    """Decision of a filter: whether to train on a group, and the drop reason if not.
 
-    If `keep` is False and `keep_when_insufficient` is True, the group is still trained on if dropping it would require
-    another sampling batch.
+    If `keep` is False and `keep_when_insufficient` is True, the group is kept anyway if dropping the group would
+    require another sampling batch.
     """
 
     keep: bool
@@ -40,20 +40,20 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group whose rewards differ: otherwise a group-relative estimator gets no signal from it.
+    """Keep a group if its rewards differ: with equal rewards, group-relative advantages are zero.
 
-    Samples without a reward (failed ones) are ignored. The name and the threshold are slime's.
+    Failed samples, which have no reward, are ignored. The function name and the threshold are slime's.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(False, "no_reward")
     keep = len(rewards) > 1 and statistics.stdev(rewards) > _MIN_STD
-    return DynamicFilterOutput(keep, None if keep else f"zero_std_{rounded(rewards[0])}")
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{format_reward(rewards[0])}")
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group whose rewards differ; keep another group only if dropping it would require another sampling batch.
-    The name is slime's."""
+    """Keep a group if its rewards differ, or if dropping the group would require another sampling batch. The function
+    name is slime's."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -61,27 +61,27 @@ BUILT_IN: tuple[Callable[..., Any], ...] = (check_reward_nonzero_std, check_rewa
 
 
 def load_filter(path: str, args: Any) -> Filter:
-    """Load the filter that `path` names. It is called with copies of a group's samples and may take up to
+    """Load the filter that `path` names. The filter is called with copies of a group's samples and may take up to
     `args.reward_timeout` seconds.
 
-    A user-defined filter blocks the calling thread: from an event loop, call it with `asyncio.to_thread`.
+    A user-defined filter blocks the calling thread; from an event loop, use `asyncio.to_thread`.
 
     Args:
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
-        args: first argument of the function, a namespace of the rollout's options.
+        args: first argument of the filter: a namespace with all options of the rollout.
 
     Raises:
         PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
             the filter raises, exceeds the timeout, or returns no truth value.
     """
-    plugin = Plugin(path, ("args", "samples"), usual_name="check", timeout=args.reward_timeout)
+    plugin = Plugin(path, ("args", "samples"), default_name="check", timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:
         return lambda samples: plugin.function(args, samples)
     return lambda samples: _as_output(plugin(args, [UserSample.of(sample) for sample in samples]), plugin)
 
 
 def load_group_filter(config: RolloutConfig) -> GroupFilter:
-    """Return the dynamic sampling filter that `config` names, or one that keeps every group. A group
+    """Return the dynamic sampling filter that `config` names; without one, a filter that keeps every group. A group
     whose samples have all failed is dropped without calling the named filter."""
     path = config.dynamic_sampling_filter_path
     check = load_filter(path, SimpleNamespace(**config.model_dump())) if path else None
@@ -97,7 +97,7 @@ def load_group_filter(config: RolloutConfig) -> GroupFilter:
 
 
 def _as_output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
-    """Convert the return value of a filter. slime's DynamicFilterOutput has the same three fields as ours."""
+    """Convert the return value of a filter to a DynamicFilterOutput. slime's class has the same fields."""
     keep, reason = getattr(value, "keep", value), getattr(value, "reason", None)
     scalar = keep.item() if getattr(keep, "shape", None) == () else keep  # a NumPy or torch scalar
     if not isinstance(scalar, bool):

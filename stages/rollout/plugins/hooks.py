@@ -3,11 +3,11 @@
     def sample_hook(args, sample)                 gets each sample after generation, before grading
     def sample_filter(args, groups)               gets the kept groups of a round; sets `remove_sample` on samples that
                                                   are not trained on
-    def process_all(args, groups, data_source)    gets all groups of a round, with dropped ones; changes are ignored
+    def process_all(args, groups, data_source)    gets all groups of a round, also dropped ones; changes are ignored
 
 Hooks may be `async`. They get copies of the samples (user_sample.py), whose fields also have slime's names; changes are
-checked and then applied. A removed sample keeps its reward, which still counts in its group's mean. A hook blocks the
-calling thread for up to `--reward-timeout`: from an event loop, call it with `asyncio.to_thread`.
+checked and then applied. A sample with `remove_sample` keeps its reward, which still counts in its group's mean. A hook
+blocks the calling thread for up to `--reward-timeout` seconds; from an event loop, use `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXE
 
 
 class Hooks:
-    """The hooks that a config names. A method whose hook is not named does nothing.
+    """Calls the user-defined hooks that `config` names. The method for a hook that is not named does nothing.
 
     Raises:
         PluginError: a hook does not load or has the wrong signature.
@@ -39,8 +39,8 @@ class Hooks:
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.model_dump())
 
-        def plugin(path: str | None, parameters: tuple[str, ...], usual_name: str) -> Plugin | None:
-            return Plugin(path, parameters, usual_name=usual_name, timeout=config.reward_timeout) if path else None
+        def plugin(path: str | None, parameters: tuple[str, ...], default_name: str) -> Plugin | None:
+            return Plugin(path, parameters, default_name=default_name, timeout=config.reward_timeout) if path else None
 
         self._sample_hook = plugin(config.rollout_sample_hook_path, ("args", "sample"), "sample_hook")
         self._sample_filter = plugin(config.rollout_sample_filter_path, ("args", "groups"), "sample_filter")
@@ -48,9 +48,9 @@ class Hooks:
             config.rollout_all_samples_process_path, ("args", "groups", "data_source"), "process_all"
         )
 
-    def sample_hook(self, sample: Sample) -> None:
-        """Call the sample hook. If the hook raises, exceeds the timeout or leaves an invalid sample, the status of the
-        sample becomes failed, with the reason in `metadata["error"]`."""
+    def run_sample_hook(self, sample: Sample) -> None:
+        """Call the sample hook. If the hook raises, exceeds the timeout or makes the sample invalid, the sample's
+        status becomes failed, with the reason in `metadata["error"]`."""
         if self._sample_hook is None:
             return
         view = UserSample.of(sample)
@@ -60,15 +60,15 @@ class Hooks:
         except ValueError as error:
             sample.status, sample.metadata["error"] = Status.FAILED, str(error)
 
-    def sample_filter(self, groups: list[Group]) -> None:
+    def run_sample_filter(self, groups: list[Group]) -> None:
         """Call the sample filter with the kept groups of a round.
 
         Raises:
-            PluginError: the filter raises, exceeds the timeout, or leaves an invalid sample.
+            PluginError: the filter raises, exceeds the timeout, or makes a sample invalid.
         """
         if self._sample_filter is None:
             return
-        views = _copies(groups)
+        views = _copy_groups(groups)
         arguments = [list(group) for group in views]
         _check_returned(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
         if arguments != views:
@@ -78,28 +78,28 @@ class Hooks:
         pairs = [pair for group, seen in zip(groups, views) for pair in zip(group, seen)]
         _apply_changes(pairs, self._sample_filter)
 
-    def all_samples(self, groups: list[Group], source: Any) -> None:
+    def run_round_hook(self, groups: list[Group], source: Any) -> None:
         """Call the hook `process_all` with all groups at the end of a round.
 
         Raises:
             PluginError: the hook raises or exceeds the timeout.
         """
         if self._all_samples is not None:
-            self._all_samples(self._args, _copies(groups), source)
+            self._all_samples(self._args, _copy_groups(groups), source)
 
 
-def _copies(groups: list[Group]) -> list[list[UserSample]]:
+def _copy_groups(groups: list[Group]) -> list[list[UserSample]]:
     return [[UserSample.of(sample) for sample in group] for group in groups]
 
 
 def _check_returned(value: Any, argument: Any, plugin: Plugin) -> None:
-    """Raise PluginError if a hook returned a value other than its argument, because the value would be ignored."""
+    """Raise PluginError if a hook returned a value other than None or its argument; it would be ignored."""
     if value is not None and value is not argument:
         raise PluginError(f"{plugin.name} returned {type(value).__name__}: change its argument, and return nothing")
 
 
 def _apply_changes(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
-    """Copy the changes of a hook into the samples; all of them, or none if one is invalid."""
+    """Apply a hook's changes to the samples. If any change is invalid, apply none and raise PluginError."""
     try:
         changed = [(sample, checked_sample(view)) for sample, view in pairs]
         for _, new in changed:

@@ -1,10 +1,10 @@
-"""Run user-defined functions that may take long, so that they can neither stall nor end this process.
+"""Run user-defined functions that may take long, so that they can neither stall nor terminate this process.
 
-Async functions share one event loop in a thread of its own. The loop is kept for the whole process, because objects
-that functions keep between calls (a connection, a semaphore) are bound to it. A call of a synchronous function has its
-own thread. All threads are daemons, so a hanging function does not prevent this process from exiting. If an async
-function blocks the loop, its call fails and the other calls restart in a new loop. A function that holds the
-interpreter's lock (GIL) inside C code still stalls the whole process.
+All async functions share one event loop, which runs in a separate thread. The loop is kept as long as the process runs,
+because objects that functions keep between calls (a connection, a semaphore) are bound to the loop. Each call of a
+synchronous function runs in a new thread. All threads are daemons, so a hanging function does not prevent this process
+from exiting. If an async function blocks the event loop, its call fails and the other calls restart in a new loop. A
+function that holds the interpreter's lock (GIL) inside C code still stalls the whole process.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ GRACE = 5.0  # seconds that running calls have to return after `stop`
 
 
 class Cancelled(Exception):
-    """Raised by `PluginRunner.run` if its call was cancelled because the round is over."""
+    """Raised by `PluginRunner.run` if the call was cancelled because the round is over."""
 
 
 class _BlockedError(PluginError):
-    """The error of a call that blocked the shared event loop."""
+    """Error of a call that blocked the shared event loop."""
 
 
 class _LoopReplaced(Exception):
-    """The error of a call whose event loop was blocked by another call; `PluginRunner.run` repeats the call."""
+    """Error of a call whose event loop was blocked by another call; `PluginRunner.run` then repeats the call."""
 
 
 class PluginRunner:
-    """Runs the calls of one function.
+    """Runs the calls of one user-defined function.
 
     Args:
         name: name of the function, for messages.
-        is_async: run the function in the shared event loop instead of a thread.
+        is_async: run the calls in the shared event loop instead of a new thread each.
     """
 
     def __init__(self, name: str, *, is_async: bool) -> None:
@@ -50,8 +50,8 @@ class PluginRunner:
         self._stopping = False
 
     async def run(self, function: Callable[[], Any], limit: float) -> Any:
-        """Call `function` and return its result; an awaitable result is awaited. The call is repeated if another call
-        has blocked the event loop.
+        """Call `function`, await its result if it is awaitable, and return the result. If another call blocked the
+        event loop, the call is repeated.
 
         Raises:
             PluginError: the function raises, blocks the event loop, or takes more than `limit` seconds.
@@ -88,7 +88,7 @@ class PluginRunner:
         raise Cancelled
 
     async def stop(self) -> None:
-        """Start no further calls; cancel the calls that have not returned after `GRACE` seconds."""
+        """Start no further calls, and cancel the calls that have not returned after `GRACE` seconds."""
         self._stopping = True
         if self._calls:
             await asyncio.wait({asyncio.wrap_future(call.result) for call in self._calls}, timeout=GRACE)
@@ -97,21 +97,21 @@ class PluginRunner:
 
 
 class _Call:
-    """One call of a user-defined function, and its result."""
+    """One call of a user-defined function, with a future for its result."""
 
-    def __init__(self, function: Callable[[], Any], home: _PluginLoop) -> None:
+    def __init__(self, function: Callable[[], Any], plugin_loop: _PluginLoop) -> None:
         self.function = function
-        self.home = home
+        self.plugin_loop = plugin_loop
         self.result: Future[Any] = Future()
         self.task: asyncio.Task[None] | None = None  # task of an async function in the shared event loop
         self._abandoned = False
 
     def start(self, *, in_thread: bool) -> None:
         if in_thread:
-            threading.Thread(target=self._in_thread, name="penstock-plugin", daemon=True).start()
+            threading.Thread(target=self._run_in_thread, name="penstock-plugin", daemon=True).start()
         else:
-            self.home.calls.add(self)
-            self.home.loop.call_soon_threadsafe(self._begin, self.function)
+            self.plugin_loop.calls.add(self)
+            self.plugin_loop.loop.call_soon_threadsafe(self._create_task, self.function)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         """Set the result or the error of the call, unless one is set already."""
@@ -122,27 +122,27 @@ class _Call:
                 self.result.set_exception(error)
 
     def abandon(self) -> None:
-        """Cancel the call, because its result is no longer needed."""
+        """Cancel the call; its result is no longer needed."""
         self._abandoned = True
-        self.home.calls.discard(self)
-        self.home.loop.call_soon_threadsafe(self._cancel)
+        self.plugin_loop.calls.discard(self)
+        self.plugin_loop.loop.call_soon_threadsafe(self._cancel)
 
-    def _in_thread(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
             value = self.function()
         except BaseException as error:
             self.settle(error=error)
             return
-        if inspect.isawaitable(value):  # a synchronous function may return an awaitable (a decorated async function)
-            self.home.loop.call_soon_threadsafe(self._begin, lambda: value)
+        if inspect.isawaitable(value):  # for example, a decorated async function
+            self.plugin_loop.loop.call_soon_threadsafe(self._create_task, lambda: value)
         else:
             self.settle(value)
 
-    def _begin(self, function: Callable[[], Any]) -> None:
+    def _create_task(self, function: Callable[[], Any]) -> None:
         if not self._abandoned:
-            self.task = self.home.loop.create_task(self._in_loop(function))
+            self.task = self.plugin_loop.loop.create_task(self._run_in_loop(function))
 
-    async def _in_loop(self, function: Callable[[], Any]) -> None:
+    async def _run_in_loop(self, function: Callable[[], Any]) -> None:
         try:
             value = function()
             self.settle(await value if inspect.isawaitable(value) else value)
@@ -155,7 +155,7 @@ class _Call:
 
 
 class _PluginLoop:
-    """An event loop in a daemon thread, shared by the calls of all async functions."""
+    """An event loop in a daemon thread, shared by the calls of all async user-defined functions."""
 
     _shared: _PluginLoop | None = None
     _lock = threading.Lock()
@@ -167,22 +167,22 @@ class _PluginLoop:
 
     @classmethod
     def current(cls) -> _PluginLoop:
-        """Return the loop for new calls; start one if there is none."""
+        """Return the shared loop for new calls; start a loop if none is running."""
         with cls._lock:
             if cls._shared is None:
                 cls._shared = cls()
             return cls._shared
 
     async def responds(self, limit: float) -> bool:
-        """Return whether the loop runs a callback within `limit` seconds."""
+        """Return whether the event loop runs a callback within `limit` seconds, that is, whether no call blocks it."""
         response: Future[None] = Future()
         self.loop.call_soon_threadsafe(response.set_result, None)
         await asyncio.wait({asyncio.wrap_future(response)}, timeout=limit)
         return response.done()
 
     def abandon(self, overdue: _Call, reason: str) -> None:
-        """Stop using this loop. The call that blocks it (if that is unknown, the call `overdue`) fails with `reason`;
-        all other calls restart in a new loop."""
+        """Stop using this event loop. The call that blocks the loop (`overdue`, if the blocking call is unknown) fails
+        with `reason`; all other calls restart in a new loop."""
         with self._lock:
             if _PluginLoop._shared is self:
                 _PluginLoop._shared = None

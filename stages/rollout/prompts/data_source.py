@@ -1,12 +1,12 @@
-"""Provide the groups of samples that a round generates (data sources), and take unused groups back.
+"""Data sources: provide the groups of samples that a round generates, and take back unused groups.
 
 `get_samples(num_samples)` returns groups; a group is the list of pending samples of one prompt. `add_samples(samples)`
-takes back groups that the round has requested but not used. The default source first returns groups that were handed
-back, then groups for the next prompts of the data set. User-defined sources (plugins/custom_source.py) may derive from
-the classes here.
+takes back groups that the round has requested but not used. The default data source first returns groups that were
+handed back, then groups for the next prompts of --prompt-data. User-defined data sources (plugins/custom_source.py) may
+derive from the classes here.
 
-The position of a source is its `state_dict` (JSON); its buffer is `buffered_samples`. Both are written to the commit of
-a round and restored before every attempt at the next round, so a repeated round gets the same samples.
+The position of a data source (`state_dict`, JSON) and its buffer (`buffered_samples`) are written to the commit of a
+round and restored before every attempt at the next round, so a retried round gets the same samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.source import Admits, Prompt, PromptSource
+from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource
 from penstock.stages.rollout.prompts.state import SourceState
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -27,7 +27,7 @@ from penstock.storage.refs import Kind
 from penstock.storage.samples.sample import Sample, Status
 
 Group = list[Sample]  # the samples of one prompt
-# (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> part of the buffer
+# (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next
 BufferFilter = Callable[..., Any]
 
 
@@ -37,13 +37,13 @@ class RolloutRound:
 
     run: str
     rollout_id: int  # number of the round; in an evaluation, the policy version
-    policy_version: int  # policy version that the engines serve; responses of another version are an error
+    policy_version: int  # policy version that the engines serve; a response of another version is an error
     kind: Kind = "rollout"  # or "eval"
     id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
 
     @property
     def weight_version(self) -> str:
-        """Return the version string that engines report while they serve this policy."""
+        """Return the weight-version string that engines report while they serve this policy version."""
         return f"{self.run}/{self.policy_version}"
 
 
@@ -55,7 +55,7 @@ def new_groups(
 ) -> list[Group]:
     """Render and tokenize prompts; return a group of `num_samples` pending samples for each prompt.
 
-    A group id is the number of prompts that the run issued before, so a repeated round has the same ids.
+    A group id is the number of prompts that the run issued before, so a retried round has the same ids.
     """
     texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
     groups = []
@@ -94,8 +94,7 @@ def copy_sample(sample: Sample) -> Sample:
 
 
 def group_samples(samples: Iterable[Any]) -> list[Group]:
-    """Return samples as groups, by group id, in order of first occurrence. The elements of `samples` are single samples
-    or lists of samples."""
+    """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists."""
     groups: dict[str, Group] = {}
     for entry in samples:
         for sample in [entry] if isinstance(entry, Sample) else entry:
@@ -107,14 +106,14 @@ def group_samples(samples: Iterable[Any]) -> list[Group]:
 
 
 class Dataset:
-    """The prompts of --prompt-data and the current position in them. A data source has it as `self.dataset`.
+    """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`.
 
     Args:
         config: number of samples per prompt.
-        prompts: the rows and their order.
+        prompts: the rows of --prompt-data and their order.
         tokenizer: renders and tokenizes the prompts.
         round: the round for which samples are created.
-        admits: decides which prompts are used (the others are skipped); None: all.
+        prompt_filter: decides which prompts are used, and which are skipped; None: all are used.
     """
 
     def __init__(
@@ -123,13 +122,13 @@ class Dataset:
         prompts: PromptSource,
         tokenizer: PromptTokenizer,
         round: RolloutRound,
-        admits: Admits | None = None,
+        prompt_filter: PromptFilter | None = None,
     ) -> None:
         self.config = config
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.round = round
-        self.admits = admits
+        self.prompt_filter = prompt_filter
         self.state = prompts.restore(None)
 
     def __len__(self) -> int:
@@ -137,19 +136,19 @@ class Dataset:
         return len(self.prompts)
 
     def sample(self, num_samples: int) -> list[Group]:
-        """Return one group for each of the next `num_samples` prompts, and advance the position."""
-        prompts, self.state = self.prompts.take(self.state, num_samples, self.admits)
+        """Return one group for each of the next `num_samples` prompts, and advance the data position."""
+        prompts, self.state = self.prompts.take(self.state, num_samples, self.prompt_filter)
         return new_groups(prompts, self.tokenizer, self.round, self.config.n_samples_per_prompt)
 
     def issue(self, content: str | Messages, label: str = "", metadata: dict[str, Any] | None = None) -> Group:
-        """Return a group for a prompt that is not from --prompt-data."""
+        """Return a group for a prompt that is not in --prompt-data."""
         prompt = Prompt(self.state.issued, self.state.epoch, -1, -1, content, label, metadata or {})
         self.state = self.state.model_copy(update={"issued": self.state.issued + 1})
         return new_groups([prompt], self.tokenizer, self.round, self.config.n_samples_per_prompt)[0]
 
 
 class RolloutDataSource:
-    """Returns groups for the prompts in the order of the data set; drops groups that are handed back.
+    """Data source that returns groups for the prompts of --prompt-data in order, and drops groups handed back.
 
     `self.dataset` and `self.args` are set before `__init__` is called.
     """
@@ -165,37 +164,37 @@ class RolloutDataSource:
         return self.dataset.sample(num_samples)
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Take back groups that the round requested but did not use (aborted groups, for instance). This class drops
+        """Take back groups that the round requested but did not use (for example, aborted groups). This class drops
         them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the source as JSON. A subclass that adds entries must read them in
-        `load_state_dict`."""
+        """Return the position of the data source as a JSON-serializable dictionary. A subclass that adds entries must
+        restore them in `load_state_dict`."""
         return self.dataset.state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of the source; {} is the start of the data.
+        """Restore the position of the data source from `state`; {}: start of the data.
 
         Raises:
-            DataError: rows that the run has seen have changed.
+            DataError: rows that the run has already used have changed.
         """
         own = {key: value for key, value in state.items() if key in SourceState.model_fields}
         self.dataset.state = self.dataset.prompts.restore(own or None)
 
     def buffered_samples(self) -> list[Sample]:
-        """Return the samples of all groups that were handed back and not used since."""
+        """Return the samples of all groups in the buffer: handed back, and not used since."""
         return []
 
     def restore_buffer(self, samples: Sequence[Sample]) -> None:
         """Restore the buffer from the samples that `buffered_samples` returned."""
-        assert not samples, "a source without a buffer has buffered nothing"
+        assert not samples, "this data source has no buffer, but the previous round committed buffered samples"
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Keeps groups that are handed back in a buffer. Returns buffered groups first, as selected by `buffer_filter`,
-    then groups for the next prompts of the data set."""
+    """Data source that keeps groups handed back to it in a buffer. Returns buffered groups first, as selected by
+    `buffer_filter`, then groups for the next prompts of --prompt-data."""
 
-    buffer: list[Any]  # groups, or single samples if a subclass adds such
+    buffer: list[Any]  # groups; a subclass may also add single samples
     filter: BufferFilter | None = None  # function of --buffer-filter-path; used instead of the method `buffer_filter`
 
     def __init__(self, args: Any = None) -> None:
@@ -212,8 +211,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer.extend(group_samples(samples))
 
     def buffer_filter(self, args: Any, buffer: list[Any], num_samples: int) -> list[Any]:
-        """Return at most `num_samples` groups of the buffer, to be used next; the caller removes them from the buffer.
-        Default: first in, first out."""
+        """Select at most `num_samples` groups of the buffer to be used next; the caller removes these groups from the
+        buffer. Default: first in, first out."""
         return buffer[:num_samples]
 
     def buffered_samples(self) -> list[Sample]:
@@ -228,7 +227,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         known = {id(entry) for entry in self.buffer}
         select = self.filter or self.buffer_filter
         arguments: tuple[Any, ...] = (self.args, self.dataset.round.rollout_id, self.buffer, num_samples)
-        if not accepts(select, *arguments):
+        if not accepts_arguments(select, *arguments):
             arguments = (self.args, self.buffer, num_samples)
         name = f"the buffer filter {getattr(select, '__qualname__', str(select))}"
         try:
@@ -245,12 +244,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return groups
 
 
-def next_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
-    """Return the groups from `source.get_samples`, after checking that each has all its samples and that the data set
-    issued it.
+def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
+    """Return `num_groups` groups from `source.get_samples`, after checking that every group has all its samples and was
+    issued by the Dataset.
 
     Raises:
-        PluginError: `get_samples` raised, or its return value is invalid; the message names the class.
+        PluginError: `get_samples` raises or returns an invalid value; the message names the class of the data source.
     """
     name = f"{type(source).__qualname__}.get_samples"
     try:
@@ -285,13 +284,13 @@ def next_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     return groups
 
 
-def accepts(function: Any, *arguments: Any) -> bool:
-    """Return whether the signature of a function accepts these positional arguments."""
+def accepts_arguments(function: Any, *arguments: Any) -> bool:
+    """Return whether the signature of `function` accepts these positional arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # built in, without a signature
+    except ValueError:  # a C function without a signature
         return True
     return True
 
@@ -300,19 +299,19 @@ def _type_name(value: Any) -> str:
     return f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
 
 
-# ---- one attempt at a round ------------------------------------------------------------------------------------------
+# ---- taking groups for a round ---------------------------------------------------------------------------------------
 
 
 class PromptIntake:
     """Takes groups from the data source for one attempt at a round, and records which groups were requested.
 
-    Every attempt creates a new data source, so a failed attempt changes nothing and the next attempt gets the same
-    groups. The commit of the round accounts for every group that was requested or buffered: trained on, dropped with a
-    reason, or still buffered.
+    Every attempt creates a new data source from the committed state, so the retry after a failed attempt gets the same
+    groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
+    with a reason, or still buffered.
 
     Args:
         source: the data source.
-        state: state of the source, from the commit of the previous round; None is the start of the data.
+        state: state of the data source, from the commit of the previous round; None: start of the data.
         buffer: samples of the buffered groups, from the commit of the previous round.
     """
 
@@ -324,12 +323,12 @@ class PromptIntake:
         self._groups = {group[0].group_id: group for group in group_samples(buffer)}
 
     def next_groups(self, count: int) -> list[Group]:
-        """Return the next `count` groups, assigned to this round.
+        """Take the next `count` groups from the data source, and assign their samples to this round.
 
-        For a sample that was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is the
-        number of the round in which it started.
+        If a sample was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is set to the
+        number of the round that generated its first token.
         """
-        round, groups = self.source.dataset.round, next_groups(self.source, count)
+        round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
         for group in groups:
             self._groups[group[0].group_id] = group
             for sample in group:
@@ -342,15 +341,15 @@ class PromptIntake:
                     sample.status = Status.PENDING
         return groups
 
-    def forgotten(self, *known: Iterable[Group]) -> list[Group]:
-        """Return the requested or previously buffered groups that are neither in `known` nor in the buffer, because
-        `add_samples` of the data source discarded them."""
+    def discarded_groups(self, *known: Iterable[Group]) -> list[Group]:
+        """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
+        before, but neither in `known` nor in the buffer."""
         accounted = {group[0].group_id for groups in (*known, self.buffered) for group in groups}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 
     @property
     def buffered(self) -> list[Group]:
-        """The groups in the buffer of the data source, for later rounds."""
+        """The groups in the data source's buffer, for later rounds."""
         return group_samples(self.source.buffered_samples())
 
     @property

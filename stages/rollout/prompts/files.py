@@ -1,8 +1,8 @@
-"""Read prompt files: JSONL and Parquet, from local paths or fsspec URIs, with glob patterns and slices. Errors name
+"""Read prompt files: JSONL and Parquet, from local paths or fsspec URIs, with glob patterns and slices. Errors name the
 file and line.
 
-One entry of --prompt-data is one sequence of rows: a file, or all files that match a pattern, one after another. The
-suffix `@[a:b]` selects rows a to b - 1 of the sequence. rows.py checks the rows; source.py orders them.
+An entry of --prompt-data is a sequence of rows: those of a file, or of all files that match a glob pattern, one after
+another. The suffix `@[a:b]` selects rows a to b - 1 of the sequence. rows.py validates the rows; source.py orders them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.rows import (
-    FIRST,
+    FIRST_ROW_KEYS,
     Block,
     Columns,
     JsonLines,
@@ -28,8 +28,8 @@ from penstock.stages.rollout.prompts.rows import (
     missing_column,
     update_first,
 )
-from penstock.stages.rollout.prompts.spool import spooled
-from penstock.stages.rollout.prompts.workers import canonical_blocks
+from penstock.stages.rollout.prompts.spool import open_spooled_rows
+from penstock.stages.rollout.prompts.workers import parse_blocks
 from penstock.storage.errors import DataError, OptionError
 
 JSONL = (".jsonl", ".json", ".ndjson")
@@ -41,15 +41,15 @@ _BLOCK_ROWS = 1024  # rows of a Parquet file that are read at a time, and parsed
 
 @dataclass(frozen=True)
 class PromptEntry:
-    """The rows of one entry of --prompt-data, in memory or on disk."""
+    """The rows of one entry of --prompt-data in canonical JSON, in memory or on disk."""
 
     name: str
     rows: Sequence[bytes]
-    first: dict[str, int | None]  # row numbers: first_chat, first_unanswered and first_unlabelled, see rows.Rows
+    first: dict[str, int | None]  # first_chat, first_unanswered, first_unlabelled -> row number; see rows.Rows
 
 
 def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
-    """Read every entry of --prompt-data.
+    """Read and yield every entry of --prompt-data.
 
     Raises:
         OptionError: --prompt-data is missing.
@@ -62,35 +62,33 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
 
 
 def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
-    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, the rows are kept on disk.
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk.
 
     Raises:
         DataError: missing or empty file, unknown format, malformed line, missing column, or invalid prompt.
     """
     path, start, stop = parse_slice(entry)
-    files, columns = _Files.find(path), Columns.of(config)
-    if (start or 0) < 0 or (stop or 0) < 0:  # counted from the end: needs the total number of rows
+    files, columns = _Files.find(path), Columns.from_config(config)
+    if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
 
     def parts() -> Iterator[Rows]:
-        return canonical_blocks(
-            _rows_between(files.blocks(columns), start or 0, stop), columns, config.num_data_workers
-        )
+        return parse_blocks(_select_rows(files.blocks(columns), start or 0, stop), columns, config.num_data_workers)
 
     if config.streaming_data:
-        name = f"{files.place}@[{start}:{stop}]"
-        spool = spooled(parts, name, columns, files.fingerprints(), config.data_cache)
-        return _require_rows(PromptEntry(entry, *spool))
+        name = f"{files.uri}@[{start}:{stop}]"
+        spool = open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache)
+        return _check_not_empty(PromptEntry(entry, *spool))
     rows: list[bytes] = []
-    first: dict[str, int | None] = dict.fromkeys(FIRST)
+    first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
     for part in parts():
         update_first(first, part, len(rows))
         rows += part.rows
-    return _require_rows(PromptEntry(entry, rows, first))
+    return _check_not_empty(PromptEntry(entry, rows, first))
 
 
 def column_names(entry: str) -> list[str]:
-    """Return the column names in the first row of an entry, for messages. Raises DataError as `read_entry` does."""
+    """Return the column names in the first row of an entry, for error messages. Raises DataError like `read_entry`."""
     name, file = (files := _Files.find(parse_slice(entry)[0])).files[0]
     if _without_compression(name).endswith(".parquet"):
         with _as_data_errors(name), files.fs.open(file, "rb") as opened:
@@ -108,7 +106,7 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
     return match["path"], start, stop
 
 
-def _require_rows(entry: PromptEntry) -> PromptEntry:
+def _check_not_empty(entry: PromptEntry) -> PromptEntry:
     if not entry.rows:
         problem = "selects no row" if _SLICE.fullmatch(entry.name) else "is empty"
         raise DataError(f"prompt file {entry.name} {problem}: give --prompt-data at least one row")
@@ -120,14 +118,14 @@ class _Files:
     """The files that a path or a glob pattern names."""
 
     fs: Any  # fsspec file system
-    place: str  # absolute path or pattern, with the protocol
+    uri: str  # absolute path or glob pattern, with the protocol
     files: list[tuple[str, str]]  # (name for messages, path in the file system)
 
     @classmethod
     def find(cls, path: str) -> _Files:
         try:
             fs, inner = fsspec.core.url_to_fs(path)
-        except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
+        except (ValueError, ImportError) as error:  # unknown protocol, or the package for the protocol is not installed
             raise DataError(
                 f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec supports (its "
                 "package must be installed)"
@@ -157,13 +155,13 @@ class _Files:
                 yield from _parquet_blocks(opened, name, columns) if is_parquet else _jsonl_blocks(opened, name)
 
     def fingerprints(self) -> list[str]:
-        """Return one string per file that changes when the file changes; the content is not read."""
-        with _as_data_errors(self.place):
+        """Return one string per file, which changes when the file changes; computed without reading the content."""
+        with _as_data_errors(self.uri):
             return [self.fs.ukey(file) for _, file in self.files]
 
 
 def _natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key for file names that compares the numbers in them by value."""
+    """Return a sort key for file names that compares numbers in the names by value."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -185,9 +183,9 @@ def _as_data_errors(path: str) -> Iterator[None]:
         raise DataError(f"prompt file {path} is not readable by this user: change its permissions") from None
 
 
-def _rows_between(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
-    """Yield the blocks with rows `start` to `stop` - 1 of all blocks; other rows are not parsed."""
-    first = 0  # number of the block's first row
+def _select_rows(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
+    """Yield only rows `start` to `stop` - 1, counted over all blocks; other rows are not parsed."""
+    first = 0  # number of the first row of the current block
     with closing(blocks):  # type: ignore[type-var]
         for block in blocks:
             if stop is not None and first >= stop:
@@ -195,7 +193,7 @@ def _rows_between(blocks: Iterator[Block], start: int, stop: int | None) -> Iter
             after = first + len(block)
             if after > start:
                 part = block if first >= start and (stop is None or after <= stop) else None
-                yield part or block.cut(max(start - first, 0), None if stop is None else stop - first)
+                yield part or block.select_rows(max(start - first, 0), None if stop is None else stop - first)
             first = after
 
 
@@ -222,8 +220,8 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
 
 def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ParquetRows]:
     try:
-        # Without both arguments pyarrow holds a whole column of a row group in memory, and many writers make row groups
-        # of a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).
+        # Without both arguments, pyarrow keeps a whole column of a row group in memory, and many writers make row
+        # groups of a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).
         parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
         raise DataError(f"{path} is not a Parquet file ({error}): restore the file") from None

@@ -1,4 +1,4 @@
-"""Skip prompts that are too long to be answered."""
+"""Skip prompts that exceed the length limits (`--rollout-max-prompt-len`, `--rollout-max-context-len`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 def prompt_limit(config: PromptConfig) -> int | None:
-    """Return the maximum number of prompt tokens; it leaves room for at least one response token. None: no limit."""
+    """Return the maximum number of prompt tokens, which leaves room for at least one response token; None: no limit."""
     context = None if config.rollout_max_context_len is None else config.rollout_max_context_len - 1
     return min((limit for limit in (config.rollout_max_prompt_len, context) if limit is not None), default=None)
 
 
 class LengthFilter:
-    """Decides for `PromptSource.take` which prompts are short enough. Only the first prompt that is too long is logged;
-    the data source counts all of them.
+    """Prompt filter for `PromptSource.take` that rejects prompts above the length limit. Only the first rejected prompt
+    is logged; PromptSource counts all of them.
 
     Args:
         config: the length limits.

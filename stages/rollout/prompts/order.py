@@ -1,5 +1,5 @@
-"""Compute the order in which rows and sources are visited, with pure functions of seeds and counters. The functions
-must never change, because a resumed run continues in the same order."""
+"""Compute the order in which rows and entries of --prompt-data are visited, with pure functions of seeds and counters.
+The results must never change, because a resumed run continues in the same order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-WHOLE = 1 << 32  # sum of all shares
+WHOLE = 1 << 32  # sum of the shares of all sources: a share is a sampling weight as an integer fraction of WHOLE
 _ROUNDS = 6  # rounds of the Feistel network
 
 
@@ -22,11 +22,11 @@ def permutation(seed: int, epoch: int, segment: int, rows: int) -> np.ndarray:
     return order
 
 
-def scattered(position: int, seed: int, epoch: int, segment: int, rows: int) -> int:
+def permuted_index(position: int, seed: int, epoch: int, segment: int, rows: int) -> int:
     """Return element `position` of a random permutation of 0 .. rows - 1 without computing the whole permutation.
 
-    A Feistel network permutes all numbers of 2 x `half` bits. If a result is `rows` or more, the network is applied
-    again until it is less (cycle walking: Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    A Feistel network permutes all numbers of 2 x `half` bits. While the result is `rows` or more, the network is
+    applied to the result again (cycle walking: Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
     """
     half = ((rows - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half) - 1
@@ -40,8 +40,8 @@ def scattered(position: int, seed: int, epoch: int, segment: int, rows: int) -> 
             return position
 
 
-def shares(weights: Sequence[float]) -> list[int]:
-    """Return weights as integers (shares) that sum to WHOLE, so that arithmetic with them is exact."""
+def weights_to_shares(weights: Sequence[float]) -> list[int]:
+    """Convert sampling weights to integers (shares) that sum to WHOLE, so that arithmetic with shares is exact."""
     total = sum(weights)
     rounded = [round(weight / total * WHOLE) for weight in weights]
     largest = rounded.index(max(rounded))
@@ -50,12 +50,12 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Return the source index of each of the next `count` prompts, and the credits after the last of them (smooth
-    weighted round robin).
+    """Return the source index for each of the next `count` prompts, and the credit of every source after these prompts
+    (smooth weighted round robin).
 
     For every prompt, the credit of each source grows by its share; the source with the highest credit provides the
-    prompt, and its credit falls by WHOLE. So every source provides its share as evenly as whole prompts allow. If the
-    shares change in a resumed run, only future prompts follow the new shares.
+    prompt, and its credit falls by WHOLE. So every source provides its share of the prompts as evenly as possible. If
+    the shares change in a resumed run, the new shares apply to future prompts only.
     """
     now = list(credits)
     active = [source for source, share in enumerate(shares) if share]

@@ -1,8 +1,8 @@
-"""Validate rows of prompt files and convert them to their canonical form. Errors name file and line.
+"""Validate rows of prompt files and convert them to canonical JSON. Errors name the file and line.
 
 A row becomes one line of canonical JSON, `[prompt, label, metadata]`, or `[prompt, label, metadata, tools]` if the row
-has tools. This form is compact, and PromptSource hashes it to check that a resumed run reads the same data. Other
-columns are ignored. files.py opens the files; the functions here are pure, so worker processes can run them.
+has tools; other columns are ignored. PromptSource hashes these lines to check that a resumed run reads the same data.
+files.py opens the files; the functions here are pure, so worker processes can call them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.storage.errors import DataError
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read."""
+    """Names of the columns of a prompt file that are read; None: not read."""
 
     prompt: str
     label: str | None
@@ -28,29 +28,29 @@ class Columns:
     tools: str | None
 
     @classmethod
-    def of(cls, config: PromptConfig) -> Columns:
-        """Return the column names that a config gives."""
+    def from_config(cls, config: PromptConfig) -> Columns:
+        """Return the column names that the options name (`--input-key`, `--label-key`, ...)."""
         tools = "tools" if config.tool_key is None else config.tool_key or None
         return cls(config.input_key, config.label_key, config.metadata_key, tools)
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Non-blank lines of a JSONL file."""
+    """A block of consecutive non-blank lines of a JSONL file, not parsed yet."""
 
     path: str
-    numbers: list[int]  # line number of every line, from 1
+    numbers: list[int]  # line number in the file of every line, from 1
     lines: list[bytes]
 
     def __len__(self) -> int:
         return len(self.lines)
 
-    def cut(self, start: int, stop: int | None) -> JsonLines:
+    def select_rows(self, start: int, stop: int | None) -> JsonLines:
         """Return rows `start` to `stop` of this block."""
         return JsonLines(self.path, self.numbers[start:stop], self.lines[start:stop])
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (file and line, columns) of every row. Raises DataError for a line that is not a JSON object."""
+        """Yield (file and line, column -> value) of every row. Raises DataError if a line is not a JSON object."""
         for number, line in zip(self.numbers, self.lines):
             where = f"{self.path}:{number}"
             try:
@@ -69,7 +69,7 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class ParquetRows:
-    """Rows of a Parquet file."""
+    """A block of consecutive rows of a Parquet file."""
 
     path: str
     first: int  # number of the first row in the file, from 0
@@ -78,13 +78,13 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self.batch.num_rows)
 
-    def cut(self, start: int, stop: int | None) -> ParquetRows:
+    def select_rows(self, start: int, stop: int | None) -> ParquetRows:
         """Return rows `start` to `stop` of this block."""
         length = (len(self) if stop is None else min(stop, len(self))) - start
         return ParquetRows(self.path, self.first + start, self.batch.slice(start, length))
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (file and row, columns) of every row."""
+        """Yield (file and row, column -> value) of every row."""
         for number, record in enumerate(self.batch.to_pylist(), start=self.first):
             yield f"{self.path} row {number}", record
 
@@ -94,7 +94,7 @@ Block = JsonLines | ParquetRows
 
 @dataclass
 class Rows:
-    """Canonical rows, and the numbers (from 0) of the first rows with certain properties; None: no row has it."""
+    """Rows in canonical JSON, and the number (from 0) of the first row with each property; None: no such row."""
 
     rows: list[bytes] = field(default_factory=list)
     first_chat: int | None = None  # first row whose prompt is a list of messages
@@ -102,21 +102,23 @@ class Rows:
     first_unlabelled: int | None = None  # first row whose label is empty
 
 
-FIRST = ("first_chat", "first_unanswered", "first_unlabelled")
+# Fields of Rows with the number of the first row that has a certain property.
+FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_unlabelled")
 
 
 def update_first(first: dict[str, int | None], part: Rows, num_before: int) -> None:
-    """Set the row numbers in `first` that are still None from `part`, whose rows follow `num_before` other rows."""
-    for key in FIRST:
+    """Fill row numbers (FIRST_ROW_KEYS) in `first` that are still None from `part`, whose rows follow `num_before`
+    earlier rows."""
+    for key in FIRST_ROW_KEYS:
         if first[key] is None and (number := getattr(part, key)) is not None:
             first[key] = num_before + number
 
 
-def canonical(block: Block, columns: Columns) -> Rows:
-    """Return the canonical rows of a block.
+def to_canonical_rows(block: Block, columns: Columns) -> Rows:
+    """Parse and validate a block of rows; return the rows in canonical JSON.
 
     Raises:
-        DataError: malformed line, missing column, or a prompt, metadata or tools of the wrong type.
+        DataError: a line is malformed, a column is missing, or a prompt, metadata or tools have the wrong type.
     """
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
@@ -154,14 +156,14 @@ def _prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[
     prompt: str | list[dict[str, Any]] = record[columns.prompt]
     if not is_text_or_messages(prompt):
         raise DataError(
-            f"{where}: column {columns.prompt!r} holds {_short(prompt)}; a prompt is text, or a list of "
+            f"{where}: column {columns.prompt!r} holds {_json_preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
     return prompt
 
 
 def is_text_or_messages(prompt: Any) -> bool:
-    """Return whether `prompt` is valid: non-empty text, or a non-empty list of `{"role", "content"}`."""
+    """Return whether `prompt` is valid: non-empty text, or a non-empty list of messages `{"role", "content"}`."""
     if isinstance(prompt, str):
         return bool(prompt)
     return (
@@ -172,7 +174,7 @@ def is_text_or_messages(prompt: Any) -> bool:
 
 
 def _metadata(value: Any, where: str, key: str) -> dict[str, Any]:
-    """Return metadata as a dictionary; JSON text is parsed, and None becomes {}."""
+    """Return the metadata of a row as a dictionary; JSON text is parsed, and None becomes {}."""
     value = _parse_json_text(value, where, key, "--metadata-key")
     if value is None:
         return {}
@@ -185,14 +187,14 @@ def _metadata(value: Any, where: str, key: str) -> dict[str, Any]:
 
 
 def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Return tool definitions as a list; JSON text is parsed, and None becomes []. Null fields, which Parquet adds, are
-    removed."""
+    """Return the tool definitions of a row as a list; JSON text is parsed, None becomes [], and null fields (which
+    Parquet adds) are removed."""
     value = _parse_json_text(value, where, key, "--tool-key")
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(
-            f"{where}: column {key!r} holds {_short(value)}; tools must be a list of definitions (JSON schemas): "
+            f"{where}: column {key!r} holds {_json_preview(value)}; tools must be a list of JSON schemas: "
             "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
         )
     return [_without_nulls(tool) for tool in value]
@@ -216,5 +218,5 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _short(value: Any) -> str:
+def _json_preview(value: Any) -> str:
     return json.dumps(value, default=str)[:80]

@@ -1,15 +1,15 @@
-"""Serve prompts in a reproducible order: epochs, shuffling, weighted sources, and a position that is stored exactly.
+"""Serve prompts in a reproducible order, with epochs, shuffling, weighted sources and an exact position.
 
-PromptSource itself has no position. A position is a small immutable value, `SourceState`; `take` returns the next
-prompts and the state after them. So a failed rollout takes its prompts again from the same state: no prompt is lost and
-none is served twice. The state after round r is stored only in the commit of round r.
+PromptSource itself has no position. The position is an immutable value, `SourceState`; `take` returns the next prompts
+and the state after them. The state after round r is stored in the commit of round r, so a retry of a failed round takes
+the same prompts again: no prompt is lost or served twice.
 
 Rows can only be appended. A run records the rows that it has seen as segments (file, first row, number of rows, hash of
-the content). Rows or files that are appended later form new segments with permutations of their own, visited at the end
-of the epoch; the permutations of existing segments never change.
+the content). Rows or files that are appended later form new segments with separate permutations, visited at the end of
+the epoch; the permutations of existing segments never change.
 
-The files of --prompt-data are visited one after another or, with weights, each in its own epochs. files.py reads the
-rows, order.py computes the permutations.
+Without weights, an epoch visits the entries of --prompt-data one after another; with weights, every entry counts its
+own epochs. files.py reads the rows, order.py computes the permutations.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import xxhash
 
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.files import read_prompt_files
-from penstock.stages.rollout.prompts.order import permutation, scattered, select_sources, shares
+from penstock.stages.rollout.prompts.order import permutation, permuted_index, select_sources, weights_to_shares
 from penstock.stages.rollout.prompts.spool import SpooledRows
-from penstock.stages.rollout.prompts.state import Place, Segment, SourceState
+from penstock.stages.rollout.prompts.state import Segment, SourcePosition, SourceState
 from penstock.stages.rollout.text.templates import Messages
 from penstock.storage.errors import DataError
 
-LARGE = 1 << 22  # rows above which the permutation of a segment is computed per row instead of kept in memory
+LARGE = 1 << 22  # maximum rows of a segment whose permutation is kept in memory; above, it is computed row by row
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the prompt data, as issued once in a run (every epoch issues the row again)."""
+    """A row of --prompt-data that the run has issued for generation (every epoch issues each row once)."""
 
-    issue: int  # number of prompts that the run issued before
-    epoch: int
+    issue: int  # number of prompts that the run issued before this one
+    epoch: int  # epoch in which the row was issued, from 0
     file: int  # index of the entry in --prompt-data
     row: int  # row number in that entry, from 0
     content: str | Messages
     label: str
-    metadata: dict[str, Any]  # including the tools, if the row has any
-    tools: list[dict[str, Any]] | None = None  # for the chat template
+    metadata: dict[str, Any]  # includes the entry `tools` if the row has tool definitions
+    tools: list[dict[str, Any]] | None = None  # tool definitions for the chat template
 
     @property
     def position(self) -> dict[str, int]:
@@ -52,19 +52,19 @@ class Prompt:
         return {"epoch": self.epoch, "file": self.file, "row": self.row}
 
 
-Admits = Callable[[Sequence[Prompt]], Sequence[bool]]  # whether each prompt is served; must be deterministic
-Course = list[tuple[int, Segment]]  # (index in SourceState.segments, segment) of the segments visited in every epoch
+PromptFilter = Callable[[Sequence[Prompt]], Sequence[bool]]  # whether each prompt is served; must be deterministic
+Segments = list[tuple[int, Segment]]  # (index in SourceState.segments, segment), visited in this order
 
 
 class PromptSource:
-    """The rows of all files, and their order in every epoch.
+    """The rows of all entries of --prompt-data, and their order in every epoch.
 
     Args:
         files: rows of each entry of --prompt-data.
-        shuffle: use a new random order each epoch instead of the order of the files.
+        shuffle: visit the rows in a new random order each epoch, instead of the order in the files.
         seed: seed of the random order.
-        weights: sampling weight of each entry; without weights the entries are visited one after another.
-        names: names of the entries, for messages.
+        weights: sampling weight of each entry; if empty, the entries are visited one after another.
+        names: names of the entries, for error messages.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class PromptSource:
         self.files = files
         self.shuffle = shuffle
         self.seed = seed
-        self.shares = shares(weights) if weights else []
+        self.shares = weights_to_shares(weights) if weights else []
         self.names = names
         self._digests: dict[tuple[int, int, int], str] = {}
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # segment index -> (latest epoch, its permutation)
 
     @classmethod
     def open(cls, config: PromptConfig) -> PromptSource:
-        """Read all prompt files. Raises DataError if one is missing or malformed."""
+        """Read all files of --prompt-data. Raises DataError if a file is missing or malformed."""
         entries = list(read_prompt_files(config))
         return cls(
             [entry.rows for entry in entries],
@@ -100,8 +100,8 @@ class PromptSource:
         return sum(len(rows) for rows in self.files)
 
     def restore(self, saved: dict[str, Any] | None) -> SourceState:
-        """Return the state to continue from: the start of the data if `saved` is None, else `saved` with segments for
-        the rows appended since.
+        """Return the position to continue from: the start of the data if `saved` is None, else `saved` plus new
+        segments for rows appended since then.
 
         Raises:
             DataError: rows that the run has seen were removed or changed, or --prompt-data-weights was removed.
@@ -116,7 +116,7 @@ class PromptSource:
                 file=file,
                 start=start,
                 rows=len(rows) - start,
-                digest=self._digest(file, start, len(rows)),
+                digest=self._hash_rows(file, start, len(rows)),
                 order="computed" if len(rows) - start > LARGE else "stored",
             )
             for file, (start, rows) in enumerate(zip(known, self.files))
@@ -124,52 +124,58 @@ class PromptSource:
         ]
         return state.model_copy(update={"places": self._weighted_positions(state), "segments": (*state.segments, *new)})
 
-    def take(self, state: SourceState, count: int, admits: Admits | None = None) -> tuple[list[Prompt], SourceState]:
+    def take(
+        self, state: SourceState, count: int, prompt_filter: PromptFilter | None = None
+    ) -> tuple[list[Prompt], SourceState]:
         """Return the next `count` prompts (across any number of epochs) and the state after them.
 
         Args:
             state: as returned by `restore`.
             count: number of prompts.
-            admits: decides which prompts are served; other prompts are counted as skipped and replaced by the next
-                ones. None: all are served.
+            prompt_filter: decides which prompts are served; rejected prompts are counted as skipped and replaced by the
+                next prompts. None: all prompts are served.
 
         Raises:
-            DataError: `admits` rejects all prompts of a whole epoch.
+            DataError: `prompt_filter` rejects all prompts of a whole epoch.
         """
-        assert state.num_rows > 0, "a source is never empty"
+        assert state.num_rows > 0, "PromptSource.take needs at least one row; read_entry rejects empty files"
         if not state.places:
-            course = list(enumerate(state.segments))
-            prompts, epoch, cursor, skipped = self._take_from_course(course, state.epoch, state.cursor, count, admits)
+            segments = list(enumerate(state.segments))
+            prompts, epoch, cursor, skipped = self._take_from_segments(
+                segments, state.epoch, state.cursor, count, prompt_filter
+            )
             where: dict[str, Any] = {"epoch": epoch, "cursor": cursor}
         else:
-            prompts, places, skipped = self._take_weighted(state, count, admits)
+            prompts, places, skipped = self._take_weighted(state, count, prompt_filter)
             where = {"places": places}
         issued = [replace(prompt, issue=issue) for issue, prompt in enumerate(prompts, start=state.issued)]
         where |= {"issued": state.issued + count, "skipped": state.skipped + skipped}
         return issued, state.model_copy(update=where)
 
-    # ---- the order ---------------------------------------------------------------------------------------------------
+    # ---- order of the rows -------------------------------------------------------------------------------------------
 
-    def _take_from_course(
-        self, course: Course, epoch: int, cursor: int, count: int, admits: Admits | None
+    def _take_from_segments(
+        self, segments: Segments, epoch: int, cursor: int, count: int, prompt_filter: PromptFilter | None
     ) -> tuple[list[Prompt], int, int, int]:
-        """Return the next `count` admitted prompts of a course (without `issue` numbers), the epoch and cursor after
-        the last of them, and the number of skipped prompts."""
-        num_rows = sum(segment.rows for _, segment in course)
+        """Return the next `count` accepted prompts of `segments` (without `issue` numbers), the epoch and cursor after
+        the last of these prompts, and the number of skipped prompts."""
+        num_rows = sum(segment.rows for _, segment in segments)
         prompts: list[Prompt] = []
         skipped = skipped_in_a_row = 0
         while len(prompts) < count:
-            batch = []  # only as many prompts as are missing, so that none is visited but not served
+            batch = []  # only as many prompts as are missing, so that every visited prompt is served or skipped
             for _ in range(count - len(prompts)):
-                if cursor == num_rows:  # checked only here: rows appended after the last row still join this epoch
+                if (
+                    cursor == num_rows
+                ):  # checked only when the next prompt is read, so that rows appended meanwhile join this epoch
                     epoch, cursor = epoch + 1, 0
-                batch.append(self._read_prompt(course, epoch, cursor))
+                batch.append(self._read_prompt(segments, epoch, cursor))
                 cursor += 1
-            kept = batch if admits is None else [prompt for prompt, admitted in zip(batch, admits(batch)) if admitted]
+            kept = batch if prompt_filter is None else [prompt for prompt, ok in zip(batch, prompt_filter(batch)) if ok]
             prompts += kept
             skipped += len(batch) - len(kept)
             skipped_in_a_row = 0 if kept else skipped_in_a_row + len(batch)
-            if skipped_in_a_row >= 2 * num_rows:  # these include one whole epoch, wherever the first of them is
+            if skipped_in_a_row >= 2 * num_rows:  # these prompts cover at least one whole epoch
                 name = self.names[batch[0].file] if batch[0].file < len(self.names) else f"file {batch[0].file + 1}"
                 raise DataError(
                     f"none of the {num_rows} prompts of {name} is within the length limit: raise "
@@ -178,27 +184,27 @@ class PromptSource:
         return prompts, epoch, cursor, skipped
 
     def _take_weighted(
-        self, state: SourceState, count: int, admits: Admits | None
-    ) -> tuple[list[Prompt], tuple[Place, ...], int]:
-        """Return the next `count` prompts of weighted sources, the positions after them, and the number of skipped
-        prompts. The weights apply to the served prompts, not to skipped ones."""
+        self, state: SourceState, count: int, prompt_filter: PromptFilter | None
+    ) -> tuple[list[Prompt], tuple[SourcePosition, ...], int]:
+        """Return the next `count` prompts of weighted entries of --prompt-data, the position in each entry after these
+        prompts, and the number of skipped prompts. The weights apply to served prompts, not to skipped prompts."""
         order, credits = select_sources([place.credit for place in state.places], self.shares, count)
         drawn: list[Iterator[Prompt]] = []
         places = []
         num_skipped = 0
         for file, place in enumerate(state.places):
-            course = [(index, segment) for index, segment in enumerate(state.segments) if segment.file == file]
-            prompts, epoch, cursor, skipped = self._take_from_course(
-                course, place.epoch, place.cursor, order.count(file), admits
+            segments = [(index, segment) for index, segment in enumerate(state.segments) if segment.file == file]
+            prompts, epoch, cursor, skipped = self._take_from_segments(
+                segments, place.epoch, place.cursor, order.count(file), prompt_filter
             )
             drawn.append(iter(prompts))
-            places.append(Place(epoch=epoch, cursor=cursor, credit=credits[file]))
+            places.append(SourcePosition(epoch=epoch, cursor=cursor, credit=credits[file]))
             num_skipped += skipped
         return [next(drawn[file]) for file in order], tuple(places), num_skipped
 
-    def _read_prompt(self, course: Course, epoch: int, cursor: int) -> Prompt:
+    def _read_prompt(self, segments: Segments, epoch: int, cursor: int) -> Prompt:
         """Return prompt number `cursor` (from 0) of an epoch, without its `issue` number."""
-        for index, segment in course:
+        for index, segment in segments:
             if cursor < segment.rows:
                 row = segment.start + self._row_in_segment(index, segment, epoch, cursor)
                 content, label, metadata, *rest = json.loads(self.files[segment.file][row])
@@ -206,24 +212,24 @@ class PromptSource:
                 metadata |= {"tools": tools} if tools else {}
                 return Prompt(-1, epoch, segment.file, row, content, label, metadata, tools)
             cursor -= segment.rows
-        raise AssertionError("the cursor is beyond the epoch")
+        raise AssertionError("the cursor is beyond the last row of the epoch")
 
     def _row_in_segment(self, index: int, segment: Segment, epoch: int, cursor: int) -> int:
         if not self.shuffle:
             return cursor
         if segment.order == "computed":
-            return scattered(cursor, self.seed, epoch, index, segment.rows)
+            return permuted_index(cursor, self.seed, epoch, index, segment.rows)
         cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.uint32)))
         if cached_epoch != epoch or len(order) != segment.rows:
             order = permutation(self.seed, epoch, index, segment.rows)
             self._orders[index] = (epoch, order)
         return int(order[cursor])
 
-    # ---- what a run has seen -----------------------------------------------------------------------------------------
+    # ---- rows seen by earlier rounds ---------------------------------------------------------------------------------
 
-    def _weighted_positions(self, state: SourceState) -> tuple[Place, ...]:
-        """Return the position in each weighted source; () without weights. If earlier rounds had no weights, the
-        positions follow from the prompts that these rounds visited."""
+    def _weighted_positions(self, state: SourceState) -> tuple[SourcePosition, ...]:
+        """Return the position in each weighted entry of --prompt-data; () without weights. If earlier rounds had no
+        weights, compute the positions from the number of rows that these rounds visited."""
         if not self.shares:
             if state.places:
                 raise DataError(
@@ -239,16 +245,20 @@ class PromptSource:
                 visited[segment.file] += min(max(state.cursor - before, 0), segment.rows)
                 before += segment.rows
             seen = {segment.file for segment in state.segments}
-            places = [Place(epoch=state.epoch, cursor=visited[file]) for file in range(len(self.files)) if file in seen]
-        return (*places, *(Place() for _ in range(len(self.files) - len(places))))
+            places = [
+                SourcePosition(epoch=state.epoch, cursor=visited[file])
+                for file in range(len(self.files))
+                if file in seen
+            ]
+        return (*places, *(SourcePosition() for _ in range(len(self.files) - len(places))))
 
-    def _digest(self, file: int, start: int, stop: int) -> str:
+    def _hash_rows(self, file: int, start: int, stop: int) -> str:
         key = (file, start, stop)
         if key not in self._digests:
             digest = xxhash.xxh3_64()
             rows = self.files[file]
             pieces = (
-                rows.content(start, stop) if isinstance(rows, SpooledRows) else (r + b"\n" for r in rows[start:stop])
+                rows.read_bytes(start, stop) if isinstance(rows, SpooledRows) else (r + b"\n" for r in rows[start:stop])
             )
             for piece in pieces:
                 digest.update(piece)
@@ -263,7 +273,7 @@ class PromptSource:
                 f"file {segment.file + 1} of --prompt-data has {num_rows} rows; earlier rounds of this run saw {stop}: "
                 "restore the rows, or fork the run"
             )
-        if self._digest(segment.file, segment.start, stop) != segment.digest:
+        if self._hash_rows(segment.file, segment.start, stop) != segment.digest:
             raise DataError(
                 f"rows {segment.start} to {stop - 1} of file {segment.file + 1} of --prompt-data have changed since an "
                 "earlier round of this run, but rows may only be appended: restore the rows, or fork the run"

@@ -1,8 +1,9 @@
-"""Keep rows on disk instead of in memory (`--streaming-data`); the index takes half a byte of memory per row.
+"""Keep prompt rows on disk instead of in memory (`--streaming-data`); only an index stays in memory (half a byte per
+row).
 
-Canonical rows are written once, one per line, to a file in the cache directory, also if the source is compressed,
-columnar or remote. A random row is then read with one small read. The next start reuses the file if the source files
-have not changed.
+Rows in canonical JSON are written once, one per line, to a file in the cache directory, even if the source is
+compressed, columnar or remote. Any row can then be fetched with one small read. A later start reuses the cached file if
+the source files have not changed.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from penstock.stages.rollout.prompts.rows import FIRST, Columns, Rows, update_first
+from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, update_first
 from penstock.storage.errors import DataError
 
-FORMAT = 2  # version of the files; increment it also when rows.py changes
-STRIDE = 16  # the index has the offset of every STRIDE-th row
+FORMAT = 2  # version of the cached files; must also be incremented when rows.py changes
+STRIDE = 16  # the index stores the byte offset of every STRIDE-th row
 _CHUNK = 1 << 20  # bytes of one read or write
 
-Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and the row numbers that FIRST in rows.py names
+Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEYS -> row number (see rows.py)
 
 
 class SpooledRows(Sequence[bytes]):
-    """The rows of a file with one row per line, read on access.
+    """Sequence of the rows of a file with one row per line; a row is read from disk when it is accessed.
 
     Args:
-        path: the file; it is kept open, so it may be deleted while it is used.
-        places: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]
+        path: path of the file, which stays open, so it may be deleted while in use.
+        offsets: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]
         num_rows: total number of rows.
         num_bytes: size of the file in bytes.
     """
 
-    def __init__(self, path: Path, places: np.ndarray, num_rows: int, num_bytes: int) -> None:
-        self.places = places
+    def __init__(self, path: Path, offsets: np.ndarray, num_rows: int, num_bytes: int) -> None:
+        self.offsets = offsets
         self.num_rows = num_rows
         self.num_bytes = num_bytes
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -62,123 +63,126 @@ class SpooledRows(Sequence[bytes]):
             return [self[index] for index in range(*row.indices(self.num_rows))]
         if not 0 <= row < self.num_rows:
             raise IndexError(row)
-        return self._stride(row // STRIDE).split(b"\n")[row % STRIDE]
+        return self._read_stride(row // STRIDE).split(b"\n")[row % STRIDE]
 
-    def content(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes of rows `start` to `stop` - 1, each row with its line break, in chunks of up to 1 MiB."""
-        place, end = self._place(start), self._place(stop)
-        while place < end:
-            piece = self._read(place, min(_CHUNK, end - place))
+    def read_bytes(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield rows `start` to `stop` - 1 as bytes, each row with its line break, in chunks of up to 1 MiB."""
+        offset, end = self._offset_of_row(start), self._offset_of_row(stop)
+        while offset < end:
+            piece = self._read(offset, min(_CHUNK, end - offset))
             yield piece
-            place += len(piece)
+            offset += len(piece)
 
-    def _place(self, row: int) -> int:
+    def _offset_of_row(self, row: int) -> int:
         """Return the byte offset of a row; for `num_rows` or more, the size of the file."""
         if row >= self.num_rows:
             return self.num_bytes
-        lines = self._stride(row // STRIDE).split(b"\n")[: row % STRIDE]
-        return int(self.places[row // STRIDE]) + sum(len(line) + 1 for line in lines)
+        lines = self._read_stride(row // STRIDE).split(b"\n")[: row % STRIDE]
+        return int(self.offsets[row // STRIDE]) + sum(len(line) + 1 for line in lines)
 
-    def _stride(self, number: int) -> bytes:
-        start = int(self.places[number])
-        stop = int(self.places[number + 1]) if number + 1 < len(self.places) else self.num_bytes
+    def _read_stride(self, number: int) -> bytes:
+        start = int(self.offsets[number])
+        stop = int(self.offsets[number + 1]) if number + 1 < len(self.offsets) else self.num_bytes
         return self._read(start, stop - start)
 
-    def _read(self, place: int, length: int) -> bytes:
+    def _read(self, offset: int, length: int) -> bytes:
         pieces = []
         while length:
-            piece = os.pread(self._descriptor, length, place)
+            piece = os.pread(self._descriptor, length, offset)
             if not piece:
                 raise RuntimeError(
                     "a file in the prompt cache (--data-cache) was truncated while it was in use: delete the "
                     "directory and resume the run"
                 )
             pieces.append(piece)
-            place, length = place + len(piece), length - len(piece)
+            offset, length = offset + len(piece), length - len(piece)
         return b"".join(pieces)
 
 
-def spooled(
-    parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, content: Sequence[str], cache: str | None
+def open_spooled_rows(
+    parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, fingerprints: Sequence[str], cache: str | None
 ) -> Spooled:
-    """Return the rows of an entry of --prompt-data from the cache; write them to the cache first if they are missing.
+    """Return the rows of an entry of --prompt-data from the cache; write the rows to the cache first if it does not
+    have them.
 
     Args:
-        parts: reads the rows from the source files.
+        parts: parses the rows from the source files.
         entry: name of the entry.
         columns: the columns that are read.
-        content: fingerprints of the source files; each changes when its file changes.
+        fingerprints: one string per source file, which changes when the file changes.
         cache: cache directory (`--data-cache`); None: `penstock/prompts` in the user's cache directory.
 
     Raises:
-        DataError: the directory is not writable or full, or `parts` raises DataError.
+        DataError: the cache directory is not writable or full, or `parts` raises DataError.
     """
     disk = _Cache(Path(cache) if cache else default_cache())
-    name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *content)}"
-    with disk.explained():
+    name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *fingerprints)}"
+    with disk.as_data_errors():
         disk.directory.mkdir(parents=True, exist_ok=True)
         if found := disk.open(name):
             return found
     disk.write(name, parts())
-    with disk.explained():
-        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # older versions of the same entry
+    with disk.as_data_errors():
+        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # cached files of older versions of the entry
             if old.stem != name and old.suffix in (".rows", ".npz"):
                 old.unlink(missing_ok=True)
         if found := disk.open(name):
             return found
-    raise RuntimeError(f"{entry} was changed while it was read: resume the run when the file is complete")
+    raise RuntimeError(f"prompt data {entry} changed while it was being read: resume the run when the file is complete")
 
 
 def default_cache() -> Path:
-    """Return the directory used without --data-cache."""
+    """Return the cache directory that is used if --data-cache is not given."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """The cache directory: `<name>.rows` has the rows, `<name>.npz` has their offsets, number and FIRST of rows.py."""
+    """The cache directory: `<name>.rows` has the rows, `<name>.npz` has row offsets, row count and FIRST_ROW_KEYS."""
 
     directory: Path
 
     def open(self, name: str) -> Spooled | None:
-        """Return the cached rows; None if they are missing or unusable. `<name>.npz` is written last; the size of
-        `<name>.rows` is checked nevertheless."""
+        """Return the cached rows; None if they are missing or invalid. `<name>.npz` is written after `<name>.rows`, but
+        the size of `<name>.rows` is checked nevertheless."""
         rows, index = (self.directory / f"{name}{suffix}" for suffix in (".rows", ".npz"))
         try:
             with np.load(index, allow_pickle=False) as loaded:
-                places, about = loaded["places"], json.loads(str(loaded["about"]))
+                offsets, about = loaded["places"], json.loads(str(loaded["about"]))
             if rows.stat().st_size != about["bytes"]:
                 return None
-            return SpooledRows(rows, places, about["rows"], about["bytes"]), {key: about[key] for key in FIRST}
+            return SpooledRows(rows, offsets, about["rows"], about["bytes"]), {
+                key: about[key] for key in FIRST_ROW_KEYS
+            }
         except (FileNotFoundError, ValueError, KeyError, EOFError, BadZipFile):
             return None  # the caller writes the files again
 
     def write(self, name: str, parts: Iterable[Rows]) -> None:
-        places, num_rows, num_bytes = array("Q"), 0, 0
-        first: dict[str, int | None] = dict.fromkeys(FIRST)
+        offsets, num_rows, num_bytes = array("Q"), 0, 0
+        first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
         with self._new_file(f"{name}.rows") as file:
             for part in parts:
                 update_first(first, part, num_rows)
                 for row in part.rows:
                     if num_rows % STRIDE == 0:
-                        places.append(num_bytes)
+                        offsets.append(num_bytes)
                     num_rows += 1
                     num_bytes += len(row) + 1
-                with self.explained():
+                with self.as_data_errors():
                     file.write(b"".join(row + b"\n" for row in part.rows))
         about = {"rows": num_rows, "bytes": num_bytes, **first}
         with self._new_file(f"{name}.npz") as file:
-            np.savez(file, places=np.frombuffer(places, dtype=np.uint64), about=np.array(json.dumps(about)))
+            np.savez(file, places=np.frombuffer(offsets, dtype=np.uint64), about=np.array(json.dumps(about)))
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a temporary file; rename it to `name` after the block and an fsync. If the block raises, delete it."""
-        with self.explained():
+        """Yield a temporary file; after the `with` block, rename it to `name`; if the block raises, delete it."""
+        with self.as_data_errors():
             descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=name, suffix=".part")
         try:
             with os.fdopen(descriptor, "wb", buffering=_CHUNK) as file:
                 yield file
-                with self.explained():
+                with self.as_data_errors():
                     file.flush()
                     os.fsync(file.fileno())
                     Path(temporary).replace(self.directory / name)
@@ -186,8 +190,8 @@ class _Cache:
             Path(temporary).unlink(missing_ok=True)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Convert an OSError of the block into a DataError that names the directory."""
+    def as_data_errors(self) -> Iterator[None]:
+        """Convert an OSError raised in the `with` block into a DataError that names the cache directory."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,5 @@
-"""Define the position of a run in its data, as stored in every rollout commit. Old commits must stay readable."""
+"""Define the data position of a run, which every rollout commit stores. Commits of older versions must stay
+readable."""
 
 from __future__ import annotations
 
@@ -10,39 +11,40 @@ from penstock.storage.refs import Frozen
 
 
 class Segment(Frozen):
-    """Consecutive rows of one entry of --prompt-data that were added to the run at the same time."""
+    """Consecutive rows of one entry of --prompt-data that a run first saw at the same time."""
 
     file: int  # index of the entry in --prompt-data (paths may change, the order of the entries must not)
     start: int  # number of the first row
     rows: int  # number of rows
     digest: str  # xxh3-64 of the rows
-    order: Literal["stored", "computed"] = "stored"  # shuffled with order.permutation (stored) or order.scattered
+    order: Literal["stored", "computed"] = "stored"  # shuffled by order.permutation (stored) or order.permuted_index
 
     @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `order` if it has its default value, because earlier commits have segments without this field."""
+    def _omit_default_order(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize without `order` if it has its default value, so that segments equal those in commits older than
+        this field."""
         return {key: value for key, value in plain(self).items() if (key, value) != ("order", "stored")}
 
 
-class Place(Frozen):
-    """The position in one weighted entry of --prompt-data."""
+class SourcePosition(Frozen):
+    """The data position in one weighted entry of --prompt-data."""
 
     epoch: int = 0
     cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
-    credit: int = 0  # credit of the entry in order.select_sources; order.WHOLE is one prompt
+    credit: int = 0  # credit in the weighted round robin (order.select_sources); order.WHOLE is one prompt
 
 
 class SourceState(Frozen):
-    """The position of a run in its data."""
+    """The data position of a run: the epoch, the rows already visited, and the rows that the run has seen."""
 
-    epoch: int = 0  # epoch without weights; with weights, see `places`
+    epoch: int = 0  # current epoch without weights; with weights, see `places`
     cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
     issued: int = 0  # number of prompts issued in the run
     skipped: int = 0  # number of prompts skipped in the run because they were too long
     segments: tuple[Segment, ...]  # all rows that the run has seen
-    places: tuple[Place, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
+    places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
 
     @property
     def num_rows(self) -> int:
-        """Number of prompts in an epoch of unweighted files."""
+        """Number of prompts in an epoch without weights."""
         return sum(segment.rows for segment in self.segments)

@@ -1,8 +1,9 @@
-"""Parse rows in several processes. The rows and their order do not depend on the number of processes.
+"""Parse prompt rows in several processes (`--num-data-workers`). The rows and their order do not depend on the number
+of processes.
 
 Workers are plain subprocesses, because `multiprocessing` would run the user's main script again in each of them. A
-worker gets its next block after it has returned the previous one, so the pipes never deadlock. Blocks are distributed
-round robin, so the results arrive in order.
+worker gets its next block of rows only after it has returned the previous block, so the pipes never deadlock. Blocks
+are distributed round robin, so the results arrive in order.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from penstock.stages.rollout.prompts.rows import Block, Columns, Rows, canonical
+from penstock.stages.rollout.prompts.rows import Block, Columns, Rows, to_canonical_rows
 from penstock.storage.errors import DataError
 
 
-def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
-    """Yield the canonical rows of every block, in order. With one worker or one block, parse in this process.
+def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+    """Parse blocks of rows, and yield the canonical rows of every block in order. With one worker or one block, parse
+    in this process.
 
     Raises:
-        DataError: the first invalid row.
+        DataError: a row is invalid; the message names the first such row.
     """
     if num_workers > 1:
         rest = iter(blocks)
@@ -36,7 +38,7 @@ def canonical_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int
             yield from _parse_in_workers(blocks, columns, num_workers)
             return
     for block in blocks:
-        yield canonical(block, columns)
+        yield to_canonical_rows(block, columns)
 
 
 def _parse_in_workers(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
@@ -92,20 +94,20 @@ def _report_dead_worker() -> Iterator[None]:
         yield
     except (EOFError, OSError):
         raise RuntimeError(
-            "a process of --num-data-workers died: resume the run, with fewer workers if memory is short"
+            "a parsing process (--num-data-workers) died: resume the run, with fewer workers if memory is short"
         ) from None
 
 
 def main(descriptor: int) -> None:
-    """Parse blocks from the pipe `descriptor` until the parent closes it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit ends this process
+    """Parse blocks of rows from the pipe with this file descriptor, until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; this process ends when the parent exits
     with Connection(descriptor) as parent:
         try:
             columns: Columns = parent.recv()
             while True:
                 block: Block = parent.recv()
                 try:
-                    answer: Rows | str = canonical(block, columns)
+                    answer: Rows | str = to_canonical_rows(block, columns)
                 except ValueError as error:
                     answer = str(error)
                 parent.send(answer)

@@ -1,7 +1,7 @@
-"""Render a conversation in parts: the text before the first reply of the model, and the text between two replies.
+"""Render a conversation in parts: the text before the model's first reply, and the text between two replies.
 
-The text between replies is located by rendering a random placeholder in place of the reply, followed by the new
-messages: everything after the placeholder is new. So the model's replies are never rendered or tokenized again.
+To get the text between two replies, a random placeholder is rendered in place of the earlier reply, followed by the new
+messages; the text after the placeholder is the result. So the model's replies are never rendered or tokenized again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.storage.errors import DataError, TemplateError
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]  # OpenAI's: {"role", "content", "tool_calls", ...}
-# The forms of tool calls that templates expect: (whether arguments are JSON text instead of a dictionary, content of a
+Message = dict[str, Any]  # OpenAI's format: {"role", "content", "tool_calls", ...}
+# Forms in which templates expect tool calls: (whether arguments are JSON text instead of a dictionary; the content of a
 # message that has only tool calls).
 CALL_FORMS = ((False, None), (True, None), (False, ""), (True, ""))
 PLACEHOLDER = f"placeholder-{secrets.token_hex(16)}"
@@ -34,7 +34,7 @@ def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
 
 
 class ChatFormat:
-    """Applies the chat template of a tokenizer to conversations that grow turn by turn.
+    """Renders conversations turn by turn with the chat template of a tokenizer.
 
     Raises:
         TemplateError: the tokenizer has no chat template.
@@ -50,13 +50,13 @@ class ChatFormat:
         self._special = frozenset(i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special)
         self._warn_of_dropped_thoughts()
 
-    def opening(
+    def render_opening(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
     ) -> str:
-        """Return the text of the messages before the first reply, including the generation prompt.
+        """Render the messages before the first reply, including the generation prompt.
 
         Args:
-            messages: messages in OpenAI's form.
+            messages: messages in OpenAI's format.
             tools: tool definitions for the template.
             options: additional variables of the template, e.g. enable_thinking.
 
@@ -65,7 +65,7 @@ class ChatFormat:
         """
         return self._render(messages, tools, options or {}, open_reply=True)
 
-    def following(
+    def render_between(
         self,
         opening: Sequence[Message],
         reply: Message,
@@ -73,12 +73,12 @@ class ChatFormat:
         tools: Sequence[Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
-        """Return the text that closes a reply (the end of its turn), and the whole text from the end of the reply to
-        the start of the next one, which begins with that closing text.
+        """Return two texts: the text that closes a reply (ends its turn), and the whole text from the end of the reply
+        to the start of the next reply, which begins with the closing text.
 
         Args:
-            opening: the messages before the first reply; later messages before `reply` are not rendered.
-            reply: last reply of the model; only its first tool call, if any, is rendered.
+            opening: the messages before the first reply; messages between the first reply and `reply` are not rendered.
+            reply: last reply of the model; of its tool calls, only the first is rendered.
             messages: the new messages after the reply.
             tools: tool definitions for the template.
             options: additional variables of the template.
@@ -89,7 +89,7 @@ class ChatFormat:
         render = functools.partial(self._render, tools=tools, options=options or {})
         plain = {"role": "assistant", "content": PLACEHOLDER}
         closing = _after_placeholder(render([*opening, plain], open_reply=False))
-        if reply.get("tool_calls"):  # some templates accept tool results only after a call
+        if reply.get("tool_calls"):  # some templates accept tool results only after a tool call
             call = {"name": reply["tool_calls"][0]["function"]["name"], "arguments": json.dumps({"value": PLACEHOLDER})}
             calling = {
                 "role": "assistant",
@@ -103,12 +103,12 @@ class ChatFormat:
                     return closing, closing + after.removeprefix(before)
         return closing, _after_placeholder(render([*opening, plain, *messages], open_reply=True))
 
-    def following_ids(self, closing: str, text: str, last: int | None) -> list[int]:
-        """Return the token ids of `text`, without its end-of-turn token if the reply already ends with one.
+    def encode_between(self, closing: str, text: str, last: int | None) -> list[int]:
+        """Return the token ids of `text`, without the end-of-turn token if the reply already ends with one.
 
         Args:
-            closing: first text from `following`.
-            text: second text from `following`.
+            closing: first text returned by `render_between`.
+            text: second text returned by `render_between`.
             last: last token id of the reply; None if the reply was truncated.
         """
         ids, ends = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, closing))
@@ -116,21 +116,23 @@ class ChatFormat:
         closed_again = bool(ids) and (ids[0] == last or (ids[0] in ends[:1] and ids[0] in self._special))
         return ids[1:] if ended and closed_again else ids
 
-    def written(self, token_ids: list[int], *, ended: bool) -> str:
-        """Return the text of a reply; if the model has `ended` it, without the special token at its end."""
+    def decode_reply(self, token_ids: list[int], *, ended: bool) -> str:
+        """Decode the tokens of a reply; if `ended` (the model ended its turn), without the special token at the end."""
         if ended and token_ids and token_ids[-1] in self._special:
             token_ids = token_ids[:-1]
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
-        """Return the text of the messages in the first of CALL_FORMS that the template accepts.
+        """Render the messages, with tool calls in the first of CALL_FORMS that the template accepts.
 
         Raises:
             TemplateError: the template accepts none of the forms.
         """
         first: TemplateError | None = None
         for form in CALL_FORMS:
-            variant = [as_form({**message, "content": text_of(message)}, form) for message in messages]
+            variant = [
+                convert_tool_calls({**message, "content": content_as_text(message)}, form) for message in messages
+            ]
             [text] = self._prompts.try_render([(variant, tools or None, open_reply)], options)
             if not isinstance(text, TemplateError):
                 return text
@@ -167,8 +169,8 @@ def _after_placeholder(text: str) -> str:
     return after
 
 
-def as_form(message: Message, form: tuple[bool, str | None]) -> Message:
-    """Return a message with its tool calls in `form`, one of CALL_FORMS."""
+def convert_tool_calls(message: Message, form: tuple[bool, str | None]) -> Message:
+    """Return `message` with its tool calls in `form`, one of CALL_FORMS."""
     as_text, no_content = form
     out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
     if not out["content"] and message.get("tool_calls"):
@@ -198,7 +200,7 @@ def _convert_arguments(arguments: Any, as_text: bool) -> Any:
         return arguments
 
 
-def text_of(message: Message) -> str:
+def content_as_text(message: Message) -> str:
     """Return the content of a message as text; a list of text parts is joined.
 
     Raises:

@@ -1,10 +1,11 @@
-"""Locate the assistant turns in the rendered text of a conversation: the trained spans of SFT.
+"""Locate the assistant turns in the rendered text of a conversation: the spans that SFT trains on.
 
-If the template encloses the assistant turns in `{% generation %}` blocks, the spans are these blocks. For any other
-template, each assistant message is located by rendering the conversation again with a random mark around the texts of
-this message. The text before the first mark and after the last mark must be the start and the end of the unmarked text,
-and the text between them may differ only in the marks and white space; otherwise the row is rejected. So the loss mask
-is exact even if a template renders earlier turns differently once a conversation continues (Qwen3 drops reasoning).
+If the chat template encloses the assistant turns in `{% generation %}` blocks, these blocks are the spans. With any
+other template, each assistant message is located by rendering the conversation again with random marks around the texts
+of the message. The text before the first mark must be the start of the unmarked text, the text after the last mark must
+be its end, and the text between may differ only in the marks and white space; otherwise the row is rejected. So the
+loss mask is exact even if a template renders earlier turns differently once a conversation continues (Qwen3 drops
+reasoning). A span has this start and end:
 
     start   the end of the prompt of this assistant message, as rendered for generation
     end     after the token that ends the turn (a special token, or one of generation_config.json); text after that
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.stages.rollout.text.chat_format import CALL_FORMS, as_form
+from penstock.stages.rollout.text.chat_format import CALL_FORMS, convert_tool_calls
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import STEP_LOSS_MASK, PromptTokenizer, Tools
 from penstock.storage.errors import DataError, TemplateError
@@ -31,12 +32,11 @@ Piece = tuple[str, bool]  # text, whether it is trained
 MARK = f"q{secrets.token_hex(12)}q"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINK_TAGS = re.compile(r"(</?think>)")
-_TOOL_RESPONSE_END = re.compile(
-    r"(\s*</tool_response>\s*)?\Z"
-)  # Qwen3 recognizes tool results in user messages by these tags
+# Qwen3's template recognizes tool results in user messages by these tags.
+_TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 
 
-def split_pieces(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
+def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
     """Return the rendered text of a conversation, split into trained and untrained pieces.
 
     Args:
@@ -53,7 +53,11 @@ def split_pieces(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = 
     ]
     template = tokenizer.template(tools=bool(tools))
     conversation = _Conversation(messages, tokenizer, tools)
-    spans = conversation.declared(trained) if _GENERATION.search(template) else [conversation.span(i) for i in trained]
+    spans = (
+        conversation.generation_block_spans(trained)
+        if _GENERATION.search(template)
+        else [conversation.trained_span(i) for i in trained]
+    )
     pieces, position = [], 0
     for start, end in spans:
         if not position <= start <= end:
@@ -63,8 +67,9 @@ def split_pieces(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = 
     return [piece for piece in (*pieces, (conversation.text[position:], False)) if piece[0]]
 
 
-def dropped_thoughts(messages: Messages, pieces: Sequence[Piece]) -> bool:
-    """Return whether the reasoning of the last trained assistant message is missing in the rendered text (`pieces`)."""
+def drops_reasoning(messages: Messages, pieces: Sequence[Piece]) -> bool:
+    """Return whether the rendered text (`pieces`) lacks the reasoning of the last trained assistant message, because
+    the chat template drops it."""
     answers = [message for message in messages if message["role"] == "assistant" and _is_trained(message)]
     if not answers:
         return False
@@ -77,7 +82,7 @@ def dropped_thoughts(messages: Messages, pieces: Sequence[Piece]) -> bool:
 
 @dataclass
 class _Conversation:
-    """A conversation, its rendered text, and the trained spans in that text."""
+    """A conversation, its rendered text, and methods that locate the trained spans in the text."""
 
     messages: Messages
     tokenizer: PromptTokenizer
@@ -85,11 +90,13 @@ class _Conversation:
 
     @cached_property
     def text(self) -> str:
-        """Text of the whole conversation, with tool calls in the first form that the template accepts."""
+        """Rendered text of the whole conversation, with tool calls in the first form that the template accepts."""
         first: TemplateError | None = None
         forms = [self.messages]
-        if any(message.get("tool_calls") for message in self.messages):  # templates differ in the types they accept
-            forms += [[as_form(message, form) for message in self.messages] for form in CALL_FORMS]
+        if any(
+            message.get("tool_calls") for message in self.messages
+        ):  # templates differ in the form of tool calls that they accept
+            forms += [[convert_tool_calls(message, form) for message in self.messages] for form in CALL_FORMS]
         for form in forms:
             text = self._render(form)
             if not isinstance(text, TemplateError):
@@ -101,8 +108,8 @@ class _Conversation:
             f"the chat template fails ({str(first)[:150]}): repair the row, or use another template"
         ) from first
 
-    def declared(self, trained: Sequence[int]) -> list[Span]:
-        """Return the spans of the `{% generation %}` blocks of the messages with the indices `trained`."""
+    def generation_block_spans(self, trained: Sequence[int]) -> list[Span]:
+        """Return the spans of the template's `{% generation %}` blocks for the messages with the indices `trained`."""
         text = self.text
         marked = self._must_render(self.messages, mark=MARK).split(MARK)
         if "".join(marked) != text:
@@ -118,11 +125,11 @@ class _Conversation:
             return spans
         raise _cannot_locate(f"it writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages")
 
-    def span(self, index: int) -> Span:
+    def trained_span(self, index: int) -> Span:
         """Return the trained span of the assistant message `messages[index]`."""
-        return self._start(index), self._end(index)
+        return self._span_start(index), self._span_end(index)
 
-    def _start(self, index: int) -> int:
+    def _span_start(self, index: int) -> int:
         prompt = self._render(self.messages[:index], prompt=True)
         if isinstance(prompt, str) and self.text.startswith(prompt):
             return len(prompt)
@@ -130,25 +137,24 @@ class _Conversation:
             raise _cannot_locate(
                 "the conversation starts with an assistant message, which has no prompt; set its step_loss_mask to 0"
             )
-        # As a prompt, the earlier turns are rendered differently: compare only the text after the previous message.
+        # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
         before = self.messages[: index - 1]
-        asked = _mark_end(self.messages[index - 1])
+        asked = _add_end_mark(self.messages[index - 1])
         tail = self._must_render([*before, asked], prompt=True).rpartition(MARK)[2]
         _, position = self._locate_marks(index - 1, asked)
         if self.text.startswith(tail, position):
             return position + len(tail)
-        content, _ = self._locate_marks(
-            index, _mark(self.messages[index], also_empty=True)
-        )  # an assistant message may have only tool calls
+        # also_empty: an assistant message may have only tool calls
+        content, _ = self._locate_marks(index, _add_marks(self.messages[index], also_empty=True))
         gap = self.text[position:content]
         shared = _common_prefix(gap, tail)
         if shared == gap or any(token in shared for token in self._added_tokens):
-            return content  # the prompt ends with text that this rendering drops: mostly a reasoning tag
+            return content  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
         raise _cannot_locate(
             f"the text before message {index + 1} differs from the prompt that it renders for generation"
         )
 
-    def _end(self, index: int) -> int:
+    def _span_end(self, index: int) -> int:
         marked, _, position = self._mark_and_locate(index)
         closing = rest = self.text[position:]
         if index + 1 < len(self.messages):
@@ -163,7 +169,7 @@ class _Conversation:
             raise _cannot_locate(
                 f"the end of message {index + 1} is rendered differently when the conversation continues after it"
             )
-        # The template has no token that ends a turn: the model ends the turn with the token of the next role.
+        # The template writes no token that ends a turn: the model ends its turn with the token of the next role.
         following = rest[len(closing) :]
         return (
             position
@@ -172,16 +178,17 @@ class _Conversation:
         )
 
     def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
-        """Return an assistant message with marks, and the positions of the start and end of its texts."""
-        marked = _mark(self.messages[index])
+        """Return the assistant message `messages[index]` with marks around its texts, and the start and end of these
+        texts in the rendered text."""
+        marked = _add_marks(self.messages[index])
         try:
             return marked, *self._locate_marks(index, marked)
         except _NotWrittenError:
-            marked = _mark(self.messages[index], also_empty=True)
+            marked = _add_marks(self.messages[index], also_empty=True)
             return marked, *self._locate_marks(index, marked)
 
     def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
-        """Return where the first and the last mark of `marked` are, as positions in the unmarked text."""
+        """Return the positions of the first and last mark of message `marked`, in terms of the unmarked text."""
         text = self._must_render([*self.messages[:index], marked, *self.messages[index + 1 :]])
         before, mark, rest = text.partition(MARK)
         if not mark:
@@ -215,7 +222,7 @@ def _common_prefix(one: str, other: str) -> str:
 
 
 class _NotWrittenError(TemplateError):
-    """Raised if the template omits a message."""
+    """Raised if the chat template does not write a message."""
 
 
 def _cannot_locate(reason: str) -> TemplateError:
@@ -234,15 +241,15 @@ def _is_trained(message: Message) -> bool:
     return value is None or bool(value)
 
 
-def _mark(message: Message, *, also_empty: bool = False) -> Message:
+def _add_marks(message: Message, *, also_empty: bool = False) -> Message:
     """Return an assistant message with marks around all its texts. Empty texts stay empty, because templates test for
-    that; with `also_empty`, two marks are appended to the content in any case."""
+    empty texts; with `also_empty`, two marks are always appended to the content."""
     out = dict(message)
     for key in ("reasoning_content", "content"):
         if isinstance(message.get(key), str):
-            out[key] = "".join(_surround(part) for part in _THINK_TAGS.split(message[key]))
+            out[key] = "".join(_surround_with_marks(part) for part in _THINK_TAGS.split(message[key]))
         elif isinstance(message.get(key), list):
-            out[key] = [_mark_part(part, _surround) for part in message[key]]
+            out[key] = [_mark_part(part, _surround_with_marks) for part in message[key]]
     if also_empty and isinstance(message.get("content") or "", str):
         out["content"] = (out["content"] or "") + MARK + MARK
     if message.get("tool_calls"):
@@ -252,7 +259,11 @@ def _mark(message: Message, *, also_empty: bool = False) -> Message:
 
 def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
-    marked = {**function, "name": _surround(function.get("name")), "arguments": _mark_values(function.get("arguments"))}
+    marked = {
+        **function,
+        "name": _surround_with_marks(function.get("name")),
+        "arguments": _mark_values(function.get("arguments")),
+    }
     marked = {key: value for key, value in marked.items() if key in function}
     return {**call, "function": marked} if "function" in call else marked
 
@@ -260,19 +271,19 @@ def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
 def _mark_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _mark_values(entry) for key, entry in value.items()}
-    return [_mark_values(entry) for entry in value] if isinstance(value, list) else _surround(value)
+    return [_mark_values(entry) for entry in value] if isinstance(value, list) else _surround_with_marks(value)
 
 
-def _surround(text: Any) -> Any:
-    """Return a text with a mark before and after it. Think tags, white space and other types are unchanged."""
+def _surround_with_marks(text: Any) -> Any:
+    """Return `text` with a mark before and after it. Think tags, white space and other types are unchanged."""
     return f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not _THINK_TAGS.fullmatch(text) else text
 
 
-def _mark_end(message: Message) -> Message:
-    """Return a message with a mark at the end of its text."""
+def _add_end_mark(message: Message) -> Message:
+    """Return a message with a mark at the end of its content."""
     content = message["content"]
     if message["role"] == "assistant":
-        return _mark(message)
+        return _add_marks(message)
     if isinstance(content, list) and content:
         return {**message, "content": [*content[:-1], _mark_part(content[-1], lambda text: text + MARK)]}
     if not isinstance(content, str):

@@ -3,8 +3,8 @@
 The parent (templates.py) starts this module as `python -m penstock.stages.rollout.text.template_process CPU_SECONDS
 MEMORY_BYTES MAX_CHARS`. Each line of standard input is a request in JSON, `{"template", "options", "mark", "chats":
 [[messages, tools, add_generation_prompt], ...]}`; each chat is answered by one line, `{"text"}`, `{"error"}` or
-`{"error", "limit": true}` (a limit was exceeded). If a chat takes more than CPU_SECONDS of CPU time, SIGPROF kills the
-process. Only Jinja and the standard library are imported, so the process starts in a tenth of a second.
+`{"error", "limit": true}` (a limit was exceeded). If rendering a chat takes more than CPU_SECONDS of CPU time, SIGPROF
+kills the process. Only Jinja and the standard library are imported, so the process starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlocks(Extension):
-    """Implement `{% generation %} ... {% endgeneration %}`, a block around the text that the model generates: the
-    environment's `mark` is written before and after the block."""
+    """Jinja extension for `{% generation %} ... {% endgeneration %}`, a block around text that the model generates:
+    writes the environment's `mark` before and after the block."""
 
     tags = {"generation"}  # noqa: RUF012 (an instance variable in jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the block as a call of `_marked`."""
+        """Parse a generation block into a call of `_surround_with_mark`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_surround_with_mark"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
+    def _surround_with_mark(self, caller: Callable[[], str]) -> str:
         mark = self.environment.globals["mark"]
         return f"{mark}{caller()}{mark}"
 
@@ -49,12 +49,13 @@ def raise_exception(message: str) -> None:
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return a value as JSON. It replaces Jinja's own filter, which escapes HTML."""
+    """Return a value as JSON. Replaces Jinja's filter of this name, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return a Jinja environment with the blocks, filters and functions that chat templates have in transformers."""
+    """Return a sandboxed Jinja environment with the blocks, filters and functions that transformers offers to chat
+    templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
@@ -67,13 +68,15 @@ ENVIRONMENT = make_environment()
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(source: str) -> Template:
-    """Return a compiled template. Raises TemplateError for a syntax error."""
+def compile_template(source: str) -> Template:
+    """Compile a Jinja template from its source. Raises TemplateError for a syntax error."""
     return ENVIRONMENT.from_string(source)
 
 
-def render(request: dict[str, Any], messages: Any, tools: Any, add_generation_prompt: bool, max_chars: int) -> bytes:
-    """Render one chat; return the answer as JSON."""
+def render_chat(
+    request: dict[str, Any], messages: Any, tools: Any, add_generation_prompt: bool, max_chars: int
+) -> bytes:
+    """Render one chat; return its text, or the error, as a JSON line for the parent process."""
     variables = {
         "messages": messages,
         "tools": tools,
@@ -81,7 +84,7 @@ def render(request: dict[str, Any], messages: Any, tools: Any, add_generation_pr
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        text = compiled(request["template"]).render({**request["options"], **variables})
+        text = compile_template(request["template"]).render({**request["options"], **variables})
         if len(text) <= max_chars:
             return json.dumps({"text": text}).encode()
         answer = {"error": f"it writes {len(text):,} characters, more than the limit of {max_chars:,}", "limit": True}
@@ -94,7 +97,7 @@ def render(request: dict[str, Any], messages: Any, tools: Any, add_generation_pr
 
 
 def main(cpu_seconds: float, memory: int, max_chars: int) -> None:
-    """Answer requests until standard input is closed."""
+    """Answer rendering requests from standard input until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -105,7 +108,7 @@ def main(cpu_seconds: float, memory: int, max_chars: int) -> None:
         ENVIRONMENT.globals |= {"mark": request["mark"], "strftime_now": now.strftime}
         for messages, tools, add_generation_prompt in request["chats"]:
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            answer = render(request, messages, tools, add_generation_prompt, max_chars)
+            answer = render_chat(request, messages, tools, add_generation_prompt, max_chars)
             signal.setitimer(signal.ITIMER_PROF, 0)
             out.write(answer + b"\n")
             out.flush()

@@ -1,8 +1,8 @@
 """Render chat templates with time and memory limits, in a child process (template_process.py) that is killed when it
 exceeds a limit.
 
-One child renders all templates, for all threads of this process. It starts with the first rendering and ends with this
-process.
+One child process renders all templates for all threads of this process. The child starts at the first rendering and
+exits with this process.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Any
 
 from penstock.storage.errors import TemplateError
 
-Messages = list[dict[str, Any]]  # messages of a conversation, in OpenAI's form
+Messages = list[dict[str, Any]]  # messages of a conversation, in OpenAI's format
 Chat = tuple[Messages, list[dict[str, Any]] | None, bool]  # messages, tools, whether to add a generation prompt
-_BATCH = 64  # chats per request: the child reads a whole request before it answers, so the pipes never deadlock
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")  # no variables with credentials
+_BATCH = 64  # chats per request; the child reads the whole request before it answers, so the pipes never deadlock
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")  # passed to the child: no credentials
 
 
 class RenderLimitError(TemplateError):
-    """Raised if a template exceeds its time, memory or output limit. The caller then does not try another form of the
-    same conversation."""
+    """Raised if a chat template exceeds its time, memory or output limit. The caller then does not retry with the tool
+    calls in another form."""
 
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """Limits for rendering one conversation."""
+    """Limits for rendering one conversation with a chat template."""
 
     cpu_seconds: float = 5.0
-    wall_seconds: float = 120.0  # for a child that is stopped or swapped out
+    wall_seconds: float = 120.0  # in case the child process is stopped or swapped out
     memory_bytes: int = 1 << 30
     max_chars: int = 1 << 24
 
 
 class TemplateRenderer:
-    """A child process that renders templates; thread-safe.
+    """Renders chat templates in a child process. Thread-safe.
 
     Args:
         limits: limits for rendering one conversation.
@@ -54,18 +54,18 @@ class TemplateRenderer:
         self.limits = limits or RenderLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # id of the process that started the child: a fork must start its own child
+        self._owner = 0  # id of the process that started the child; a forked process must start its own child
         self._unread = bytearray()
 
     def render(
         self, template: str, chats: Sequence[Chat], options: dict[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Return the text of every conversation, or the error of its rendering.
+        """Render conversations; return the text of every conversation, or the error that rendering it raised.
 
         Args:
-            template: Jinja source.
-            chats: conversations; messages and tools are JSON values.
-            options: further variables of the template.
+            template: Jinja source of the chat template.
+            chats: conversations; messages and tools must be JSON-serializable.
+            options: additional variables of the template.
             mark: text that is written before and after every `{% generation %}` block.
         """
         results: list[str | TemplateError] = []
@@ -77,15 +77,15 @@ class TemplateRenderer:
         return results
 
     def close(self) -> None:
-        """Kill the child process; the next rendering starts another one."""
+        """Kill the child process; the next rendering starts a new child."""
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
             process.communicate()  # closes its pipes too
 
     def _send_request(self, request: bytes, count: int) -> list[str | TemplateError]:
-        """Send a request; return the results of its chats. If the child dies, the results end with the chat that caused
-        it."""
+        """Send a request to the child; return one result per chat. If the child dies, the last result is the error of
+        the chat that it was rendering, and the results of later chats are missing."""
         process = self._ensure_child()
         results: list[str | TemplateError] = []
         try:
@@ -98,7 +98,9 @@ class TemplateRenderer:
                 results.append(answer["text"] if "text" in answer else error(answer["error"]))
         except (EOFError, BrokenPipeError, TimeoutError) as error:
             results.append(self._close_dead_child(process, error))
-        except BaseException:  # an interrupt: the next request must not read the remaining answers of this one
+        except (
+            BaseException
+        ):  # KeyboardInterrupt, for example: the next request must not read the remaining answers to this request
             self.close()
             raise
         return results
@@ -134,7 +136,7 @@ class TemplateRenderer:
         return self._process
 
     def _close_dead_child(self, process: subprocess.Popen[bytes], error: Exception) -> TemplateError:
-        """Close the child, and return why it gave no answer; the next request starts another child."""
+        """Close a child that died or hangs, and return the reason as an error; the next request starts a new child."""
         self.close()
         code = process.returncode
         if isinstance(error, TimeoutError):

@@ -1,4 +1,4 @@
-"""Convert text to token ids and back with the tokenizer of the Hugging Face checkpoint.
+"""Convert text to token ids and back with the tokenizer of a Hugging Face checkpoint.
 
 All prompts are tokenized here. Responses are never tokenized: the engine returns their token ids.
 """
@@ -17,10 +17,10 @@ from penstock.storage.errors import ModelError, TemplateError
 
 Tools = list[dict[str, Any]] | None
 
-# Without any of these AutoTokenizer silently builds an empty tokenizer from config.json (transformers 5.12).
+# Without any of these files, AutoTokenizer silently builds an empty tokenizer from config.json (transformers 5.12).
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 STEP_LOSS_MASK = "step_loss_mask"  # field of an assistant message in SFT rows: 0 excludes it from training
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the same class; transformers 5 renamed it
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, which transformers 5 renamed
 
 
 class PromptTokenizer:
@@ -43,7 +43,7 @@ class PromptTokenizer:
     ) -> None:
         if not any((Path(directory) / name).is_file() for name in VOCABULARIES):
             raise ModelError(
-                f"{directory} has no tokenizer: put tokenizer.json and tokenizer_config.json beside the weights"
+                f"{directory} has no tokenizer: add tokenizer.json and tokenizer_config.json to this directory"
             )
         try:
             self.inner: Any = _tokenizer_class(Path(directory)).from_pretrained(str(directory), local_files_only=True)
@@ -65,7 +65,7 @@ class PromptTokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """Id of the token that ends a turn."""
+        """Id of the token that ends a turn (`eos_token_id`)."""
         return self.inner.eos_token_id
 
     @cached_property
@@ -77,8 +77,8 @@ class PromptTokenizer:
         return frozenset(text for text in texts if text)
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
-        """Return the text of prompts that the model sees. With the chat template, a plain text is rendered as one user
-        message; without, it is unchanged.
+        """Return prompts as text for the model. With the chat template, a plain-text prompt is rendered as one user
+        message; without the template, prompts are unchanged.
 
         Args:
             prompts: plain texts, or lists of messages (these need the chat template).
@@ -103,7 +103,7 @@ class PromptTokenizer:
         tools: Sequence[Tools] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Return the text of conversations.
+        """Render conversations as text with the chat template.
 
         Args:
             chats: the messages of every conversation.
@@ -129,7 +129,8 @@ class PromptTokenizer:
     def try_render(
         self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Return the text of every conversation, or the error of its rendering.
+        """Render conversations as text with the chat template; return the text of every conversation, or the error that
+        rendering it raised.
 
         Args:
             chats: (messages, tools, whether to add a generation prompt) of every conversation.
@@ -151,7 +152,8 @@ class PromptTokenizer:
         return results
 
     def template(self, *, tools: bool = False) -> str:
-        """Return the source of the chat template. If the checkpoint has several, `tools` selects the one for tool use.
+        """Return the Jinja source of the chat template. If the checkpoint has several templates, `tools` selects the
+        template for tool use.
 
         Raises:
             TemplateError: the tokenizer has no chat template.
@@ -164,16 +166,17 @@ class PromptTokenizer:
         return str(templates)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts. Special tokens are not added, because the chat template writes them."""
+        """Return the token ids of each text. Special tokens are not added, because the chat template writes them."""
         return self.inner(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
     def decode(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Return the texts of lists of token ids."""
+        """Return the text of each list of token ids."""
         return self.inner.batch_decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, which Parquet adds to every row, and without `step_loss_mask`."""
+    """Return a message without null fields, which Parquet adds, and without `step_loss_mask`, which is not for the
+    template."""
     out = {
         key: value
         for key, value in message.items()
@@ -188,8 +191,8 @@ def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """Return the class that loads the tokenizer: the generic class if tokenizer_config.json names it, else
-    AutoTokenizer, which imports every model (2 s and 290 MB)."""
+    """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
+    else AutoTokenizer, which imports every model (2 s and 290 MB)."""
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
     if named in GENERIC_CLASSES:
@@ -208,7 +211,7 @@ def check_tokenizer(
     tools: bool = False,
     template_options: dict[str, Any] | None = None,
 ) -> PromptTokenizer:
-    """Load a tokenizer and render one question with its chat template, as a test.
+    """Load a tokenizer, and render one question with its chat template as a check. Return the tokenizer.
 
     Args:
         directory: Hugging Face model directory.
@@ -242,7 +245,7 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: number of rows of the embedding (`vocab_size` in config.json).
-        directory: model directory, for the message.
+        directory: model directory, for the error message.
 
     Raises:
         ModelError: the tokenizer has a token id of `vocab_size` or more.

@@ -28,7 +28,7 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
         PluginError: the user-defined estimator does not return one finite number per token.
     """
     if config.custom_advantage_function_path is not None:
-        estimate = custom_estimate(config.custom_advantage_function_path, experience, config)
+        estimate = call_custom_estimator(config.custom_advantage_function_path, experience, config)
     else:
         kl_penalty, metrics = torch.zeros_like(experience.rollout_logprobs, dtype=torch.float64), {}
         if config.kl_coef:
@@ -40,13 +40,13 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
         estimate = estimator(experience, kl_penalty, config)
         estimate = replace(estimate, metrics=estimate.metrics | metrics)
     if config.use_opd:
-        estimate = distill(estimate, experience, config)
+        estimate = subtract_teacher_kl(estimate, experience, config)
     if config.normalize_advantages:
         estimate = replace(estimate, advantages=whiten(estimate.advantages))
     return estimate
 
 
-def distill(estimate: Estimate, experience: Experience, config: AlgorithmConfig) -> Estimate:
+def subtract_teacher_kl(estimate: Estimate, experience: Experience, config: AlgorithmConfig) -> Estimate:
     """Return the advantages A_t - opd_kl_coef x (log pi_old - log pi_teacher): on-policy distillation (arXiv
     2306.13649), with the one-sample estimate of the reverse KL as a penalty on each token."""
     assert experience.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
@@ -69,9 +69,9 @@ def whiten(advantages: Tensor) -> Tensor:  # [N] -> [N]
     return deviations * (variance + VARIANCE_EPSILON).rsqrt()
 
 
-def custom_estimate(path: str, experience: Experience, config: AlgorithmConfig) -> Estimate:
+def call_custom_estimator(path: str, experience: Experience, config: AlgorithmConfig) -> Estimate:
     """Call the user-defined estimator, f(experience, config) -> advantages [N] or an Estimate, and check its result."""
-    result = load_function(path, usual_name="advantages")(experience, config)
+    result = load_function(path, default_name="advantages")(experience, config)
     estimate = Estimate(result.double()) if isinstance(result, Tensor) else result
     num_tokens = len(experience.sample_index)
     if (

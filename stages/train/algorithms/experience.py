@@ -55,13 +55,13 @@ class TokenFields:
     ref_logprobs: Tensor | None = None  # [n] log-probs of the frozen reference
     returns: Tensor | None = None  # [n] targets of the critic
     values: Tensor | None = None  # [n] values of the critic before its update
-    pg_scale: Tensor | None = None  # [n] weights of a user-defined reducer / default weights
+    pg_scale: Tensor | None = None  # [n] token weight of the user-defined reducer divided by the default weight
 
 
 @dataclass(frozen=True)
 class SegmentReducer:
-    """Sums and means over the trained tokens of each sample, for a micro-batch with S samples and n trained tokens on
-    this rank.
+    """Computes sums and means over the trained tokens of each sample, for a micro-batch with S samples and n trained
+    tokens on this rank. Collective over `group`.
 
     Sums are computed in float64: the rounding to float32 then hides differences from the order of summation, which
     depends on the parallel layout.
@@ -69,10 +69,10 @@ class SegmentReducer:
 
     index: Tensor  # [n] int64, sample of each token, 0 .. S-1
     num_tokens: Tensor  # [S] number of trained tokens of each sample, over all ranks
-    group: dist.ProcessGroup | None = None  # ranks with the other tokens of these samples, which make the same calls
+    group: dist.ProcessGroup | None = None  # context-parallel ranks with the other tokens of these samples
 
     def total(self, values: Tensor) -> Tensor:  # [n] -> [S] float64
-        """Return the sum over all trained tokens of each sample, on all ranks; differentiable."""
+        """Return the sum over all trained tokens of each sample, all-reduced over `group`; differentiable."""
         sums = values.new_zeros(len(self.num_tokens), dtype=torch.float64).index_add(0, self.index, values.double())
         return sums if self.group is None else _AllReduceSum.apply(sums, self.group)
 

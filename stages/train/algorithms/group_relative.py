@@ -23,22 +23,22 @@ def grpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) ->
     """Assign to each token the reward of its sample, standardized within the group (GRPO, arXiv 2402.03300), or only
     centered with --disable-grpo-std-normalization (Dr. GRPO, arXiv 2503.20783)."""
     normalize = center if config.disable_grpo_std_normalization else standardize
-    return Estimate(_normalized_rewards(normalize, experience, config)[experience.sample_index])
+    return Estimate(_normalize_rewards(normalize, experience, config)[experience.sample_index])
 
 
 def rloo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
     """Assign to each token the reward of its sample minus the mean reward of the group's other samples (RLOO, arXiv
     2402.14740)."""
-    return Estimate(_normalized_rewards(leave_one_out, experience, config)[experience.sample_index])
+    return Estimate(_normalize_rewards(leave_one_out, experience, config)[experience.sample_index])
 
 
 def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
     """Assign to each token the reward of its sample minus the mean of the group, minus the KL penalty of the token
     (REINFORCE++-baseline, arXiv 2501.03262)."""
-    return Estimate(_normalized_rewards(center, experience, config)[experience.sample_index] - kl_penalty)
+    return Estimate(_normalize_rewards(center, experience, config)[experience.sample_index] - kl_penalty)
 
 
-def _normalized_rewards(
+def _normalize_rewards(
     normalize: Callable[[Tensor, Tensor], Tensor], experience: Experience, config: AlgorithmConfig
 ) -> Tensor:  # [B] float64
     if config.disable_rewards_normalization:

@@ -32,7 +32,7 @@ def token_logprobs(
     """Return the log-probs of `targets`, and the entropies of the full distributions, in nats, at `temperature`. The
     results are part of the autograd graph even for N = 0."""
 
-    def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)
         return logprobs, entropy
 
@@ -40,7 +40,7 @@ def token_logprobs(
     # the backward pass begins with the last chunk: keeping its logits until then does not raise the peak memory
     recompute = [torch.is_grad_enabled()] * (len(chunks) - 1) + [False]
     results = [
-        checkpoint(one_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if again else one_chunk(h, t)
+        checkpoint(compute_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if again else compute_chunk(h, t)
         for (h, t), again in zip(chunks, recompute, strict=True)
     ]
     logprobs, entropies = zip(*results, strict=True)
@@ -112,7 +112,7 @@ def softmax_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:  # [t] each, float32 or wider
     """Return, with x = logits / temperature: max_x, sum_exp = sum exp(x - max_x), sum_x_exp = sum exp(x - max_x) (x -
     max_x)."""
-    if _has_kernel(logits):
+    if _use_triton_kernel(logits):
         from penstock.stages.train.algorithms import softmax_kernels
 
         return softmax_kernels.softmax_sums(logits, temperature)
@@ -133,7 +133,7 @@ def softmax_gradient(
     at_columns: Tensor,  # [t] value that is added to the result at `columns`
 ) -> Tensor:  # [t, V] in the dtype of logits, rounded once
     """Return exp(x - max_x) (scale + slope (x - max_x)) + `at_columns` at `columns`, with x = logits / temperature."""
-    if _has_kernel(logits):
+    if _use_triton_kernel(logits):
         from penstock.stages.train.algorithms import softmax_kernels
 
         return softmax_kernels.softmax_gradient(logits, temperature, max_x, scale, slope, columns, at_columns)
@@ -146,10 +146,10 @@ def softmax_gradient(
 
 
 def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature in float32 or wider; may be `logits` itself."""
+    """Return logits / temperature in float32 or wider; may return `logits` itself."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature
 
 
-def _has_kernel(logits: Tensor) -> bool:
+def _use_triton_kernel(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64

@@ -31,7 +31,7 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # loss [n]; metric -> values 
 
 def policy_loss(
     logprobs: Tensor,  # [n] of the current policy, with gradient
-    entropy: Tensor,  # [n] of the current policy, with gradient if it has a coefficient
+    entropy: Tensor,  # [n] of the current policy, with gradient if --entropy-coef is not 0
     fields: TokenFields,
     samples: SegmentReducer,
     config: AlgorithmConfig,
@@ -225,7 +225,7 @@ def custom_correction(
     """Call the user-defined correction, which has the interface of `mismatch_correction`."""
     path = config.custom_tis_function_path
     assert path is not None
-    function = load_function(path, usual_name="correction")
+    function = load_function(path, default_name="correction")
     weights, mask, metrics = function(trainer_logprobs, rollout_logprobs, samples, config)
     _check_per_token(path, {"weights": weights, "a mask": mask, **metrics}, len(trainer_logprobs))
     return weights, mask, metrics
@@ -283,7 +283,7 @@ def custom_loss(
     """Call the user-defined loss, which has the interface of `policy_loss`."""
     path = config.custom_loss_function_path
     assert path is not None, "--loss-type custom_loss needs --custom-loss-function-path"
-    loss, metrics = load_function(path, usual_name="loss")(logprobs, entropy, fields, samples, config)
+    loss, metrics = load_function(path, default_name="loss")(logprobs, entropy, fields, samples, config)
     _check_per_token(path, {"a loss": loss, **metrics}, len(logprobs))
     return loss, {name if "/" in name else f"train/{name}": values for name, values in metrics.items()}
 
@@ -332,7 +332,7 @@ def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, nu
     Raises:
         PluginError: the reducer does not return one finite number per token.
     """
-    weights: Tensor = load_function(path, usual_name="weights")(trajectory_index, sample_index, num_trajectories)
+    weights: Tensor = load_function(path, default_name="weights")(trajectory_index, sample_index, num_trajectories)
     if weights.shape != trajectory_index.shape or not weights.isfinite().all():
         raise PluginError(
             f"{path} returned weights of shape {list(weights.shape)}: return a finite number for each of the "

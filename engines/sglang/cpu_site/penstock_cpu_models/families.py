@@ -1,7 +1,7 @@
 """SGLang's unchanged classes of the model families that Penstock supports, and two patches for multi-head latent
 attention (MLA) on CPU.
 
-Without Intel's AMX kernels SGLang 0.5.21 fails in two places for the MLA families; both are patched here. With the
+Without Intel's AMX kernels SGLang 0.5.21 fails in two places for the MLA families, which are patched here. With the
 patches the log-probs of tiny models are equal to those of transformers (`tests/engines/test_sglang_families.py`).
 """
 
@@ -30,9 +30,9 @@ EntryClass = [  # the name that SGLang looks for
     DeepseekV3ForCausalLM,
 ]
 
-# Patch 1: use absorbed MLA, as for decoding and cached prefixes, also for a prompt without a cached prefix. There
-# SGLang uses full heads (MHA), whose keys are not written to the KV cache that the torch_native backend reads, and
-# scaled_dot_product_attention fails with "Expected size for first two dimensions of batch2 tensor".
+# Patch 1: use absorbed MLA, as for decoding and cached prefixes, also for a prompt without a cached prefix. Unpatched,
+# SGLang uses full heads (MHA) for such a prompt; their keys are not written to the KV cache that the torch_native
+# backend reads, and scaled_dot_product_attention fails with "Expected size for first two dimensions of batch2 tensor".
 attention_backend_handler.AttentionBackendRegistry.register(
     "torch_native", attention_backend_handler._dispatch_mla_subtype
 )

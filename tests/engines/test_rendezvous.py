@@ -31,7 +31,7 @@ shutdown_parallel()
 """
 
 
-def test_the_rendezvous_listens_on_one_address_alone() -> None:
+def test_the_rendezvous_listens_on_loopback_only() -> None:
     def rank(number: int, address: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", RANK, str(number), address]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
@@ -51,7 +51,7 @@ def test_the_rendezvous_listens_on_one_address_alone() -> None:
             process.kill()
 
 
-def test_an_engine_listens_on_loopback_alone(engine_pool: EnginePool) -> None:
+def test_an_engine_listens_on_loopback_only(engine_pool: EnginePool) -> None:
     assert engine_pool.urls
     server = psutil.Process(engine_pool.pids()[0])
     family = [server, *server.children(recursive=True)]
