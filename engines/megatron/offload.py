@@ -88,6 +88,16 @@ def offload_moments(inner: torch.optim.Optimizer, param: Tensor) -> None:
             inner.state[param][name] = host.copy_(moment)
 
 
+def device_tensors(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the main parameters and moments that are on the device: all except the moments that `MomentOffload` keeps
+    in host memory. Step counts are left out."""
+    offload: MomentOffload | None = getattr(inner, "offload", None)
+    for param in (param for group in inner.param_groups for param in group["params"]):
+        yield param
+        if not offload or param not in offload.offloaded:
+            yield from (inner.state[param][name] for name in MOMENTS)
+
+
 def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter is a chunk of its own."""
     chunk: list[Tensor] = []
