@@ -44,7 +44,7 @@ def sizes(engine: Any) -> dict[StateKind, set[int]]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
-@pytest.mark.parametrize("overrides", [{}, {**OFFLOAD, "optimizer_offload_fraction": 0.4}], ids=["", "moments on host"])
+@pytest.mark.parametrize("overrides", [{}, {**OFFLOAD, "optimizer_offload_fraction": 0.4}], ids=["", "state on host"])
 def test_training_with_offloads_between_steps_gives_identical_bits(
     dtype: str, shape: ModelShape, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("overrides", [{}, OFFLOAD], ids=["", "moments on host"])
+@pytest.mark.parametrize("overrides", [{}, OFFLOAD], ids=["", "state on host"])
 def test_checkpoint_after_an_onload_is_the_same_and_loads(
     dtype: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
