@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,8 @@ from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
 from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks
 from penstock.engines.megatron.param_gather import ParamGather
+from penstock.engines.megatron.residency import DeviceMemory
+from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.storage.errors import LayoutError
 
 OutputHead = Callable[[Tensor], Tensor]
@@ -107,6 +109,7 @@ class MegatronEngine:
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
         self._state = RankState(shape, self.layout, role, self.chunks, self.optimizer, self.scheduler)
+        self._memory = DeviceMemory(role, self.wrapped, self.optimizer)
 
         # Megatron's pipeline schedules read these functions from the model's configuration.
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -163,6 +166,7 @@ class MegatronEngine:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
+        self._memory.require("gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -190,6 +194,7 @@ class MegatronEngine:
             the outputs of `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
         """
         assert microbatches, "forward_backward needs at least one micro-batch"
+        self._memory.require("weights", *(() if forward_only else ("gradients",)))
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
             raise LayoutError(
                 f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
@@ -253,6 +258,7 @@ class MegatronEngine:
         Returns:
             whether the weights were updated, and the gradient norm before clipping.
         """
+        self._memory.require("weights", "gradients", "optimizer")
         updated, grad_norm, _ = self.optimizer.step()
         self._param_gather.start_all()
         if updated:
@@ -275,7 +281,9 @@ class MegatronEngine:
         return weights.hash_weights(self._synced_chunks())
 
     def state_digest(self) -> dict[str, str]:
-        """Return hashes of this rank's optimizer, scheduler and RNG states (see `RankState.digest`). Not collective."""
+        """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
+        collective."""
+        self._sync("weights", "optimizer")
         return self._state.digest()
 
     def snapshot(self) -> weights.Snapshot:
@@ -301,18 +309,18 @@ class MegatronEngine:
             directory: one for all ranks, or one per rank (see `RankState.save`).
             step_state: JSON values of the caller, which `load` returns.
         """
-        self._param_gather.wait_for_all()
+        self._sync("weights", "optimizer")
         self._state.save(directory, step_state)
 
     def save_weights(self, directory: str | Path) -> None:
         """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved."""
-        self._param_gather.wait_for_all()
+        self._sync("weights")
         self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
         bit-identical to uninterrupted training."""
-        self._param_gather.wait_for_all()
+        self._sync("weights", "optimizer")
         return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
@@ -322,13 +330,35 @@ class MegatronEngine:
         A value model (critic) gets its value head from the checkpoint of a value model. From a policy's checkpoint it
         gets all weights except the LM head, and initializes the value head from the seed.
         """
-        self._param_gather.wait_for_all()
+        self._sync("weights", "optimizer")
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:
-        """Wait for parameter all-gathers, and return the pipeline chunks with current weights."""
-        self._param_gather.wait_for_all()
+        self._sync("weights")
         return self.chunks
+
+    def _sync(self, *kinds: StateKind) -> None:
+        """Check that these kinds of state are on the device, and wait for parameter all-gathers."""
+        self._memory.require(*kinds)
+        self._param_gather.wait_for_all()
+
+    # ---- device memory -----------------------------------------------------------------------------------------------
+
+    def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
+        """Move these kinds of state to host memory and free their device memory; the content of gradients is discarded.
+        Return the measurement, or None if there was nothing to move. Not collective.
+
+        Methods that need an offloaded kind fail until `onload`.
+        """
+        self._param_gather.wait_for_all()
+        return self._memory.offload(kinds)
+
+    def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
+        """Move these kinds of state back to the device; gradients are zero afterwards. Return the measurement, or None
+        if there was nothing to move. Not collective."""
+        return self._memory.onload(kinds)
+
+    # ---- reproducibility ---------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the versions and settings that can change the last bit of a result. Runs with equal fingerprints and

@@ -32,7 +32,7 @@ from megatron.core.transformer import TransformerConfig
 
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
-from penstock.engines.megatron.offload import MomentOffload, offload_moments
+from penstock.engines.megatron.offload import OptimizerOffload, zero_moments
 from penstock.storage.errors import OptionError
 
 # Names of required optimizer options; lr_decay_iters is required unless lr_decay_style is constant.
@@ -72,8 +72,8 @@ def build_optimizer(
         wrapped: wrapped pipeline chunks of the model.
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
-        overrides: user-defined `megatron` options. With `optimizer_cpu_offload` the moments are offloaded by
-            `offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
+        overrides: user-defined `megatron` options. With `optimizer_cpu_offload` the moments and main parameters are
+            offloaded by `offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
 
     Raises:
         OptionError: an option is not supported or contradicts another option.
@@ -89,8 +89,9 @@ def build_optimizer(
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group["fused"] = True  # a single kernel, without temporary tensors as large as the model
-        if fraction:
-            MomentOffload(inner, fraction)
+    for chained in optimizer.chained_optimizers:
+        if fraction and not chained.is_stub_optimizer:
+            OptimizerOffload(chained, fraction)
     reset_state(optimizer)
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer and chained.data_parallel_group.size() == 1:
@@ -108,7 +109,7 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     """Separate the user's options for optimizer offloading, which would enable Megatron's own, from the other options.
 
     Returns:
-        the other options, and the fraction of Adam's moments to offload with `offload.py`.
+        the other options, and the fraction of the optimizer state to offload with `offload.py`.
     """
     if overrides.get("use_precision_aware_optimizer"):
         raise OptionError(
@@ -136,10 +137,8 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
             for param in group["params"]:
                 inner.state[param] = {
                     "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
+                    **zero_moments(inner, param),
                 }
-                offload_moments(inner, param)
 
 
 def _unsharded_state(optimizer: Any, model_state: dict[str, Any], *_: Any, **__: Any) -> dict[int, dict[str, Any]]:
@@ -183,7 +182,6 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     for inner in inner_optimizers(optimizer):
         for param, param_state in inner.state.items():
             param_state["step"] = param_state["step"].to(param.device, torch.float32, copy=True)
-            offload_moments(inner, param)
 
 
 def _param_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:

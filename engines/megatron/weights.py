@@ -163,9 +163,15 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
         group = tensor_group(name)
         is_shard = sharded_axis(tensor) is not None and group.size() > 1
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        data = host_bytes(tensor)
         hashes[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = xxhash.xxh3_64_hexdigest(data)
     return hashes
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return a copy of a tensor's bytes in host memory. It is a copy on a CPU as well, because `numpy()` would forbid
+    to resize the tensor's storage, which `residency.py` does."""
+    return tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def copy_weights(chunks: list[PolicyModel]) -> Snapshot:

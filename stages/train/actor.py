@@ -18,7 +18,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 from penstock.stages.train.spec import (
+    NEEDED_ON_DEVICE,
     AuxiliaryModel,
     Build,
     FencedError,
@@ -56,11 +58,13 @@ class TrainActor:
         self._urls: list[str] = []  # of the engines that get the weights
         self._engines: EngineClient | None = None  # kept, because it holds process groups
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
+        self._memory_switches: list[MemorySwitch] = []  # since they were last taken
 
     # ---- ownership ---------------------------------------------------------------------------------------------------
 
     def call(self, owner: str, method: str, *args: Any) -> Any:
-        """Call a method of this rank for the driver with the token `owner`.
+        """Call a method of this rank for the driver with the token `owner`; first move the state that the method needs
+        back to the device.
 
         Raises:
             FencedError: another driver has taken over this rank.
@@ -70,6 +74,8 @@ class TrainActor:
                 f"another driver has taken over the trainer of run {self.spec.run!r}; this driver stops, its commits "
                 "are kept. If you did not start the other driver, find and stop it"
             )
+        if needed := NEEDED_ON_DEVICE.get(method):
+            self._memory_switches += self.models.onload(needed)
         return getattr(self, method)(*args)
 
     def adopt(self, owner: str) -> RankInfo:
@@ -251,6 +257,16 @@ class TrainActor:
         except (EngineGone, EngineRefused) as error:
             return error
         return None
+
+    def offload(self, keep: tuple[StateKind, ...]) -> None:
+        """Move all state except the kinds `keep` to host memory. Gradients are discarded. Later calls move the state
+        that they need back to the device."""
+        self._memory_switches += self.models.offload([kind for kind in STATE_KINDS if kind not in keep])
+
+    def take_memory_switches(self) -> list[MemorySwitch]:
+        """Return the measurements of all offloads and onloads since the last call of this method."""
+        switches, self._memory_switches = self._memory_switches, []
+        return switches
 
     @contextmanager
     def _changing_weights_to(self, version: int) -> Iterator[None]:

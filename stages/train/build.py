@@ -7,6 +7,7 @@ process, and process the same micro-batches in turn.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.engines.megatron.weights import Snapshot
+from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.stages.train.config import TrainConfig
 
 
@@ -50,6 +52,17 @@ class Models:
     def refresh_reference(self) -> None:
         """Make the current policy the reference."""
         self.reference, self.refreshed = self.policy.snapshot(), True
+
+    def offload(self, kinds: Collection[StateKind]) -> list[MemorySwitch]:
+        """Move these kinds of state of the trained models to host memory; see `MegatronEngine.offload`. Return the
+        measurements."""
+        switches = [engine.offload(kinds) for engine in (self.policy, self.critic) if engine is not None]
+        return [switch for switch in switches if switch is not None]
+
+    def onload(self, kinds: Collection[StateKind]) -> list[MemorySwitch]:
+        """Move these kinds of state of the trained models back to the device. Return the measurements."""
+        switches = [engine.onload(kinds) for engine in (self.policy, self.critic) if engine is not None]
+        return [switch for switch in switches if switch is not None]
 
 
 def parallel_layout(config: TrainConfig) -> ParallelLayout:

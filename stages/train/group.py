@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,9 +24,11 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
+from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.serving.keys import known_api_keys
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.stages.train.spec import (
+    NEEDED_ON_DEVICE,
     AuxiliaryModel,
     Build,
     FencedError,
@@ -60,6 +63,8 @@ class TrainerGroup:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
+        # Called, with `lock` held, before ranks start or onload more than the weights: release other device memory.
+        self.before_onload: Callable[[], None] = lambda: None
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
         self._ranks: list[RankInfo] = []
@@ -77,6 +82,7 @@ class TrainerGroup:
 
             from penstock.stages.train.actor import TrainActor
 
+            self.before_onload()
             build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
@@ -247,6 +253,20 @@ class TrainerGroup:
         if errors:
             raise errors[0]
 
+    def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
+        """Move the state of all ranks except the kinds `keep` to host memory, if ranks are running. Later calls move
+        the state that they need back to the device."""
+        with self.lock:
+            if self._actors:
+                self._call("offload", keep)
+
+    def take_memory_switches(self) -> list[MemorySwitch]:
+        """Return the measurements of all offloads and onloads since the last call, of the rank whose device was used
+        most; [] if no ranks are running."""
+        with self.lock:
+            ranks: list[list[MemorySwitch]] = self._call("take_memory_switches") if self._actors else [[]]
+        return max(ranks, key=lambda switches: max((switch.device_bytes_before for switch in switches), default=0))
+
     def places(self) -> list[ProcessPlace]:
         """Return where each rank runs."""
         return [ProcessPlace(rank.node, rank.gpu_ids, rank.pid) for rank in self._ranks]
@@ -262,6 +282,8 @@ class TrainerGroup:
             actors = self._actors
             if not actors:  # another thread has killed the ranks since the caller started them
                 raise RankDied(f"the trainer's ranks were killed before the call of {method!r}")
+            if "optimizer" in NEEDED_ON_DEVICE.get(method, ()):
+                self.before_onload()
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
             calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
             waiting = calls

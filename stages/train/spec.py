@@ -11,10 +11,21 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.memory import STATE_KINDS, StateKind
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.refs import FileRecord, Frozen
 
 AuxiliaryModel = Literal["reference", "teacher"]  # not trained
+
+# Kinds of state that a rank's method needs on the device; methods that are not listed need none.
+NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
+    "load": STATE_KINDS,
+    "train": STATE_KINDS,
+    "save": ("weights", "optimizer"),
+    "optimizer_digest": ("weights", "optimizer"),
+    "digest": ("weights",),
+    "publish": ("weights",),
+}
 
 
 class TrainerSpec(BaseModel):

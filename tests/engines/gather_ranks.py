@@ -1,5 +1,5 @@
 """Run as two processes by `test_megatron_optimizer.py`: two data-parallel ranks that gather weights during the forward
-pass get the same bits as ranks that gather them before it.
+pass, and ranks that offload optimizer state, get the same bits as ranks that do neither.
 
 Between two processes of one machine gathers finish too early for a missing wait to be noticed. So with late gathers a
 bucket is only gathered when something waits for it: a reader that does not wait gets stale weights, and the digests
@@ -21,14 +21,12 @@ from torch import Tensor
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+from penstock.engines.memory import STATE_KINDS
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
-SHAPES = {
-    "tied": SHAPE,
-    "untied": SHAPE.model_copy(update={"tied_embeddings": False}),
-    "mixture": SHAPE.model_copy(update={"experts": EXPERTS}),
-}
+MIXTURE = SHAPE.model_copy(update={"experts": EXPERTS})
+SHAPES = {"tied": SHAPE, "untied": SHAPE.model_copy(update={"tied_embeddings": False}), "mixture": MIXTURE}
 LATE_GATHERS = {"tied": (True,), "untied": (True,), "mixture": (False, True)}  # whether gathers are late
 # the untied head has its own bucket
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000, "init_method_std": 0.15}
@@ -56,11 +54,13 @@ def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, 
     return loss, {"loss": loss.detach()}
 
 
-def run(shape: ModelShape, rank: int, directory: Path, late: bool = False, **overrides: Any) -> list[Any]:
+def run(
+    shape: ModelShape, rank: int, directory: Path, late: bool = False, dtype: Any = "fp32", **overrides: Any
+) -> list[Any]:
     """Return everything an engine computes over several steps, with every way to read its weights in between."""
     from penstock.engines.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(shape, dtype="fp32", optimizer=OPTIMIZER, overrides=BUCKETS | overrides)
+    engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=BUCKETS | overrides)
     buckets = [
         bucket for chunk in engine.wrapped for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]
@@ -78,6 +78,8 @@ def run(shape: ModelShape, rank: int, directory: Path, late: bool = False, **ove
         return losses if forward_only else [*losses, engine.optimizer_step()]
 
     results: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
+    engine.offload(STATE_KINDS)
+    engine.onload(STATE_KINDS)
     snapshot = engine.snapshot()
     results += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
     with engine.using_weights(snapshot):
@@ -102,4 +104,9 @@ if __name__ == "__main__":
             for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
                 assert ours == theirs, (name, late, index, ours, theirs)
             print(name, "late" if late else "in time", "ok", flush=True)
+    expected = run(MIXTURE, rank, directory / "bf16-plain", dtype="bf16")
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6, "overlap_param_gather": True}
+    results = run(MIXTURE, rank, directory / "bf16-offload", late=True, dtype="bf16", **offload)
+    for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        assert ours == theirs, ("offload", index, ours, theirs)
     shutdown_parallel()

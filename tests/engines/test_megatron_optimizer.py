@@ -68,8 +68,17 @@ def moments(engine: Any) -> list[Tensor]:
     return [state[name] for inner in inners for state in inner.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
-@pytest.mark.parametrize(("dtype", "fraction"), [("fp32", 1.0), ("bf16", 0.4)])
-def test_offloaded_moments_give_the_same_results(
+def share_of_freed_main_params(engine: Any) -> float:
+    """Return the fraction of the main parameters' elements without device memory."""
+    from penstock.engines.megatron.optimizer import inner_optimizers
+
+    params = [param for inner in inner_optimizers(engine.optimizer) for param in inner.state]
+    freed = [param for param in params if param.untyped_storage().nbytes() == 0]
+    return sum(param.numel() for param in freed) / sum(param.numel() for param in params)
+
+
+@pytest.mark.parametrize(("dtype", "fraction"), [("fp32", 1.0), ("bf16", 1.0), ("bf16", 0.4)])
+def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.engines.megatron import offload
@@ -84,35 +93,47 @@ def test_offloaded_moments_give_the_same_results(
         share = sum(m.numel() for m in on_host) / sum(m.numel() for m in moments(offloaded))
         assert fraction <= share < (1.01 if fraction == 1 else 0.7)
         assert all(moment.is_cuda for moment in moments(plain))
+    least = fraction if dtype == "bf16" else 0.0  # main parameters of an fp32 model are views of its weights
+    assert least <= share_of_freed_main_params(offloaded) <= least + (0.3 if 0 < least < 1 else 0)
 
     offloaded.save(tmp_path / "offloaded", {})
     plain.save(tmp_path / "plain", {})
     expected = train(plain, range(5, 8))
     for saved, engine in (("plain", offloaded), ("offloaded", plain)):  # checkpoints do not depend on offloading
-        devices = [moment.device for moment in moments(engine)]
+        places = [moment.data_ptr() for moment in moments(offloaded)]
+        freed = share_of_freed_main_params(engine)
         engine.load(tmp_path / saved)
-        assert [moment.device for moment in moments(engine)] == devices
         assert train(engine, range(5, 8)) == expected
         engine.load_weights(tmp_path / saved)
-        assert [moment.device for moment in moments(engine)] == devices
+        assert share_of_freed_main_params(engine) == freed
+        if fraction == 1:
+            assert [moment.data_ptr() for moment in moments(offloaded)] == places  # pinned memory is allocated once
     assert train(offloaded, range(3)) == train(plain, range(3))
 
 
-def test_step_moves_moments_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one chunk of moments is on the device at a time, and every parameter is stepped once."""
+def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most two chunks of main parameters are on the device at a time, and every parameter is stepped once."""
     from penstock.engines.megatron import offload
     from penstock.engines.megatron.optimizer import inner_optimizers
 
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)
-    engine = make_engine(**OFFLOAD)
+    engine = make_engine(SHAPE, "bf16", **OFFLOAD)
     [inner] = inner_optimizers(engine.optimizer)
-    chunks: list[list[Tensor]] = []
-    inner.register_step_pre_hook(lambda optimizer, *_: chunks.append(optimizer.param_groups[0]["params"]))
-    train(engine, range(1))
     params = [param for group in inner.param_groups for param in group["params"]]
+    chunks: list[list[Tensor]] = []
+    on_device: list[int] = []
+
+    def record(optimizer: Any, *_: Any) -> None:
+        chunks.append(optimizer.param_groups[0]["params"])
+        on_device.append(sum(param.numel() for param in params if param.untyped_storage().nbytes()))
+
+    inner.register_step_pre_hook(record)
+    train(engine, range(1))
     assert [id(param) for chunk in chunks for param in chunk] == [id(param) for param in params]
     assert len(chunks) > 5
     assert all(len(chunk) == 1 or sum(param.numel() for param in chunk) <= 3000 for chunk in chunks)
+    numels = [sum(param.numel() for param in chunk) for chunk in chunks]
+    assert on_device == [sum(numels[index : index + 2]) for index in range(len(chunks))]
 
 
 @pytest.mark.parametrize(

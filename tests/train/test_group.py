@@ -163,6 +163,42 @@ def test_rank_killed_during_a_step_is_restored_bit_for_bit(world: SimpleNamespac
     assert group.digest() == world.commits[0].state["digest"]
 
 
+def test_offloads_between_rounds_change_no_bit(world: SimpleNamespace) -> None:
+    """The ranks move back what a call needs, and before a call that needs more than the weights the engines' memory is
+    released."""
+    store, group, onloads = world.store, world.group(), []
+    world.trainer.kill()
+    group.before_onload = lambda: onloads.append(1)
+    group.offload()  # no ranks are running
+    assert group.take_memory_switches() == []
+    try:
+        PolicyRestorer(store, KEYS, group, world.base).restore(0)
+        assert len(onloads) == 2  # start and load
+        for rollout_id in range(2):
+            group.offload(keep=("weights",) if rollout_id else ())
+            result = group.train(store.committed(KEYS.rollout(rollout_id)), rollout_id)
+            assert result.digest == world.commits[rollout_id].state["digest"]
+        group.offload()
+        assert len(onloads) == 4
+        group.state()
+        assert group.digest() == result.digest and len(onloads) == 4
+        assert group.optimizer_digest() == store.committed(KEYS.checkpoint(2)).state["optimizer_digest"]
+        saved = group.save(store.new_attempt("scratch"))
+        assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
+        assert [switch.name.removeprefix("policy: ") for switch in group.take_memory_switches()] == [
+            "offload weights, gradients, optimizer",
+            "onload weights, gradients, optimizer",
+            "offload gradients, optimizer",
+            "onload gradients, optimizer",
+            "offload weights, gradients, optimizer",
+            "onload weights",
+            "onload optimizer",
+        ]
+        assert group.take_memory_switches() == []
+    finally:
+        group.kill()
+
+
 def test_critic_and_refreshed_reference_resume_from_a_checkpoint(cluster: Cluster, world: SimpleNamespace) -> None:
     """PPO: round 0 trains only the critic; rounds are compared with the policy before, and distill a teacher."""
     world.trainer.kill()

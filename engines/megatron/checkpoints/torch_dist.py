@@ -42,8 +42,10 @@ from penstock.engines.megatron.checkpoints.layout import te_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
 from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
+from penstock.engines.megatron.offload import main_param
 from penstock.engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
 from penstock.engines.megatron.parallel import ParallelLayout, device
+from penstock.engines.megatron.weights import host_bytes
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint
 
@@ -215,12 +217,11 @@ class RankState:
         hashes: dict[str, xxhash.xxh3_64] = {}
 
         def add(name: str, tensor: torch.Tensor) -> None:
-            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            hashes.setdefault(name, xxhash.xxh3_64()).update(content.numpy().data)
+            hashes.setdefault(name, xxhash.xxh3_64()).update(host_bytes(tensor))
 
         for inner in inner_optimizers(self.optimizer):
             for param in (param for group in inner.param_groups for param in group["params"]):
-                add("main_params", param)
+                add("main_params", main_param(inner, param))
                 for name, value in sorted(inner.state[param].items()):
                     add(name, value)
         random = _rng_states()

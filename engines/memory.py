@@ -1,0 +1,22 @@
+"""Names and measurements of state that moves between a device and host memory. The driver reads them, so this module
+does not import torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from penstock.storage.refs import Frozen
+
+StateKind = Literal["weights", "gradients", "optimizer"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
+
+
+class MemorySwitch(Frozen):
+    """Duration and memory use of one move of state between a device and host memory."""
+
+    name: str  # e.g. "policy: offload gradients, optimizer"
+    seconds: float
+    device_bytes_before: int  # used on the whole device, by all processes; 0 without CUDA
+    device_bytes_after: int
+    host_bytes_before: int  # resident set size of this process, pinned memory included
+    host_bytes_after: int

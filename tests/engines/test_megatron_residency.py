@@ -1,0 +1,138 @@
+"""State that moves to host memory and back: its device memory is really freed, and no bit of the results changes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.memory import STATE_KINDS, StateKind
+from tests.engines.megatron_reference import SHAPE
+from tests.engines.test_megatron_optimizer import MIXTURE, OFFLOAD, make_engine, train
+
+WEIGHTS: StateKind = "weights"
+GRADIENTS: StateKind = "gradients"
+OPTIMIZER: StateKind = "optimizer"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(world: None) -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def sizes(engine: Any) -> dict[StateKind, set[int]]:
+    """Return the sizes in bytes of the storages of each kind of state; the optimizer's without scalars."""
+    from penstock.engines.megatron.optimizer import inner_optimizers
+
+    buffers = [b for chunk in engine.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    tensors: dict[StateKind, list[Tensor]] = {
+        WEIGHTS: [buffer.param_data for buffer in buffers] + list(engine.chunks[0].parameters()),
+        GRADIENTS: [buffer.grad_data for buffer in buffers] + [p.main_grad for p in engine.chunks[0].parameters()],
+        OPTIMIZER: [
+            tensor
+            for inner in inner_optimizers(engine.optimizer)
+            for param, state in inner.state.items()
+            for tensor in ([param] if engine.dtype == "bf16" else []) + [state["exp_avg"], state["exp_avg_sq"]]
+        ],
+    }
+    return {kind: {t.untyped_storage().nbytes() for t in of_kind} for kind, of_kind in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("overrides", [{}, {**OFFLOAD, "optimizer_offload_fraction": 0.4}], ids=["", "state on host"])
+def test_training_with_offloads_between_steps_gives_identical_bits(
+    dtype: str, shape: ModelShape, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.engines.megatron import residency
+
+    monkeypatch.setattr(residency, "BUFFER_BYTES", 10_000)  # storages that lie in several host buffers
+    plain, moved = make_engine(shape, dtype, **overrides), make_engine(shape, dtype, **overrides)
+    for step in range(3):
+        moved.offload(STATE_KINDS)
+        moved.onload(STATE_KINDS)
+        assert train(moved, range(step, step + 1)) == train(plain, range(step, step + 1))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offload_frees_all_storages_and_is_idempotent(dtype: str) -> None:
+    engine = make_engine(MIXTURE, dtype)
+    train(engine, range(1))
+    before, digests = sizes(engine), (engine.digest(), engine.state_digest())
+    assert all(0 not in of_kind for of_kind in before.values())
+
+    switch = engine.offload(STATE_KINDS)
+    assert switch.name == "policy: offload weights, gradients, optimizer" and switch.seconds > 0
+    assert sizes(engine) == {kind: {0} for kind in STATE_KINDS}
+    assert engine.offload(STATE_KINDS) is None
+    assert sizes(engine) == {kind: {0} for kind in STATE_KINDS}
+
+    assert engine.onload(STATE_KINDS).name == "policy: onload weights, gradients, optimizer"
+    assert engine.onload(STATE_KINDS) is None
+    assert sizes(engine) == before
+    assert (engine.digest(), engine.state_digest()) == digests
+
+
+def test_reloaded_gradients_are_zero() -> None:
+    engine = make_engine()
+    train(engine, range(1))
+    [buffer] = engine.wrapped[0].buffers
+    assert buffer.grad_data.any()
+    engine.offload([GRADIENTS])
+    engine.onload([GRADIENTS])
+    assert not buffer.grad_data.any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
+    engine = make_engine(MIXTURE, dtype)
+    train(engine, range(1))
+    expected = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    state = engine.state_digest()
+    assert engine.offload([OPTIMIZER, GRADIENTS]).name == "policy: offload gradients, optimizer"
+    assert sizes(engine) == {**sizes(make_engine(MIXTURE, dtype)), GRADIENTS: {0}, OPTIMIZER: {0}}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
+
+    assert engine.offload(STATE_KINDS).name == "policy: offload weights"
+    assert engine.onload([WEIGHTS]).name == "policy: onload weights"
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
+    with pytest.raises(AssertionError, match=r"optimizer .*are offloaded"):
+        engine.state_digest()
+    engine.onload(STATE_KINDS)
+    assert engine.state_digest() == state
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("overrides", [{}, OFFLOAD], ids=["", "state on host"])
+def test_checkpoint_after_an_onload_is_the_same_and_loads(
+    dtype: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = make_engine(MIXTURE, dtype, **overrides)
+    train(engine, range(2))
+    engine.offload(STATE_KINDS)
+    engine.onload([WEIGHTS, OPTIMIZER])
+    engine.save(tmp_path, {})
+    engine.onload([GRADIENTS])
+    expected = train(engine, range(5, 7))
+    for _ in range(2):  # a load replaces the moments' tensors
+        engine.offload(STATE_KINDS)
+        engine.onload(STATE_KINDS)
+        engine.load(tmp_path)
+        engine.offload(STATE_KINDS)
+        engine.onload(STATE_KINDS)
+        assert train(engine, range(5, 7)) == expected
+
+
+def test_methods_refuse_offloaded_state(tmp_path: Path) -> None:
+    engine = make_engine()
+    engine.offload([GRADIENTS])
+    with pytest.raises(AssertionError, match="gradients"):
+        engine.zero_grad()
+    engine.offload([WEIGHTS])
+    for read in (engine.digest, engine.named_weights, engine.snapshot, lambda: engine.save_weights(tmp_path)):
+        with pytest.raises(AssertionError, match="weights"):
+            read()
