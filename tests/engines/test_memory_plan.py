@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +191,10 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert visible([10, 20, 30]) == expected
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible([10, 20, 30]) == [10, 20, 30]
+
+
+def test_plan_is_made_without_torch() -> None:
+    modules = ["penstock.engines.megatron.memory_plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
+    program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "set()"
