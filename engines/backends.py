@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.engines.generation import EngineClient, EngineUrls
 
 if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
     from penstock.engines.options import EngineOptions
+    from penstock.engines.serving.memory import EngineMemory
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -90,6 +92,19 @@ class EngineBackend(ABC):
 
         Raises:
             EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
+        """
+
+    @abstractmethod
+    def memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
+        """Return an estimate of the memory of one GPU of an engine.
+
+        Args:
+            options: options of the engines.
+            shape: shape of the model.
+            gpu_bytes: total memory of the GPU.
+
+        Raises:
+            EngineError: an option about memory has an invalid value.
         """
 
     @abstractmethod

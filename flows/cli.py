@@ -37,7 +37,7 @@ USAGE = """usage: penstock COMMAND [options]
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
   runs      list the runs in the store
-  doctor    check the installation and print how to fix each problem
+  doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
 lines, and the traceback of an error."""

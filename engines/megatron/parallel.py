@@ -1,4 +1,4 @@
-"""The parallel sizes of a model (`ParallelLayout`), and the setup of Megatron-core's process groups.
+"""The setup of Megatron-core's process groups for the parallel sizes of a model (`ParallelLayout`).
 
 `stages/train/group.py` starts the ranks, `engines/cluster.py` places them on GPUs.
 """
@@ -12,51 +12,13 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.engines.rendezvous import serve_store
 from penstock.storage.errors import LayoutError
 
 DEFAULT_SEED = 1234
-
-
-class ParallelLayout(BaseModel):
-    """Parallel sizes of a model (tensor, pipeline, ...). The data-parallel size follows from the world size."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    context: int = Field(default=1, ge=1)
-    expert: int = Field(default=1, ge=1)
-    expert_tensor: int | None = None  # tensor-parallel size of the experts; None: `tensor`
-    virtual_pipeline: int | None = None  # pipeline chunks per rank (interleaved schedule); None: one
-    sequence_parallel: bool = False
-
-    def data_parallel(self, world_size: int) -> int:
-        """Return the data-parallel size that results from a world size.
-
-        Raises:
-            LayoutError: the world size is not a multiple of tensor x pipeline x context, or of expert_tensor x expert x
-                pipeline.
-        """
-        ranks = self.tensor * self.pipeline * self.context
-        if world_size % ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into replicas of {ranks} ranks (tensor {self.tensor} x "
-                f"pipeline {self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller "
-                "parallel sizes"
-            )
-        expert_tensor = self.expert_tensor or self.tensor
-        expert_ranks = expert_tensor * self.expert * self.pipeline
-        if world_size % expert_ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into expert replicas of {expert_ranks} ranks (expert "
-                f"tensor {expert_tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of "
-                f"{expert_ranks} ranks, or smaller parallel sizes, for the experts"
-            )
-        return world_size // ranks
 
 
 def init_parallel(

@@ -21,11 +21,14 @@ from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.secret_references import reveal
 
 if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
+    from penstock.engines.serving.memory import EngineMemory
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-OLDEST_RELEASE = (0, 5, 15)  # the first SGLang release with the route /model_info
-# Entries of config.json that must be equal in the model of an external engine and the trained model.
+STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
+OLDEST_RELEASE = (0, 5, 15)  # the first with /model_info
+# Entries of config.json that must be equal for a model to load another model's weights.
 MODEL_SIZES = [
     "architectures",
     "vocab_size",
@@ -117,6 +120,22 @@ class SGLangBackend(EngineBackend):
                         f"port {spec.port} of --sglang-port is in use: give another port, or omit the option to use a "
                         "free one"
                     ) from None
+
+    def memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
+        from penstock.engines.serving.memory import engine_memory
+
+        args = check_sglang_args(options.spec.args)
+        share = args.get("mem_fraction_static")
+        if share is not None and not (type(share) in (int, float) and 0 < share < 1):
+            raise EngineError(f"--sglang-mem-fraction-static takes a number between 0 and 1; found {str(share)[:80]!r}")
+        quantized, dtype = args.get("quantization"), str(args.get("dtype", "auto"))
+        return engine_memory(
+            shape,
+            options.gpus_per_engine,
+            round((share or STATIC_SHARE) * gpu_bytes),
+            weight_bytes=1 if quantized else 4 if dtype in ("float", "float32") else 2,
+            kv_bytes=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+        )
 
     def check_external(self, url: str, model_path: str) -> None:
         release, _ = control.release_and_tp_size(url)

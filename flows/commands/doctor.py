@@ -18,14 +18,24 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from penstock.flows.options.argv import short_repr
+from penstock.flows.commands import plan
+from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.runtime.display import print_table
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock doctor
+penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
+                [--num-gpus N [--num-gpus-per-node N]]
 
-  Checks the installation, the engines' start and the machine, and prints how to fix each problem. Takes no options, not
-  even --store."""
+  Checks the installation, the engines' start and the machine, and prints how to fix each problem. Without --plan it
+  takes no options, not even --store.
+
+  --plan               estimate the memory per GPU of a run with these options, without starting it; no GPU is needed,
+                       and of DIR only config.json is read. Exit code 1: the run does not fit
+  --gpu-memory-gib     memory of a GPU; default: of this machine's GPUs, or 80 without any
+  --num-gpus           plan for this number of GPUs on all machines, instead of --actor-num-nodes x
+                       --actor-num-gpus-per-node (the trainer gets those that --rollout-num-gpus leaves)
+  --num-gpus-per-node  GPUs of one machine, with --num-gpus; default 8"""
 
 GIB = 1 << 30
 SETUP = "run `make setup`"
@@ -42,13 +52,18 @@ class Finding:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0 if all checks passed, 1 if one failed.
+    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not.
 
     Raises:
-        OptionError: the command takes no options.
+        InputError: an option is invalid; without --plan the command takes none.
     """
+    _, own, _ = split_args(argv, plan.FLAGS)
+    if "--plan" in own:
+        return plan.main(argv)
     if argv:
-        raise OptionError(f"penstock doctor takes no options; found {short_repr(' '.join(argv))}")
+        raise OptionError(
+            f"penstock doctor takes no options; found {short_repr(' '.join(argv))}; --plan takes those of a run"
+        )
     console = Console()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]

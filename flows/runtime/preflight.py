@@ -12,7 +12,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.local_gpus import gpu_memory
 from penstock.flows.config import PostTrainConfig, check_secrets
+from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, gpu_plan, memory_warnings
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run, open_store
@@ -50,6 +52,8 @@ def _check_once(flow: str, config_json: str) -> None:
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config.train, shape, config.convert.model_family_path)
     check_layout(shape, config.train)
+    if flow != "convert":
+        check_gpus(flow, config, shape)
     if not config.convert.convert_load:  # an export reads only config.json
         check_weights(config.convert.hf_checkpoint, shape)
     if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
@@ -158,6 +162,21 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     check_pipeline(
         shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron
     )
+
+
+def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check the number of GPUs per engine and, on a machine with GPUs, their number and memory. Raises InputError.
+
+    The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
+    """
+    if flow in GENERATING:
+        check_engine_gpus(config, shape)
+    gpus = gpu_memory()
+    if not gpus:
+        return
+    if config.run.ray_address is None:
+        check_gpu_count(flow, config, len(gpus))
+    check_memory(gpu_plan(flow, config, shape, min(gpus)))
 
 
 def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -275,8 +294,22 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     """Return warnings about valid settings that may be unintended."""
-    if flow != "post_train":
+    return [*_memory_warnings(flow, config), *(_sampling_warnings(config) if flow == "post_train" else [])]
+
+
+def _memory_warnings(flow: str, config: PostTrainConfig) -> list[str]:
+    """Return a warning if the run may need more than the memory of this machine's GPUs."""
+    from penstock.engines.families import read_shape
+
+    gpus = gpu_memory()
+    if flow == "convert" or not gpus:
         return []
+    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
+    return memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
+
+
+def _sampling_warnings(config: PostTrainConfig) -> list[str]:
+    """Return a warning if tokens are not sampled from the distribution of the log-probs."""
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
     truncating = engine_backend().biased_sampling(sampling)

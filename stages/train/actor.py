@@ -86,13 +86,13 @@ class TrainActor:
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
         from penstock.engines.megatron.parallel import init_parallel
-        from penstock.stages.train.build import build_models, parallel_layout
+        from penstock.stages.train.build import build_models
 
         config = self.spec.config
         timeout = timedelta(seconds=config.train_timeout)  # one rank may download gigabytes while others wait
         ranks = (self.rank, self.build.num_ranks)
         listener, self._listener = self._listener, None
-        layout = parallel_layout(config)
+        layout = config.parallel_layout
         init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
         self.models: Models = build_models(self.spec.shape, config)
         self._joined = True

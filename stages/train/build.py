@@ -16,7 +16,6 @@ import torch
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
-from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.engines.megatron.weights import Snapshot
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.stages.train.config import TrainConfig
@@ -65,19 +64,6 @@ class Models:
         return [switch for switch in switches if switch is not None]
 
 
-def parallel_layout(config: TrainConfig) -> ParallelLayout:
-    """Return the tensor, pipeline, context and expert parallel sizes, which all models share."""
-    return ParallelLayout(
-        tensor=config.tensor_model_parallel_size,
-        pipeline=config.pipeline_model_parallel_size,
-        context=config.context_parallel_size,
-        expert=config.expert_model_parallel_size,
-        expert_tensor=config.expert_tensor_parallel_size,
-        virtual_pipeline=config.virtual_pipeline_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-    )
-
-
 def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     """Build the policy and, if the algorithm uses one, the critic, with random weights. Call `init_parallel` before."""
     if config.deterministic_mode:
@@ -86,7 +72,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     def build_engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
         return MegatronEngine(
             shape,
-            parallel_layout(config),
+            config.parallel_layout,
             dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
             optimizer=optimizer,
             overrides=config.megatron,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.storage.config import option
 from penstock.storage.errors import OptionError
@@ -136,6 +137,19 @@ class TrainConfig(AlgorithmConfig):
         """Number of data-parallel replicas of the model."""
         return self.num_ranks // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
+    def parallel_layout(self) -> ParallelLayout:
+        """Parallel layout of all models of the trainer."""
+        return ParallelLayout(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
+            virtual_pipeline=self.virtual_pipeline_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
         )
 
     @property

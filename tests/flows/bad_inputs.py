@@ -260,6 +260,24 @@ def rows_of_commands() -> Iterator[Bad]:
         (("runs", "--config"), "--config"), (("runs", "--config="), "--config"),
         (("runs", "--config", "{root}/loop"), "{root}/loop"),
         (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store", "x"), "--store"),
+        (("doctor", "--num-gpus", "8"), "--num-gpus"), (("doctor", "--plan"), "--hf-checkpoint"),
+        (("doctor", "--plan=1"), "--plan"), (("doctor", "--plan", "now"), "now"),
+        *[
+            (("doctor", "--plan", "--hf-checkpoint", "{root}/model", *words), culprit)
+            for words, culprit in (
+                (("--num-gpus", "x"), "--num-gpus"), (("--num-gpus", "0"), "--num-gpus"), (("--num-gpus",),
+                "--num-gpus"), (("--num-gpus-per-node", "8"), "--num-gpus-per-node"),
+                (("--num-gpus", "6", "--num-gpus-per-node", "4"), "--num-gpus-per-node"),
+                (("--num-gpus", "6", "--num-gpus-per-node", "0"), "--num-gpus-per-node"),
+                (("--num-gpus", "8", "--rollout-num-gpus", "8"), "--rollout-num-gpus"),
+                (("--num-gpus", "8", "--rollout-num-gpus", "x"), "--rollout-num-gpus"),
+                (("--num-gpus", "8", "--rollout-num-gpus-per-engine", "3"), "--rollout-num-gpus-per-engine"),
+                (("--gpu-memory-gib", "x"), "--gpu-memory-gib"), (("--gpu-memory-gib", "0"), "--gpu-memory-gib"),
+                (("--sglang-mem-fraction-static", "2"), "--sglang-mem-fraction-static"),
+                (("--num-gpus", "3", "--tensor-model-parallel-size", "2"), "--tensor-model-parallel-size"),
+                (("--lrr", "1"), "--lrr"),
+            )
+        ],
         (("demo", "now"), "now"), (("demo", "--seed", "x"), "--seed"), (("demo", "--seed"), "--seed"),
         (("demo", "--num-rollout", "many"), "--num-rollout"),
         (("demo", "--num-rollout", "-1"), "--num-rollout"), (("demo", "--num-rollout", "1.5"), "--num-rollout"),
@@ -520,7 +538,10 @@ def rows_of_requests() -> Iterator[Bad]:
         "--virtual-pipeline-model-parallel-size 2", "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3",
         "--tensor-model-parallel-size 16 --actor-num-gpus-per-node 16 --rollout-batch-size 16",
         "--expert-model-parallel-size 2 --actor-num-gpus-per-node 2",
-        "--sglang-port 99999", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--ray-address nowhere",
+        "--sglang-port 99999", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
+        "--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 3",
+        "--rollout-num-gpus-per-engine 2 --actor-num-nodes 2", "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3",
+        "--ray-address nowhere",
         "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=OTHER_CULPRITS.get(words, words.split(" ")[0]))

@@ -1,0 +1,73 @@
+"""Count the parameters of one rank from a family's tensor table, without building the model. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from penstock.engines.families import family_of
+from penstock.engines.families.ops import TensorRow
+from penstock.engines.families.shape import ModelShape
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
+FROZEN = ".expert_bias"  # a buffer, not a parameter
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters of one rank. Dense and expert parameters are sharded over different process groups."""
+
+    dense: int
+    expert: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of all parameters of the rank."""
+        return self.dense + self.expert
+
+
+def rank_parameters(
+    shape: ModelShape,
+    layers: Collection[int],
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    outer: Collection[str] | None = None,
+) -> RankParameters:
+    """Return the number of parameters of a rank.
+
+    Args:
+        shape: shape of the model.
+        layers: indices of the layers that the rank holds.
+        tensor: tensor-parallel size; the vocabulary is padded to a multiple of it.
+        expert: expert-parallel size.
+        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
+        outer: Megatron names of the weights outside of the layers that the rank holds; None means all.
+    """
+    dense = experts = 0
+    for row in family_of(shape).rows(shape):
+        if row.megatron.endswith(FROZEN):
+            continue
+        if row.layers is None:
+            dense += 0 if outer is not None and row.megatron not in outer else _sharded(row, tensor)
+            continue
+        count = len(set(row.layers).intersection(layers))
+        if ".local_experts." in row.megatron:
+            experts += count * (row.num_experts // expert) * _sharded(row, expert_tensor or tensor)
+        else:
+            dense += count * _sharded(row, tensor)
+    return RankParameters(dense, experts)
+
+
+def _sharded(row: TensorRow, ranks: int) -> int:
+    """Return the number of elements of one rank's shard of the tensor in one layer (and of one expert)."""
+    if REPLICATED.search(row.megatron):
+        return sum(prod(size) for size in row.hf.values())
+    if row.megatron in (EMBEDDING, HEAD):
+        [(rows, columns)] = row.hf.values()
+        return -(-rows // ranks) * columns
+    return sum(prod(size) for size in row.hf.values()) // ranks

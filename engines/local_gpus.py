@@ -1,0 +1,49 @@
+"""Read the memory of this machine's GPUs from the NVIDIA driver's library (NVML), without importing torch or creating a
+CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # bytes
+
+
+def gpu_memory() -> list[int]:
+    """Return the total bytes of every GPU that CUDA_VISIBLE_DEVICES leaves visible; [] without GPUs or driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        sizes = [_total(nvml, index) for index in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+    return visible([size for size in sizes if size])
+
+
+def _total(nvml: ctypes.CDLL, index: int) -> int:
+    """Return the total bytes of a GPU; 0 if the driver does not tell."""
+    handle, memory = ctypes.c_void_p(), _Memory()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+        return 0
+    return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
+
+
+def visible(sizes: list[int]) -> list[int]:
+    """Return those entries of `sizes`, one per GPU, that CUDA_VISIBLE_DEVICES leaves visible. GPUs named by UUID are
+    only counted."""
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return sizes
+    names = [name.strip() for name in setting.split(",") if name.strip() and name.strip() != "-1"]
+    if all(name.isdecimal() for name in names):
+        return [sizes[int(name)] for name in names if int(name) < len(sizes)]
+    return sizes[: len(names)]

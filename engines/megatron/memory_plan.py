@@ -1,0 +1,215 @@
+"""Estimate the GPU memory of a trainer's rank before a run starts: weights, gradients, optimizer and activations.
+
+Parameters are counted from the family's tensor table, so weights, gradients and optimizer states are exact but for the
+padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated (`activation_memory.py`). Does
+not import torch, because preflight uses this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, rank_parameters
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.activation_memory import FP32, layer_activations
+from penstock.engines.megatron.check_parallelism import split_layers
+from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.engines.megatron.parallel_layout import ParallelLayout
+
+GIB = 1 << 30
+BYTES = {"fp32": 4, "bf16": 2}
+MOMENTS = 2 * FP32  # bytes per parameter
+# CUDA context, libraries, workspaces and fragmentation of the caching allocator. Three totals measured on an H100
+# exceed the estimate of the tensors by 5.2 to 5.6 GiB (tests/engines/test_memory_plan.py).
+RUNTIME = 5 * GIB
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Options of the trainer that determine its memory."""
+
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    max_tokens: int = 8192  # of a micro-batch, on one rank
+    log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
+    critic: bool = False  # whether a second, trained model is on every rank
+    megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's options, in any spelling
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Memory of one rank, in bytes."""
+
+    stage: int  # pipeline stage of the rank
+    parameters: int  # of policy and critic
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # of all micro-batches in flight
+    temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are in use all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a training step."""
+        return self.fixed + self.activations + self.temporary + RUNTIME
+
+
+def trainer_memory(
+    shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
+) -> TrainerMemory:
+    """Return the memory of the rank that needs most.
+
+    Args:
+        shape: shape of the model.
+        layout: parallel sizes.
+        num_ranks: number of trainer ranks.
+        options: further options of the trainer.
+
+    Raises:
+        LayoutError: the ranks cannot be divided by the parallel sizes.
+        OptionError: a Megatron option is unknown.
+    """
+    layout.data_parallel(num_ranks)  # raises LayoutError
+    options = options or TrainerOptions()
+    stages = range(layout.pipeline)
+    return max((_stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
+
+
+def _stage_memory(
+    shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
+) -> TrainerMemory:
+    megatron, size = normalize_megatron_args(options.megatron), BYTES[options.dtype]
+    layers = stage_layers(shape.num_layers, layout, megatron)[stage]
+    models = [stage_parameters(shape, layout, layers, stage)]
+    if options.critic:
+        models.append(stage_parameters(shape, layout, layers, stage, critic=True))
+    dense, expert = sum(model.dense for model in models), sum(model.expert for model in models)
+    weights = size * (dense + expert)
+    gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
+    activations, temporary = _activations(shape, layout, options, layers, stage)
+    return TrainerMemory(
+        stage=stage,
+        parameters=dense + expert,
+        weights=weights,
+        gradients=gradient_size * (dense + expert),
+        optimizer=round(_optimizer_bytes(dense, expert, layout, num_ranks, megatron, options.dtype)),
+        activations=round(activations),
+        temporary=round(temporary),
+    )
+
+
+def stage_parameters(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
+) -> RankParameters:
+    """Return the number of parameters of a rank of a pipeline stage.
+
+    Args:
+        shape: shape of the model.
+        layout: parallel sizes.
+        layers: indices of the stage's layers.
+        stage: index of the pipeline stage. The first has the embedding; the last has the final norm and the head, which
+            is a copy of the embedding if both are tied and on different stages.
+        critic: count a critic, which has a value head of one row instead of the LM head.
+    """
+    first, last = stage == 0, stage == layout.pipeline - 1
+    outer = {EMBEDDING} if first else set()
+    if last:
+        outer.add("decoder.final_layernorm.weight")
+        if not critic:
+            outer.add(EMBEDDING if shape.tied_embeddings else HEAD)
+    count = rank_parameters(
+        shape,
+        layers,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        outer=outer,
+    )
+    return RankParameters(count.dense + (shape.hidden_size if critic and last else 0), count.expert)
+
+
+def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, Any]) -> list[list[int]]:
+    """Return the indices of the layers of every pipeline stage, as Megatron splits them.
+
+    With --pipeline-model-parallel-layout, whose syntax is Megatron's own, an equal split is assumed.
+
+    Args:
+        num_layers: number of layers of the model.
+        layout: parallel sizes.
+        megatron: Megatron's options under the names of their fields.
+    """
+    stages, virtual = layout.pipeline, layout.virtual_pipeline or 1
+    first, last = (megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    embedding, loss = (bool(megatron.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    sizes = split_layers(num_layers + embedding + loss, stages, first, last)
+    if sizes is None or megatron.get("pipeline_model_parallel_layout"):
+        embedding = loss = False
+        sizes = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
+        virtual = 1
+    chunks = [sizes[stage] // virtual for _ in range(virtual) for stage in range(stages)]
+    chunks[0] -= embedding
+    chunks[-1] -= loss
+    layers: list[list[int]] = [[] for _ in range(stages)]
+    start = 0
+    for index, count in enumerate(chunks):
+        layers[index % stages] += range(start, start + count)
+        start += count
+    return layers
+
+
+def _optimizer_bytes(
+    dense: int, expert: int, layout: ParallelLayout, num_ranks: int, megatron: dict[str, Any], dtype: str
+) -> float:
+    """Return the bytes of fp32 weights and moments on the GPU: sharded over data- and context-parallel ranks, those of
+    experts over the ranks with the same experts. An fp32 model has no second copy of its weights."""
+    offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
+    size = (FP32 if dtype != "fp32" else 0) + MOMENTS * (1 - offloaded)
+    replicas = num_ranks // (layout.tensor * layout.pipeline)
+    expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
+    return size * (dense / replicas + expert / expert_replicas)
+
+
+def _activations(
+    shape: ModelShape, layout: ParallelLayout, options: TrainerOptions, layers: Sequence[int], stage: int
+) -> tuple[float, float]:
+    """Return the bytes of the activations of all micro-batches in flight, and of the largest temporary tensors.
+
+    The first of p stages keeps the activations of p micro-batches (1F1B), later stages those of fewer. With m virtual
+    chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
+    """
+    size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
+    activations = layer_activations(shape, layers, layout, size, normalize_megatron_args(options.megatron))
+    later = layout.pipeline - 1 - stage
+    in_flight = later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
+    stored, temporary = tokens * activations.stored * in_flight, tokens * (activations.recomputed + activations.largest)
+    if stage == layout.pipeline - 1:
+        vocabulary = -(-shape.vocab_size // layout.tensor)
+        chunk = min(tokens, options.log_probs_chunk_size)
+        temporary = max(temporary, size * vocabulary * (2 * chunk + shape.hidden_size))  # logits, gradients, head's
+        residual = size * shape.hidden_size * tokens
+        stored += residual + 2 * residual / (
+            layout.tensor if layout.sequence_parallel else 1
+        )  # final norm, head's input
+    return stored, temporary
+
+
+def colocated_peak(
+    trainer: TrainerMemory, engine: int, *, offload_train: bool = False, offload_rollout: bool = False
+) -> int:
+    """Return the peak in bytes of a GPU that trainer and engine share.
+
+    Args:
+        trainer: memory of the trainer's rank.
+        engine: bytes of the engine's weights and KV cache.
+        offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
+        offload_rollout: whether the engine's weights and KV cache are released during training.
+    """
+    training = trainer.total + (0 if offload_rollout else engine)
+    rollout = engine + RUNTIME + (0 if offload_train else trainer.fixed)
+    return max(training, rollout)

@@ -1,0 +1,51 @@
+"""Estimate the GPU memory of an engine: weights and KV cache. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engines.families.parameters import rank_parameters
+from penstock.engines.families.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one GPU of an engine, in bytes."""
+
+    weights: int
+    static: int  # for weights and KV cache together
+    token: int  # KV cache of one token
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes left for the KV cache; 0 if the weights take all."""
+        return max(0, self.static - self.weights)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that fit in the KV cache."""
+        return self.kv_cache // self.token
+
+
+def engine_memory(
+    shape: ModelShape, gpus_per_engine: int, static: int, *, weight_bytes: float = 2, kv_bytes: int = 2
+) -> EngineMemory:
+    """Return the memory of one GPU of an engine.
+
+    Args:
+        shape: shape of the model.
+        gpus_per_engine: tensor-parallel size of the engine. Key-value heads are replicated if there are fewer; the
+            latent vectors of latent attention always are.
+        static: bytes of the GPU for weights and KV cache together.
+        weight_bytes: bytes of a weight.
+        kv_bytes: bytes of an element of the KV cache.
+    """
+    parameters = rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
+    if shape.latent:
+        width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+    else:
+        heads = max(1, shape.num_query_groups // gpus_per_engine)
+        width = 2 * heads * shape.head_dim
+        replicated = heads - shape.num_query_groups / gpus_per_engine
+        parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * shape.num_layers)
+    return EngineMemory(round(weight_bytes * parameters), static, kv_bytes * width * shape.num_layers)

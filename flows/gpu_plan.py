@@ -1,0 +1,190 @@
+"""The GPU plan of a run: which GPUs trainer and engines use, and an estimate of the memory per GPU.
+
+`preflight` checks the plan before a run starts, and `penstock doctor --plan` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.engines.backends import engine_backend
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.storage.errors import EngineError, LayoutError
+
+if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
+    from penstock.engines.megatron.memory_plan import TrainerMemory
+    from penstock.engines.serving.memory import EngineMemory
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Memory of the GPU that needs most."""
+
+    gpu_bytes: int
+    trainer: TrainerMemory | None  # None: the flow does not train
+    engine: EngineMemory | None  # None: the run starts no engine
+    colocated: bool  # whether trainer and engines share GPUs
+    offload_train: bool = False
+    offload_rollout: bool = False
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of the GPU that needs most."""
+        if self.trainer and self.engine and self.colocated:
+            return self.colocated_peak(self.offload_train, self.offload_rollout)
+        sizes = [self.trainer.total if self.trainer else 0, self.engine.static if self.engine else 0]
+        return max(sizes)
+
+    def colocated_peak(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
+        """Return the bytes at the peak of a GPU that trainer and engine share; arguments as in
+        `memory_plan.colocated_peak`."""
+        from penstock.engines.megatron.memory_plan import colocated_peak
+
+        assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
+        return colocated_peak(
+            self.trainer, self.engine.static, offload_train=offload_train, offload_rollout=offload_rollout
+        )
+
+
+def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
+    """Return the GPU plan of a run.
+
+    Args:
+        flow: post_train, sft or evaluate.
+        config: config of the run.
+        shape: shape of the model.
+        gpu_bytes: total memory of each GPU.
+
+    Raises:
+        InputError: the parallel sizes or an engine's memory options are invalid.
+    """
+    from penstock.engines.megatron.memory_plan import TrainerOptions, trainer_memory
+
+    train, options = config.train, engine_options(config)
+    trainer = engine = None
+    if flow != "evaluate":
+        trainer_options = TrainerOptions(
+            dtype=train.params_dtype or "bf16",
+            max_tokens=microbatch_tokens(config),
+            log_probs_chunk_size=train.log_probs_chunk_size,
+            critic=train.uses_critic,
+            megatron=train.megatron,
+        )
+        trainer = trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
+    if flow != "sft" and not options.external:
+        engine = engine_backend().memory(options, shape, gpu_bytes)
+    run = config.run
+    return GpuPlan(gpu_bytes, trainer, engine, options.num_gpus is None, run.offloads_trainer, run.offloads_engines)
+
+
+def microbatch_tokens(config: PostTrainConfig) -> int:
+    """Return the tokens of a rank's largest planned micro-batch. With --micro-batch-size they follow from the longest
+    response; prompts count only with --rollout-max-context-len."""
+    train, rollout = config.train, config.rollout
+    if train.fills_by_tokens:
+        return train.max_tokens_per_gpu
+    longest = rollout.rollout_max_context_len or rollout.rollout_max_response_len
+    return -(-(train.micro_batch_size or 1) * longest // train.context_parallel_size)
+
+
+def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that the engines' GPUs can be divided among the engines, and the model among an engine's GPUs.
+
+    Raises:
+        LayoutError: --rollout-num-gpus-per-engine does not divide the GPUs or the attention heads.
+    """
+    size, train = config.rollout.rollout_num_gpus_per_engine, config.train
+    if config.rollout.rollout_external_engine_addrs:
+        return
+    flag = f"--rollout-num-gpus-per-engine {size}"
+    if config.rollout.rollout_num_gpus is None:
+        ranks, gpus = train.num_ranks, train.actor_num_gpus_per_node
+        fix = "or give the engines their own GPUs with --rollout-num-gpus"
+        if size > ranks:
+            raise LayoutError(
+                f"{flag} exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the "
+                f"engines share: use at most {ranks}, {fix}"
+            )
+        if ranks % size:
+            raise LayoutError(
+                f"{flag} does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of "
+                f"{ranks}, {fix}"
+            )
+        if gpus % size:
+            raise LayoutError(
+                f"{flag} does not divide the {gpus} GPUs of a machine (--actor-num-gpus-per-node), and an engine "
+                f"cannot span machines: use a divisor of {gpus}, {fix}"
+            )
+    heads = shape.num_attention_heads
+    if heads % size and not config.rollout.sglang.get("enable_dp_attention"):
+        raise LayoutError(f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}")
+
+
+def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:
+    """Check that this machine has enough GPUs for trainer and engines. Raises LayoutError.
+
+    Args:
+        flow: post_train, sft or evaluate.
+        config: config of the run, which starts its own Ray on this machine.
+        num_gpus: GPUs of this machine.
+    """
+    options = engine_options(config)
+    trainer = 0 if flow == "evaluate" else config.train.num_ranks
+    engines = 0 if flow == "sft" or options.external else options.num_engines_to_start(True) * options.gpus_per_engine
+    needed = max(trainer, options.first_gpu + engines if engines else 0)
+    if needed > num_gpus:
+        raise LayoutError(
+            f"this machine has {num_gpus} GPUs, but the run needs {needed} (--actor-num-nodes x "
+            "--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines): use fewer, or join a Ray "
+            "cluster with --ray-address"
+        )
+
+
+def check_memory(plan: GpuPlan) -> None:
+    """Check that weights, gradients and optimizer of the trainer fit a GPU, and the engine's weights its static share.
+
+    Activations are not checked, because their estimate is less exact (`memory_warnings`).
+
+    Raises:
+        LayoutError: the trainer does not fit.
+        EngineError: the engine does not fit.
+    """
+    trainer, engine = plan.trainer, plan.engine
+    if trainer and trainer.fixed > plan.gpu_bytes:
+        raise LayoutError(
+            f"the trainer needs {gib(trainer.fixed)} GiB per GPU (weights {gib(trainer.weights)}, gradients "
+            f"{gib(trainer.gradients)}, optimizer {gib(trainer.optimizer)}), but a GPU has {gib(plan.gpu_bytes)} GiB: "
+            "use more GPUs, larger parallel sizes, or --optimizer-cpu-offload"
+        )
+    if engine and engine.weights >= engine.static:
+        raise EngineError(
+            f"an engine needs {gib(engine.weights)} GiB per GPU for weights, but its static share "
+            f"(--sglang-mem-fraction-static) is {gib(engine.static)} of {gib(plan.gpu_bytes)} GiB: raise "
+            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+        )
+
+
+def memory_warnings(plan: GpuPlan) -> list[str]:
+    """Return a warning if a run may exceed the GPU's memory."""
+    if plan.peak <= plan.gpu_bytes:
+        return []
+    parts = [f"weights, gradients and optimizer {gib(plan.trainer.fixed)}"] if plan.trainer else []
+    if plan.trainer:
+        parts.append(f"activations and logits {gib(plan.trainer.activations + plan.trainer.temporary)}")
+    if plan.engine and plan.colocated:
+        parts.append(f"engine {gib(plan.engine.static)}")
+    return [
+        f"a training step may need {gib(plan.peak)} GiB per GPU ({', '.join(parts)}), but a GPU has "
+        f"{gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, or add "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ]
+
+
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB with one decimal."""
+    return f"{num_bytes / GIB:.1f}"

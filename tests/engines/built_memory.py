@@ -1,0 +1,112 @@
+"""Bytes of models that are built. As a program, run as two processes by `test_memory_plan.py`: compare the plan of
+every layout of two ranks with the built model.
+
+usage: built_memory.py RANK DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
+from penstock.engines.megatron.memory_plan import TrainerOptions, stage_layers, stage_parameters, trainer_memory
+from penstock.engines.megatron.parallel_layout import ParallelLayout
+from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+
+EXPERTS = Experts(
+    num_experts=4,
+    top_k=2,
+    ffn_hidden_size=24,
+    shared_ffn_hidden_size=16,
+    num_dense_layers=1,
+    score="sigmoid",
+    bias=True,
+)
+LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+UNTIED: dict[str, Any] = {"tied_embeddings": False}
+NO_NORM: dict[str, Any] = {"qk_layernorm": False, **UNTIED}
+SHAPES: dict[str, ModelShape] = {
+    "dense": SHAPE,
+    "biases": SHAPE.model_copy(update={"family": "qwen2", "qkv_bias": True, **NO_NORM}),
+    "sandwich": SHAPE.model_copy(update={"family": "glm4", "sandwich_norms": True, **NO_NORM}),
+    "mixture": SHAPE.model_copy(update={"family": "glm4_moe", "experts": EXPERTS, **UNTIED}),
+    "latent": SHAPE.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "head_dim": 24,
+            "num_query_groups": 4,
+            "latent": LATENT,
+            "experts": EXPERTS,
+            **UNTIED,
+        }
+    ),
+}
+LAYOUTS: list[tuple[str, ParallelLayout]] = [
+    ("dense", ParallelLayout()),
+    ("dense", ParallelLayout(context=2)),
+    ("dense", ParallelLayout(tensor=2, sequence_parallel=True)),
+    ("dense", ParallelLayout(pipeline=2)),
+    ("mixture", ParallelLayout(expert=2)),
+    ("mixture", ParallelLayout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    ("latent", ParallelLayout(tensor=2, sequence_parallel=True)),
+    ("latent", ParallelLayout(pipeline=2, virtual_pipeline=2)),
+]
+
+
+def built_bytes(
+    shape: ModelShape, layout: ParallelLayout, dtype: Any, options: dict[str, Any], critic: bool
+) -> tuple[int, int, int]:
+    """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
+    offloaded."""
+    from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.optimizer import inner_optimizers
+
+    weights = gradients = optimizer = 0
+    for role in ("policy", "value") if critic else ("policy",):
+        engine = MegatronEngine(shape, layout, dtype=dtype, optimizer=OPTIMIZER, overrides=options, role=role)
+        for param in (param for chunk in engine.chunks for param in chunk.parameters()):
+            weights += param.numel() * param.element_size()
+            gradients += param.main_grad.numel() * param.main_grad.element_size()
+        own = {param.untyped_storage().data_ptr() for chunk in engine.chunks for param in chunk.parameters()}
+        for inner in inner_optimizers(engine.optimizer):
+            offloaded = getattr(inner, "offload", None)
+            for param, state in inner.state.items():
+                moments = () if offloaded and param in offloaded.offloaded else (state["exp_avg"], state["exp_avg_sq"])
+                main = () if param.untyped_storage().data_ptr() in own else (param,)
+                optimizer += sum(tensor.numel() * tensor.element_size() for tensor in (*main, *moments))
+    return weights, gradients, optimizer
+
+
+def compare(rank: int, directory: Path, number: int, name: str, layout: ParallelLayout) -> None:
+    """Compare one layout's plan with this rank, and the optimizer with the sum over both ranks."""
+    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+
+    init_parallel(rank, 2, f"file://{directory}/meet-{number}", layout)
+    shape, stage = SHAPES[name], rank if layout.pipeline > 1 else 0
+    weights, gradients, optimizer = built_bytes(shape, layout, "bf16", {}, critic=False)
+    layers = stage_layers(shape.num_layers, layout, {})[stage]
+    count = stage_parameters(shape, layout, layers, stage).total
+    assert (weights, gradients) == (2 * count, 4 * count), (name, layout, weights, gradients, count)
+    total = torch.tensor(optimizer)
+    dist.all_reduce(total)
+    plan = trainer_memory(shape, layout, 2, TrainerOptions())
+    if layout.pipeline == 1:  # with data parallelism the shards of the two ranks differ, but not their sum
+        assert total.item() == 2 * plan.optimizer, (name, layout, total.item(), plan.optimizer)
+    else:
+        assert optimizer == 12 * count, (name, layout, optimizer, count)
+    shutdown_parallel()
+
+
+def main(rank: int, directory: Path) -> None:
+    for number, (name, layout) in enumerate(LAYOUTS):
+        compare(rank, directory, number, name, layout)
+    print(f"{len(LAYOUTS)} layouts equal")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,200 @@
+"""The memory plan equals models that are built, and activations measured on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.families import shape_of
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.local_gpus import visible
+from penstock.engines.megatron.memory_plan import (
+    GIB,
+    RUNTIME,
+    TrainerMemory,
+    TrainerOptions,
+    colocated_peak,
+    stage_layers,
+    trainer_memory,
+)
+from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.options import EngineOptions
+from penstock.engines.serving.server import ServerSpec
+from penstock.storage.errors import EngineError, LayoutError
+from tests.engines.built_memory import SHAPES, built_bytes
+from tests.engines.real_models import REAL_MODELS
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# GiB of a whole training step on one H100: bf16, one micro-batch of 16,384 packed tokens, AdamW, chunks of 4,096 tokens
+# for the logits (torch 2.11, no TransformerEngine, random weights in the shapes of the hub's models).
+MEASURED: list[tuple[str, dict[str, Any], float]] = [
+    ("qwen3-0.6B", {}, 38.9),
+    ("qwen3-0.6B", FULL, 19.2),
+    ("qwen3-1.7B", {}, 69.5),
+]
+ABOVE_STATE = 23.8  # GiB of tensors above weights, gradients and optimizer: benchmarks/train.py, docs/benchmarks.md
+
+
+def real_shape(name: str) -> ModelShape:
+    model = REAL_MODELS[name]
+    return shape_of({"architectures": [model.architecture], **model.config})
+
+
+def plan_of(name: str, layout: ParallelLayout | None = None, num_ranks: int = 1, **options: Any) -> TrainerMemory:
+    return trainer_memory(real_shape(name), layout or ParallelLayout(), num_ranks, TrainerOptions(**options))
+
+
+@pytest.mark.parametrize(("name", "megatron", "measured"), MEASURED)
+def test_estimate_is_near_the_measured_memory(name: str, megatron: dict[str, Any], measured: float) -> None:
+    plan = plan_of(name, max_tokens=16384, megatron=megatron)
+    assert plan.total / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_estimated_tensors_are_near_the_measured_ones() -> None:
+    plan = plan_of("qwen3-0.6B", max_tokens=16384)
+    assert (plan.activations + plan.temporary) / GIB == pytest.approx(ABOVE_STATE, rel=0.05)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"grad_reduce_in_fp32": False}, {"optimizer_cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: dict[str, Any], critic: bool) -> None:
+    plan = trainer_memory(SHAPES[name], ParallelLayout(), 1, TrainerOptions(dtype, megatron=options, critic=critic))
+    built = built_bytes(SHAPES[name], ParallelLayout(), dtype, options, critic)
+    assert (plan.weights, plan.gradients, plan.optimizer) == built
+
+
+def test_plan_equals_built_models_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
+    assert "8 layouts equal" in run_two_ranks("built_memory.py", 300)
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_one_rank_holds_all_parameters_and_more_ranks_need_less(name: str) -> None:
+    shape = real_shape(name)
+    assert plan_of(name).parameters == shape.num_parameters
+    plans = [plan_of(name, num_ranks=ranks) for ranks in (1, 8, 64, 512)]
+    assert [plan.optimizer for plan in plans] == sorted({plan.optimizer for plan in plans}, reverse=True)
+    assert len({(plan.weights, plan.gradients, plan.activations) for plan in plans}) == 1
+    if shape.experts:
+        expert = plan_of(name, ParallelLayout(expert=8), 8)
+        assert expert.weights < plans[1].weights and expert.optimizer <= plans[1].optimizer
+
+
+FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+EMBEDDING, LOSS = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout", "text"),
+    [
+        (24, dict(pipeline=4), {}),
+        (24, dict(pipeline=4, virtual_pipeline=3), {}),
+        (61, dict(pipeline=4), {LAST: 13}),
+        (20, dict(pipeline=4, virtual_pipeline=2), {FIRST: 2, LAST: 2}),
+        (22, dict(pipeline=4), {EMBEDDING: True, LOSS: True}),
+        (23, dict(pipeline=4, virtual_pipeline=2), {LOSS: True}),
+    ],
+)
+def test_stage_layers_equal_megatrons(num_layers: int, layout: dict[str, Any], text: dict[str, Any]) -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
+
+    # isort: split
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    sizes = ParallelLayout(**layout)
+    config = transformer_config(SHAPES["dense"].model_copy(update={"num_layers": num_layers}), sizes, overrides=text)
+    expected = []
+    for stage in range(sizes.pipeline):
+        layers: list[int] = []
+        for chunk in range(sizes.virtual_pipeline) if sizes.virtual_pipeline else [None]:
+            first = get_transformer_layer_offset(config, chunk, stage)
+            layers += range(first, first + get_num_layers_to_build(config, chunk, stage))
+        expected.append(layers)
+    assert stage_layers(num_layers, sizes, text) == expected
+
+
+def test_recomputation_and_parallelism_reduce_activations() -> None:
+    for name in ("qwen3-8B", "qwen3-30B-A3B", "deepseek-v3", "glm4-9B"):
+        none = plan_of(name)
+        modules = ["core_attn", "layernorm", "mlp", "moe", "mla_up_proj"]
+        selective = plan_of(name, megatron={"recompute_granularity": "selective", "recompute_modules": modules})
+        full = plan_of(name, megatron=FULL)
+        block = plan_of(name, megatron=FULL | {"recompute_method": "block", "recompute_num_layers": 4})
+        assert full.activations < selective.activations < none.activations
+        assert full.activations < block.activations < none.activations
+        assert full.fixed == selective.fixed == none.fixed
+        sequence = plan_of(name, ParallelLayout(tensor=2, sequence_parallel=True, expert_tensor=1), 2)
+        assert 0.45 < sequence.activations / none.activations < 0.6
+
+
+def test_first_pipeline_stage_keeps_the_micro_batches_of_all_stages() -> None:
+    """1F1B: p micro-batches of a stage with 1/p of the layers, so the first stage stores as much as one stage would."""
+    shape = real_shape("qwen3-8B").model_copy(update={"vocab_size": 64})  # the embedding shall not decide
+    alone = trainer_memory(shape, ParallelLayout(), 1)
+    first = trainer_memory(shape, ParallelLayout(pipeline=4), 4)
+    assert first.stage == 0
+    head = 3 * 8192 * 2 * shape.hidden_size  # final norm and hidden states of the head, on the last stage only
+    assert first.activations == alone.activations - head
+    virtual = trainer_memory(shape, ParallelLayout(pipeline=4, virtual_pipeline=3), 4)
+    assert virtual.activations == pytest.approx(first.activations * (1 + 3 / 12))
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(LayoutError, match="3 trainer ranks cannot be divided"):
+        plan_of("qwen3-8B", ParallelLayout(tensor=2), 3)
+
+
+def test_colocated_peak_is_the_larger_phase() -> None:
+    trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7)
+    assert colocated_peak(trainer, 50) == trainer.total + 50
+    assert colocated_peak(trainer, 50, offload_train=True) == trainer.total + 50
+    assert colocated_peak(trainer, 50, offload_rollout=True) == trainer.total
+    assert colocated_peak(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.fixed
+    assert colocated_peak(trainer, 500, offload_train=True, offload_rollout=True) == 500 + RUNTIME
+
+
+def engine_plan(name: str, gpus: int, **args: Any) -> Any:
+    options = EngineOptions(ServerSpec(model_path="/model", args=args), gpus_per_engine=gpus)
+    return engine_backend().memory(options, real_shape(name), 80 * GIB)
+
+
+def test_engine_memory_of_known_models() -> None:
+    engine = engine_plan("qwen3-0.6B", 1, mem_fraction_static=0.3)
+    assert engine.token == 28 * 2 * 8 * 128 * 2 and engine.static == 24 * GIB
+    assert engine.weights == 2 * real_shape("qwen3-0.6B").num_parameters
+    assert engine.tokens == (engine.static - engine.weights) // engine.token
+    assert engine_plan("deepseek-v3", 16).token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
+    eight, four = engine_plan("qwen3-30B-A3B", 8), engine_plan("qwen3-30B-A3B", 4)  # 4 key-value heads
+    assert eight.token == four.token and eight.weights > four.weights / 2
+    assert engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").token * 2 == engine_plan("qwen3-8B", 1).token
+    assert engine_plan("qwen3-8B", 1, quantization="fp8").weights * 2 == engine_plan("qwen3-8B", 1).weights
+    assert engine_plan("deepseek-v3", 1).tokens == 0
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, "x", True])
+def test_invalid_static_share_is_refused(share: Any) -> None:
+    with pytest.raises(EngineError, match="--sglang-mem-fraction-static takes a number between 0 and 1"):
+        engine_plan("qwen3-0.6B", 1, mem_fraction_static=share)
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"": [], "-1": [], "1": [20], "2,0": [30, 10], "0,7": [10], "GPU-aa,GPU-bb": [10, 20]}
+    for setting, expected in settings.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+        assert visible([10, 20, 30]) == expected
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible([10, 20, 30]) == [10, 20, 30]
+
+
+def test_plan_is_made_without_torch() -> None:
+    modules = ["penstock.engines.megatron.memory_plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
+    program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "set()"

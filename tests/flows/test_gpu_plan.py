@@ -1,0 +1,228 @@
+"""The GPU plan of a run: plans of all recipes for many GPUs, `penstock doctor --plan`, and refusals of preflight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engines.families import read_shape, shape_of
+from penstock.engines.families.shape import ModelShape
+from penstock.flows import gpu_plan as plans
+from penstock.flows.cli import main
+from penstock.flows.commands.plan import set_gpus
+from penstock.flows.config import PostTrainConfig, validated
+from penstock.flows.options.flags import parse, values_of
+from penstock.flows.runtime import preflight
+from penstock.storage.errors import EngineError, LayoutError, OptionError
+from tests.engines.real_models import REAL_MODELS
+
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GIB = 1 << 30
+
+
+def recipe_words(name: str) -> list[str]:
+    """The recipe's files: those of the demo's algorithms go on top of demo-grpo.toml."""
+    alone = name in ("demo-grpo", "demo-sft") or not name.startswith("demo-")
+    files = [RECIPES / f"{recipe}.toml" for recipe in ([name] if alone else ["demo-grpo", name])]
+    return [word for file in files for word in ("--config", str(file))]
+
+
+def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
+    values = values_of(words)
+    set_gpus(values, {"--num-gpus": str(num_gpus)})
+    return validated(values)
+
+
+def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: str = "post_train") -> plans.GpuPlan:
+    preflight.check_layout(shape, config.train)
+    if flow != "sft":
+        plans.check_engine_gpus(config, shape)
+    plan = plans.gpu_plan(flow, config, shape, 80 * GIB)
+    plans.check_memory(plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Write the config.json of a real model; its weights are not needed."""
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name: str) -> str:
+        model, directory = REAL_MODELS[name], root / name
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({"architectures": [model.architecture], **model.config}))
+        return str(directory)
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_model: Path) -> None:
+    words = recipe_words(path.stem)
+    flow = "sft" if parse(words).train.loss_type == "sft_loss" else "post_train"
+    real = None if path.stem.startswith("demo-") else REAL_MODELS[path.stem.removesuffix("-1gpu").replace("b", "B")]
+    shape = shape_of({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
+    batch = parse(words).train.global_batch_size or 0
+    peaks = []
+    for num_gpus in (8, 64, 512):
+        if batch < num_gpus:  # the plan is refused until the batch is enlarged
+            with pytest.raises(OptionError, match=r"--global-batch-size .* is smaller than the"):
+                planned(words, num_gpus)
+        prompts = parse(words).rollout.rollout_batch_size * 8
+        config = planned(
+            [*words, "--rollout-batch-size", str(prompts), "--global-batch-size", str(8 * batch)], num_gpus
+        )
+        assert config.train.num_ranks == config.train.data_parallel_size == num_gpus
+        plan = checked_plan(config, shape, flow)
+        assert plan.peak < plan.gpu_bytes
+        peaks.append(plan.peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+LARGE = [
+    ("qwen3-8B", 8, "--tensor-model-parallel-size 2 --sequence-parallel --params-dtype bf16"),
+    ("qwen3-30B-A3B", 64, "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2"),
+    ("glm4.5-106B-A12B", 64, "--tensor-model-parallel-size 8 --sequence-parallel --expert-model-parallel-size 32 "
+     "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2 "),
+    ("deepseek-v3", 512, "--tensor-model-parallel-size 8 --sequence-parallel --expert-model-parallel-size 32 "
+     "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 8 --decoder-last-pipeline-num-layers 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_gpus", "layout"), LARGE, ids=[name for name, _, _ in LARGE])
+def test_large_model_fits_with_a_layout_and_not_without(
+    name: str, num_gpus: int, layout: str, model_dir: Callable[[str], str]
+) -> None:
+    batch = ["--rollout-batch-size", "512", "--n-samples-per-prompt", "1", "--rollout-num-gpus-per-engine", "8"]
+    quantized = ["16", "--rollout-num-gpus", "64", "--sglang-quantization", "fp8"]
+    engines = [*batch[:-1], *quantized] if name == "deepseek-v3" else batch
+    shape = read_shape(model_dir(name))
+    config = planned([*engines, *layout.split(), *FULL.split()], num_gpus + (64 if name == "deepseek-v3" else 0))
+    plan = checked_plan(config, shape)
+    assert plan.trainer and plan.trainer.total < plan.gpu_bytes
+    with pytest.raises(LayoutError, match=r"the trainer needs .* GiB per GPU .* but a GPU has 80.0 GiB: use more GPUs"):
+        checked_plan(planned(batch[:-2], 8 if num_gpus > 8 else 1), shape)
+
+
+# ---- penstock doctor --plan ------------------------------------------------------------------------------------------
+
+
+def test_doctor_prints_the_plan_of_the_recipe(
+    model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.flows.commands.plan.gpu_memory", list)
+    words = [*recipe_words("qwen3-0.6b-1gpu"), "--hf-checkpoint", model_dir("qwen3-0.6B")]
+    assert main(["doctor", "--plan", *words]) == 0
+    text = capsys.readouterr().out
+    rows = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
+    assert rows["trainer, weights"][:2] == ["1.1", "596,049,920"] and rows["trainer"][0] == "38.7"
+    assert rows["engine, KV cache"][:2] == ["22.9", "214,300"] and rows["engine"][0] == "24.0"
+    assert rows["shared GPU, both resident"] == ["62.7", "fits"]
+    assert text.splitlines()[-1].startswith("fits: a GPU shared by trainer and engines needs an estimated 62.7 of 80.0")
+    assert main(["doctor", "--plan", *words, "--gpu-memory-gib", "40"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+    monkeypatch.setattr("penstock.flows.commands.plan.gpu_memory", lambda: [40 * GIB, 24 * GIB])
+    assert main(["doctor", "--plan", *words]) == 1
+    assert "24.0 GiB" in capsys.readouterr().out
+
+
+def test_doctor_plans_separate_gpus_and_sft(
+    model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--hf-checkpoint", model_dir("qwen3-8B"), "--gpu-memory-gib", "80", *FULL.split(), "--num-gpus", "16"]
+    assert main(["doctor", "--plan", *words, "--rollout-num-gpus", "8"]) == 0
+    assert "8 GPUs: tensor 1" in (text := capsys.readouterr().out) and "of the trainer or the engines" in text
+    assert main(["doctor", "--plan", *words, "--loss-type", "sft_loss"]) == 0
+    assert "16 GPUs: tensor 1" in (text := capsys.readouterr().out) and "engine" not in text.replace("engines", "")
+    assert main(["doctor", "--plan", "--hf-checkpoint", model_dir("deepseek-v3"), "--gpu-memory-gib", "80"]) == 1
+    assert "does not fit: the engine's weights exceed" in capsys.readouterr().out
+
+
+# ---- preflight -------------------------------------------------------------------------------------------------------
+
+
+def config_of(model: str, *words: str) -> PostTrainConfig:
+    return parse(["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words])
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: [size * GIB for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words", "error", "message"),
+    [
+        ("qwen3-8B", [80], "", LayoutError,
+         r"the trainer needs 137.3 GiB per GPU \(weights 15.3, gradients 30.5, optimizer 91.5\), but a GPU has 80.0 "),
+        ("qwen3-0.6B", [24], "--sglang-mem-fraction-static 0.04", EngineError,
+         r"an engine needs 1.1 GiB per GPU for weights, .*--sglang-mem-fraction-static\) is 1.0 of 24.0 GiB: raise"),
+        ("qwen3-0.6B", [80, 24], "--actor-num-gpus-per-node 3", LayoutError, "has 2 GPUs, but the run needs 3 "),
+        ("qwen3-0.6B", [80, 24], "--rollout-num-gpus 2", LayoutError, "has 2 GPUs, but the run needs 3 "),
+        ("qwen3-0.6B", [], "--rollout-num-gpus-per-engine 2", LayoutError, "2 exceeds the trainer's 1 GPUs"),
+        ("qwen3-0.6B", [], "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 3", LayoutError,
+         "2 does not divide the trainer's 3 GPUs"),
+        ("qwen3-0.6B", [], "--rollout-num-gpus-per-engine 2 --actor-num-nodes 2", LayoutError,
+         "2 does not divide the 1 GPUs of a machine"),
+        ("qwen3-0.6B", [], "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3", LayoutError,
+         "3 does not divide the model's 16 attention heads: use a divisor of 16"),
+    ],
+)  # fmt: skip
+def test_preflight_refuses_what_cannot_fit(
+    name: str,
+    sizes: list[int],
+    words: str,
+    error: Any,
+    message: str,
+    model_dir: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, *sizes)
+    config = config_of(model_dir(name), *words.split())
+    with pytest.raises(error, match=message) as raised:
+        preflight.check_gpus("post_train", config, read_shape(model_dir(name)))
+    assert len(str(raised.value)) < 390
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flow", "words"),
+    [
+        ([80], "post_train", ""),
+        ([80, 80], "post_train", "--rollout-num-gpus 1"),
+        ([80], "evaluate", ""),
+        ([80, 80], "sft", "--actor-num-gpus-per-node 2"),
+        ([80], "post_train", "--ray-address 10.0.0.1:6379 --actor-num-nodes 4 --actor-num-gpus-per-node 8"),
+        ([80], "post_train", "--rollout-external-engine-addrs host:1 --rollout-num-gpus-per-engine 8"),
+        ([], "post_train", "--rollout-num-gpus-per-engine 4 --rollout-num-gpus 4 --num-engines 2"),
+    ],
+)
+def test_preflight_accepts_what_fits(
+    sizes: list[int], flow: str, words: str, model_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, *sizes)
+    preflight.check_gpus(flow, config_of(model_dir("qwen3-0.6B"), *words.split()), read_shape(model_dir("qwen3-0.6B")))
+
+
+def test_activations_above_the_memory_only_warn(
+    model_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 40)
+    words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3")
+    config = config_of(model_dir("qwen3-0.6B"), *words)
+    preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
+    [warning] = preflight.warnings("post_train", config)
+    assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
+    with_gpus(monkeypatch, 80)
+    assert preflight.warnings("post_train", config) == []
+
+
+def test_tokens_of_a_micro_batch() -> None:
+    assert plans.microbatch_tokens(parse(["--max-tokens-per-gpu", "4096"])) == 4096
+    words = ["--micro-batch-size", "4", "--rollout-max-response-len", "1000"]
+    assert plans.microbatch_tokens(parse(words)) == 4000
+    two = ["--context-parallel-size", "2", "--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "3000"]
+    assert plans.microbatch_tokens(parse([*words, *two])) == 6000
