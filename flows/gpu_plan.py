@@ -15,7 +15,7 @@ from penstock.storage.errors import EngineError, LayoutError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.megatron.memory_plan import TrainerMemory
+    from penstock.engines.megatron.memory.plan import TrainerMemory
     from penstock.engines.serving.memory import EngineMemory
 
 GIB = 1 << 30
@@ -42,8 +42,8 @@ class GpuPlan:
 
     def colocated_peak(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
         """Return the bytes at the peak of a GPU that trainer and engine share; arguments as in
-        `memory_plan.colocated_peak`."""
-        from penstock.engines.megatron.memory_plan import colocated_peak
+        `memory.plan.colocated_peak`."""
+        from penstock.engines.megatron.memory.plan import colocated_peak
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
         return colocated_peak(
@@ -63,7 +63,7 @@ def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: i
     Raises:
         InputError: the parallel sizes or an engine's memory options are invalid.
     """
-    from penstock.engines.megatron.memory_plan import TrainerOptions, trainer_memory
+    from penstock.engines.megatron.memory.plan import TrainerOptions, trainer_memory
 
     train, options = config.train, engine_options(config)
     trainer = engine = None
@@ -102,7 +102,7 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
     if config.rollout.rollout_external_engine_addrs:
         return
     flag = f"--rollout-num-gpus-per-engine {size}"
-    if config.rollout.rollout_num_gpus is None:
+    if engine_options(config).num_gpus is None:
         ranks, gpus = train.num_ranks, train.actor_num_gpus_per_node
         fix = "or give the engines their own GPUs with --rollout-num-gpus"
         if size > ranks:

@@ -53,9 +53,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
+from penstock.engines.megatron.memory.residency import DeviceMemory
 from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks
 from penstock.engines.megatron.param_gather import ParamGather
-from penstock.engines.megatron.residency import DeviceMemory
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.storage.errors import LayoutError
 

@@ -30,9 +30,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from penstock.engines.megatron.memory.optimizer_offload import OptimizerOffload, zero_moments
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
-from penstock.engines.megatron.offload import OptimizerOffload, zero_moments
 from penstock.storage.errors import OptionError
 
 # Names of required optimizer options; lr_decay_iters is required unless lr_decay_style is constant.
@@ -73,7 +73,7 @@ def build_optimizer(
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
         overrides: user-defined `megatron` options. With `optimizer_cpu_offload` the moments and main parameters are
-            offloaded by `offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
+            offloaded by `memory/optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
 
     Raises:
         OptionError: an option is not supported or contradicts another option.
@@ -109,7 +109,7 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     """Separate the user's options for optimizer offloading, which would enable Megatron's own, from the other options.
 
     Returns:
-        the other options, and the fraction of the optimizer state to offload with `offload.py`.
+        the other options, and the fraction of the optimizer state to offload with `memory/optimizer_offload.py`.
     """
     if overrides.get("use_precision_aware_optimizer"):
         raise OptionError(

@@ -170,7 +170,7 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
 
 def host_bytes(tensor: Tensor) -> memoryview:
     """Return a copy of a tensor's bytes in host memory. It is a copy on a CPU as well, because `numpy()` would forbid
-    to resize the tensor's storage, which `residency.py` does."""
+    to resize the tensor's storage, which `memory/residency.py` does."""
     return tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().data
 
 

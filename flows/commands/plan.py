@@ -15,7 +15,7 @@ from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
-    from penstock.engines.megatron.memory_plan import TrainerMemory
+    from penstock.engines.megatron.memory.plan import TrainerMemory
     from penstock.engines.serving.memory import EngineMemory
 
 FLAGS = {"--plan": False, "--gpu-memory-gib": True, "--num-gpus": True, "--num-gpus-per-node": True}
@@ -116,7 +116,7 @@ def show(plan: GpuPlan, config: PostTrainConfig) -> None:
 
 
 def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
-    from penstock.engines.megatron.memory_plan import RUNTIME
+    from penstock.engines.megatron.memory.plan import RUNTIME
 
     train = config.train
     sizes = (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
-from penstock.engines.megatron.memory_plan import TrainerOptions, stage_layers, stage_parameters, trainer_memory
+from penstock.engines.megatron.memory.plan import TrainerOptions, stage_layers, stage_parameters, trainer_memory
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
 
@@ -64,6 +64,7 @@ def built_bytes(
     """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
     offloaded."""
     from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.megatron.memory.optimizer_offload import device_tensors
     from penstock.engines.megatron.optimizer import inner_optimizers
 
     weights = gradients = optimizer = 0
@@ -74,11 +75,9 @@ def built_bytes(
             gradients += param.main_grad.numel() * param.main_grad.element_size()
         own = {param.untyped_storage().data_ptr() for chunk in engine.chunks for param in chunk.parameters()}
         for inner in inner_optimizers(engine.optimizer):
-            offloaded = getattr(inner, "offload", None)
-            for param, state in inner.state.items():
-                moments = () if offloaded and param in offloaded.offloaded else (state["exp_avg"], state["exp_avg_sq"])
-                main = () if param.untyped_storage().data_ptr() in own else (param,)
-                optimizer += sum(tensor.numel() * tensor.element_size() for tensor in (*main, *moments))
+            for tensor in device_tensors(inner):
+                if tensor.untyped_storage().data_ptr() not in own:
+                    optimizer += tensor.numel() * tensor.element_size()
     return weights, gradients, optimizer
 
 

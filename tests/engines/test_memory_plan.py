@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.families import shape_of
+from penstock.engines.families import shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.local_gpus import visible
-from penstock.engines.megatron.memory_plan import (
+from penstock.engines.megatron.memory.plan import (
     GIB,
     RUNTIME,
     TrainerMemory,
@@ -42,7 +42,7 @@ ABOVE_STATE = 23.8  # GiB of tensors above weights, gradients and optimizer: ben
 
 def real_shape(name: str) -> ModelShape:
     model = REAL_MODELS[name]
-    return shape_of({"architectures": [model.architecture], **model.config})
+    return shape_from_config({"architectures": [model.architecture], **model.config})
 
 
 def plan_of(name: str, layout: ParallelLayout | None = None, num_ranks: int = 1, **options: Any) -> TrainerMemory:
@@ -194,7 +194,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_is_made_without_torch() -> None:
-    modules = ["penstock.engines.megatron.memory_plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
+    modules = ["penstock.engines.megatron.memory.plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
     program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "set()"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.engines.sglang import weight_update
-from penstock.engines.sglang.weight_update import FlatBucket
+from penstock.engines.sglang import weight_payload
+from penstock.engines.sglang.weight_payload import FlatBucket
 from penstock.engines.weights.buckets import split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -36,7 +36,7 @@ def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: in
 )
 def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives its daemon a second to answer; other errors are raised at once."""
-    pickled, tries = weight_update.ForkingPickler.dumps, []
+    pickled, tries = weight_payload.ForkingPickler.dumps, []
 
     def dumps(content: object) -> memoryview:
         tries.append(content)
@@ -44,7 +44,7 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
             raise RuntimeError(message)
         return pickled(content)
 
-    monkeypatch.setattr(weight_update, "ForkingPickler", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(weight_payload, "ForkingPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
         assert bucket.serialize()

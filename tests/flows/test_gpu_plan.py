@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.families import read_shape, shape_of
+from penstock.engines.families import read_shape, shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
 from penstock.flows.commands.plan import set_gpus
 from penstock.flows.config import PostTrainConfig, validated
-from penstock.flows.options.flags import parse, values_of
+from penstock.flows.options.flags import parse, parse_values
 from penstock.flows.runtime import preflight
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 from tests.engines.real_models import REAL_MODELS
@@ -33,7 +33,7 @@ def recipe_words(name: str) -> list[str]:
 
 
 def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
-    values = values_of(words)
+    values = parse_values(words)
     set_gpus(values, {"--num-gpus": str(num_gpus)})
     return validated(values)
 
@@ -66,7 +66,7 @@ def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_mod
     words = recipe_words(path.stem)
     flow = "sft" if parse(words).train.loss_type == "sft_loss" else "post_train"
     real = None if path.stem.startswith("demo-") else REAL_MODELS[path.stem.removesuffix("-1gpu").replace("b", "B")]
-    shape = shape_of({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
+    shape = shape_from_config({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
     batch = parse(words).train.global_batch_size or 0
     peaks = []
     for num_gpus in (8, 64, 512):
@@ -214,10 +214,10 @@ def test_activations_above_the_memory_only_warn(
     words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3")
     config = config_of(model_dir("qwen3-0.6B"), *words)
     preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
-    [warning] = preflight.warnings("post_train", config)
+    [warning] = preflight.config_warnings("post_train", config)
     assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
     with_gpus(monkeypatch, 80)
-    assert preflight.warnings("post_train", config) == []
+    assert preflight.config_warnings("post_train", config) == []
 
 
 def test_tokens_of_a_micro_batch() -> None:

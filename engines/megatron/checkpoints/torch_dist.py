@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import te_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
+from penstock.engines.megatron.memory.optimizer_offload import main_param
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
 from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
-from penstock.engines.megatron.offload import main_param
 from penstock.engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.engines.megatron.weights import host_bytes

@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from penstock.engines.megatron.offload import device_tensors
+from penstock.engines.megatron.memory.optimizer_offload import device_tensors
 from penstock.engines.megatron.optimizer import inner_optimizers
 from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 

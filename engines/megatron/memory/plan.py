@@ -1,7 +1,7 @@
 """Estimate the GPU memory of a trainer's rank before a run starts: weights, gradients, optimizer and activations.
 
 Parameters are counted from the family's tensor table, so weights, gradients and optimizer states are exact but for the
-padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated (`activation_memory.py`). Does
+padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated (`activations.py`). Does
 not import torch, because preflight uses this module.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, rank_parameters
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.activation_memory import FP32, layer_activations
 from penstock.engines.megatron.check_parallelism import split_layers
+from penstock.engines.megatron.memory.activations import FP32, layer_activations
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 
@@ -169,7 +169,7 @@ def _optimizer_bytes(
     """Return the bytes of fp32 weights and moments on the GPU: sharded over data- and context-parallel ranks, those of
     experts over the ranks with the same experts. An fp32 model has no second copy of its weights."""
     offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
-    size = (FP32 if dtype != "fp32" else 0) + MOMENTS * (1 - offloaded)
+    size = ((FP32 if dtype != "fp32" else 0) + MOMENTS) * (1 - offloaded)
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
     return size * (dense / replicas + expert / expert_replicas)
