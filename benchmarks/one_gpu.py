@@ -29,9 +29,7 @@ def main(directory: Path, train_options: list[str]) -> int:
     model, prompts = directory / "model", directory / "prompts.jsonl"
     if not model.exists():
         make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
-    rng = random.Random(0)
-    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_prompts(prompts)
     config = parse(
         [
             *(
@@ -50,6 +48,13 @@ def main(directory: Path, train_options: list[str]) -> int:
     code = run_flow("post_train", config)
     print_rounds(config)
     return code
+
+
+def write_prompts(path: Path) -> None:
+    """Write 256 random prompts as JSON lines."""
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def print_rounds(config) -> None:

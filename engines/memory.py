@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from penstock.storage.refs import Frozen
 
 StateKind = Literal["weights", "gradients", "optimizer"]
+GIB = 1 << 30
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
@@ -20,3 +21,8 @@ class MemorySwitch(Frozen):
     device_bytes_after: int
     host_bytes_before: int  # resident set size of this process, pinned memory included
     host_bytes_after: int
+
+    def __str__(self) -> str:
+        device = f"{self.device_bytes_before / GIB:.1f} -> {self.device_bytes_after / GIB:.1f} GiB"
+        host = f"{self.host_bytes_before / GIB:.1f} -> {self.host_bytes_after / GIB:.1f} GiB"
+        return f"{self.name} in {self.seconds:.2f} s: device {device}, host {host}"

@@ -97,6 +97,11 @@ class RunConfig(StageConfig):
         """Return whether the engines release their GPU memory while the trainer works."""
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the trainer or the engines free device memory while the other side works."""
+        return self.offloads_trainer or self.offloads_engines
+
 
 class PostTrainConfig(StageConfig):
     """The config of one run: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export."""

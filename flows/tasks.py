@@ -106,9 +106,10 @@ def publish(session: Session, version: int) -> None:
 def checkpoint(session: Session, version: int) -> None:
     """Start saving policy `version` in another thread. The next stage that changes the trainer waits for the commit.
 
-    With --offload-train the checkpoint is saved before this returns, because the trainer's state must be on its device.
+    If trainer and engines take turns on the devices, the checkpoint is saved before this returns: the engines must not
+    generate meanwhile.
     """
-    if session.config.run.offloads_trainer:
+    if session.config.run.takes_turns:
         save(session, version)
     else:
         session.track_checkpoint(save.submit(session, version))
@@ -227,7 +228,7 @@ def finish(session: Session) -> None:
 
 def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
-    evaluate, export. With --offload-train the checkpoint comes first, while the trainer's state is on its device."""
+    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish."""
     run, evals = session.config.run, session.config.eval
     last, generates = run.num_rollout, session.config.train.loss_type != "sft_loss"
 
@@ -237,7 +238,7 @@ def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], 
         if version > 0 and generates:
             stages.append(publish)
         if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
-            stages.insert(0 if run.offloads_trainer else len(stages), checkpoint)
+            stages.insert(0 if run.takes_turns else len(stages), checkpoint)
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores:
             stages.append(evaluate)

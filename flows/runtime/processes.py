@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.memory import MemorySwitch
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.runs import unmaterialized_fork
@@ -42,7 +43,8 @@ class Processes:
         keys: the run's keys.
         provenance: fields to add to every commit (config hash and code version).
         note: prints a message for the user.
-        on_published: called with (policy version, seconds) after each weight update.
+        on_published: called after each weight update with (policy version, seconds, moves of state between devices and
+            host memory since the update before).
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Processes:
         keys: RunKeys,
         provenance: dict[str, Any],
         note: Callable[[str], None],
-        on_published: Callable[[int, float], None],
+        on_published: Callable[[int, float, list[MemorySwitch]], None],
     ) -> None:
         self.config = config
         self.store = store
@@ -66,6 +68,7 @@ class Processes:
         self._cluster: Cluster | None = None
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
+        self._switches: list[MemorySwitch] = []  # since the last weight update
         # Policy version and address function inside `engines_shared`.
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
 
@@ -217,8 +220,13 @@ class Processes:
         if self.config.run.offloads_engines:
             self._offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
-            self.connect(urls).resume_cache()
-        self.on_published(version, time.perf_counter() - start)
+            with self._measured("engines: resume KV cache"):
+                self.connect(urls).resume_cache()
+        seconds = time.perf_counter() - start
+        if self.config.run.takes_turns:
+            self._switches += trainer.take_memory_switches()
+        switches, self._switches = self._switches, []
+        self.on_published(version, seconds, switches)
 
     def _offload_trainer(self, keep_weights: bool = False) -> None:
         """With --offload-train, move the trainer's state to host memory; its next use of the state moves it back."""
@@ -229,8 +237,27 @@ class Processes:
     def _release_engines(self) -> None:
         """With --offload-rollout, release the GPU memory of the engines before the trainer uses it."""
         if self._engines is not None and self.config.run.offloads_engines:
-            self._engines.release_memory()
+            with self._measured("engines: release weights and KV cache"):
+                self._engines.release_memory()
             failpoint("engines-released")
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """Record duration and memory use of the block, measured on the device of trainer rank 0."""
+        trainer, start = self._trainer, time.perf_counter()
+        before = trainer.memory_use() if trainer else (0, 0)
+        yield
+        seconds, after = time.perf_counter() - start, trainer.memory_use() if trainer else (0, 0)
+        self._switches.append(
+            MemorySwitch(
+                name=name,
+                seconds=seconds,
+                device_bytes_before=before[0],
+                device_bytes_after=after[0],
+                host_bytes_before=before[1],
+                host_bytes_after=after[1],
+            )
+        )
 
     def weight_version(self, version: int) -> str:
         """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""

@@ -14,6 +14,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
 from penstock.engines import scratch
+from penstock.engines.memory import GIB, MemorySwitch
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.display import Display
@@ -191,10 +192,17 @@ class Session:
                 "its inputs will be restored from the store before retrying"
             )
 
-    def _published(self, version: int, seconds: float) -> None:
+    def _published(self, version: int, seconds: float, switches: list[MemorySwitch]) -> None:
         self.display.record_publish(seconds)
+        metrics = {"perf/update_weights_time": seconds}
+        for switch in switches:
+            self.display.note(f"memory: {switch}")
+        if switches:
+            metrics["perf/memory_switch_time"] = sum(switch.seconds for switch in switches)
+            metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
+            metrics["perf/host_memory_gib"] = max(switch.host_bytes_after for switch in switches) / GIB
         if version > 0:  # one point per step, also if a version is published again after a fault or a resume
-            self.tracker.log(f"publish-{version}", {"perf/update_weights_time": seconds}, step=version - 1)
+            self.tracker.log(f"publish-{version}", metrics, step=version - 1)
 
     # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
 

@@ -263,6 +263,12 @@ class TrainActor:
         that they need back to the device."""
         self._memory_switches += self.models.offload([kind for kind in STATE_KINDS if kind not in keep])
 
+    def memory_use(self) -> tuple[int, int]:
+        """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""
+        from penstock.engines.megatron.memory.residency import memory_use
+
+        return memory_use()
+
     def take_memory_switches(self) -> list[MemorySwitch]:
         """Return the measurements of all offloads and onloads since the last call of this method."""
         switches, self._memory_switches = self._memory_switches, []

@@ -260,6 +260,12 @@ class TrainerGroup:
             if self._actors:
                 self._call("offload", keep)
 
+    def memory_use(self) -> tuple[int, int]:
+        """Return the bytes used on the device of rank 0, by all processes, and by rank 0 in host memory; zeros if no
+        ranks are running."""
+        with self.lock:
+            return self._call("memory_use", ranks=1)[0] if self._actors else (0, 0)
+
     def take_memory_switches(self) -> list[MemorySwitch]:
         """Return the measurements of all offloads and onloads since the last call, of the rank whose device was used
         most; [] if no ranks are running."""

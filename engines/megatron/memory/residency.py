@@ -64,9 +64,9 @@ class DeviceMemory:
         if not kinds:
             return None
         ordered = [kind for kind in STATE_KINDS if kind in kinds]
-        start, (device_before, host_before) = time.perf_counter(), _memory_use()
+        start, (device_before, host_before) = time.perf_counter(), memory_use()
         move(ordered)
-        seconds, (device_after, host_after) = time.perf_counter() - start, _memory_use()
+        seconds, (device_after, host_after) = time.perf_counter() - start, memory_use()
         return MemorySwitch(
             name=f"{self._name}: {action} {', '.join(ordered)}",
             seconds=seconds,
@@ -163,7 +163,7 @@ def _as_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _memory_use() -> tuple[int, int]:
+def memory_use() -> tuple[int, int]:
     """Return the used bytes of the whole device (0 without CUDA), and the resident set size of this process."""
     used = 0
     if torch.cuda.is_available():
