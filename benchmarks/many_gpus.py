@@ -1,5 +1,6 @@
-"""Run the whole loop with several placements of trainer and engines on two GPUs, and check each: log-probs of trainer and
-engine, `penstock verify`, and a bit-for-bit replay.
+"""Run the whole loop with several placements of trainer and engines on two GPUs, and check each run.
+
+The checks: log-probs of trainer and engine, `penstock verify`, and a bit-for-bit replay.
 
     python benchmarks/many_gpus.py DIRECTORY [--placements NAME ...] [--no-replay] [-- further `penstock train` options]
 

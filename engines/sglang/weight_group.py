@@ -74,7 +74,7 @@ class EngineGroup:
     def broadcast(self, flat: torch.Tensor) -> None:
         """Start to send a byte tensor to all servers, which must be about to receive it. It has been sent when all
         servers have answered their requests."""
-        dist.broadcast(flat, 0, group=self._group, async_op=True)
+        dist.broadcast(flat, 0, group=self._group, async_op=True)  # the group keeps `flat` until it has been sent
 
     def close(self) -> None:
         """Leave the group, without waiting for servers that have died."""

@@ -31,6 +31,7 @@ from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
 NEEDS_SESSION = (0, 5, 21)  # first release that needs /begin_weight_update before and /end_weight_update after
+ABORT_SECONDS = 30.0  # within which an aborted broadcast must end; otherwise the trainer is restarted
 logger = logging.getLogger(__name__)
 
 Routes = dict[str, EngineRoute]  # URL -> route
@@ -128,11 +129,14 @@ class WeightSender:
                     update.finish(loading)
                     flat = FlatBucket(bucket)
                     loading = update.load_broadcast(flat, last=last)
-                    self._engine_group.broadcast(flat.flat)
+                    # In a thread: the first broadcast connects the ranks, which blocks if a server has failed.
+                    loading.append(update.submit(self._engine_group.broadcast, flat.flat))
                 update.finish(loading)
                 self._members = members
             except BaseException:
-                self._leave()  # a broadcast may be unfinished; also releases the servers that wait for it
+                # A broadcast may be unfinished; leaving also releases the servers that wait for it.
+                if wait([*loading, update.submit(self._leave)], timeout=ABORT_SECONDS).not_done:
+                    raise RuntimeError("a broadcast of weights to a failed engine could not be aborted") from None
                 raise
 
     def _leave(self) -> None:
@@ -178,7 +182,7 @@ class WeightUpdate:
         self.version = version
         self.timeout = timeout
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
-        self._pool = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="weights")
+        self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")  # servers, broadcast, abort
         self._without_cache: list[str] = []  # URLs of servers whose KV cache is released (`memory.py`)
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
@@ -244,11 +248,13 @@ class WeightUpdate:
         ]
 
     def finish(self, loading: list[Future[Any]]) -> None:
-        """Wait until every server has loaded the bucket; raise the first error without waiting for the other
-        servers."""
-        done, _ = wait(loading, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        """Wait until every server has loaded the bucket. After an error, do not wait for servers that receive nothing
+        any more; raise the error of a server rather than that of the broadcast, which is a consequence."""
+        if wait(loading, return_when=FIRST_EXCEPTION).not_done:
+            wait(loading, timeout=5)
+        errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error, (EngineGone, EngineRefused)))
 
     def leave_group(self) -> None:
         """Make every server leave the process group of an earlier trainer, if it is in one."""
@@ -311,7 +317,7 @@ class WeightUpdate:
                 )
 
         self._call_all(resume)
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)  # a broadcast to a failed server may be stuck in one of its threads
 
     @property
     def _with_cache(self) -> list[str]:

@@ -10,6 +10,7 @@ that took it over last (`TrainActor.call`).
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -90,7 +91,12 @@ class TrainerGroup:
                 # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
                 # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
                 # processes survives a killed rank (seen with torch 2.11).
-                environment = slot.with_env(OMP_NUM_THREADS=str(build.threads), TORCHINDUCTOR_COMPILE_THREADS="1")
+                # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must agree.
+                environment = slot.with_env(
+                    OMP_NUM_THREADS=str(build.threads),
+                    TORCHINDUCTOR_COMPILE_THREADS="1",
+                    NCCL_CUMEM_ENABLE=os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+                )
                 options = actor.options(
                     **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
                 )
