@@ -259,6 +259,7 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
 
 
+@pytest.mark.integration
 def test_conversion_in_several_ray_processes(
     acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,14 @@ def share_of_freed_main_params(engine: Any) -> float:
     return sum(param.numel() for param in freed) / sum(param.numel() for param in params)
 
 
-@pytest.mark.parametrize(("dtype", "fraction"), [("fp32", 1.0), ("bf16", 1.0), ("bf16", 0.4)])
+@pytest.mark.parametrize(
+    ("dtype", "fraction"),
+    [
+        pytest.param("fp32", 1.0, marks=pytest.mark.full),
+        pytest.param("bf16", 1.0, marks=pytest.mark.full),
+        ("bf16", 0.4),
+    ],
+)
 def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,8 +106,8 @@ def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
     assert engine.state_digest() == state
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("overrides", [{}, OFFLOAD], ids=["", "state on host"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("overrides", [pytest.param({}, marks=pytest.mark.full), OFFLOAD], ids=["", "state on host"])
 def test_checkpoint_after_an_onload_is_the_same_and_loads(
     dtype: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: 
     assert (plan.weights, plan.gradients, plan.optimizer) == built
 
 
+@pytest.mark.integration
 def test_plan_equals_built_models_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
     assert "8 layouts equal" in run_two_ranks("built_memory.py", 300)
 
