@@ -49,7 +49,15 @@ class WeightSender:
     def update(self, urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
         """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
         assert urls, "no engines to update"
-        _check(transport)
+        if transport.kind == "disk" and not (transport.model_path and transport.directory):
+            raise EngineError(
+                "the weight transport 'disk' needs WeightTransport.model_path and WeightTransport.directory: set both"
+            )
+        if transport.kind == "tensor" and find_spec("sglang") is None:
+            raise EngineError(
+                "the weight transport 'tensor' needs SGLang in the trainer's Python environment: install it, or give "
+                "--update-weight-transport disk"
+            )
         if self._rank == 0:
             failpoint("publish-before")
         stream = iter(named)
@@ -59,7 +67,7 @@ class WeightSender:
             elif self._rank == 0 and transport.kind == "nccl":
                 self._broadcast(urls, stream, version, transport)
             elif self._rank == 0:
-                _write(urls, stream, version, transport)
+                self._write(urls, stream, version, transport)
         finally:
             deque(stream, maxlen=0)  # the other ranks wait for this one in collectives
         if self._rank == 0:
@@ -69,10 +77,9 @@ class WeightSender:
         """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
         in addition to the gathered tensors."""
         routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
-        if not any(self._rank in route.senders for route in routes.values()):
-            self._open_handle_groups(routes)  # opening a group is collective
-            return
         self._open_handle_groups(routes)
+        if not any(self._rank in route.senders for route in routes.values()):
+            return
         stream = self._handles(named, routes, transport.bucket_bytes)
         own = [url for url, route in routes.items() if route.senders[0] == self._rank]
         try:
@@ -103,6 +110,8 @@ class WeightSender:
             flat.free()
 
     def _open_handle_groups(self, routes: Routes) -> None:
+        """Create the process group of the ranks that send to one server, for every server with several senders. Every
+        trainer rank must call this with the same routes."""
         for route in routes.values():
             if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
                 self._handle_groups[route.senders] = dist.new_group(list(route.senders), backend="gloo")
@@ -139,34 +148,21 @@ class WeightSender:
                     raise RuntimeError("a broadcast of weights to a failed engine could not be aborted") from None
                 raise
 
+    def _write(self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
+        """Write a Hugging Face directory and make every server load it."""
+        target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
+        try:
+            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes)
+            with WeightUpdate(urls, version) as update:
+                update.load_from_disk(str(target))
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
     def _leave(self) -> None:
+        """Leave the process group with the servers, if there is one."""
         group, self._engine_group, self._members = self._engine_group, None, []
         if group is not None:
             group.close()
-
-
-def _write(urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
-    """Write a Hugging Face directory and make every server load it."""
-    target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
-    try:
-        write_weights(target, named, Path(transport.model_path), transport.bucket_bytes)
-        with WeightUpdate(urls, version) as update:
-            update.load_from_disk(str(target))
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-
-
-def _check(transport: WeightTransport) -> None:
-    if transport.kind == "disk":
-        if not (transport.model_path and transport.directory):
-            raise EngineError(
-                "the weight transport 'disk' needs WeightTransport.model_path and WeightTransport.directory: set both"
-            )
-    elif transport.kind == "tensor" and find_spec("sglang") is None:
-        raise EngineError(
-            "the weight transport 'tensor' needs SGLang in the trainer's Python environment: install it, or give "
-            "--update-weight-transport disk"
-        )
 
 
 class WeightUpdate:

@@ -16,7 +16,6 @@ from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.megatron.memory.plan import TrainerMemory
-    from penstock.engines.serving.memory import EngineMemory
 
 FLAGS = {"--plan": False, "--gpu-memory-gib": True, "--num-gpus": True, "--num-gpus-per-node": True}
 DEFAULT_GPU_BYTES = 80 * GIB
@@ -97,7 +96,12 @@ def show(plan: GpuPlan, config: PostTrainConfig) -> None:
     if plan.trainer:
         rows += _trainer_rows(plan.trainer, config)
     if plan.engine:
-        rows += _engine_rows(plan.engine, config, plan.gpu_bytes)
+        engine, share = plan.engine, plan.engine.static / plan.gpu_bytes
+        rows += [
+            ("engine, weights", gib(engine.weights), f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine"),
+            ("engine, KV cache", gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
+            ("engine", gib(engine.static), f"static share {share:.2f} of the GPU"),
+        ]
     if plan.trainer and plan.engine:
         separate = max(plan.trainer.total, plan.engine.static)
         rows += [
@@ -125,8 +129,9 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
         f"{train.data_parallel_size}, expert {train.expert_model_parallel_size}; stage {trainer.stage + 1} needs most"
     )
     recompute = train.megatron.get("recompute_granularity", "none")
+    models = " of policy and critic" if train.uses_critic else ""
     return [
-        ("trainer, weights", gib(trainer.weights), f"{trainer.parameters:,} parameters{_critic(train.uses_critic)}"),
+        ("trainer, weights", gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
         ("trainer, gradients", gib(trainer.gradients), ""),
         ("trainer, optimizer", gib(trainer.optimizer), "fp32 weights and moments, sharded"),
         (
@@ -141,19 +146,6 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
         ),
         ("trainer, CUDA and fragmentation", gib(RUNTIME), "measured"),
         ("trainer", gib(trainer.total), sizes),
-    ]
-
-
-def _critic(uses_critic: bool) -> str:
-    return " of policy and critic" if uses_critic else ""
-
-
-def _engine_rows(engine: EngineMemory, config: PostTrainConfig, gpu_bytes: int) -> list[Row]:
-    rollout = config.rollout
-    return [
-        ("engine, weights", gib(engine.weights), f"{rollout.rollout_num_gpus_per_engine} GPUs per engine"),
-        ("engine, KV cache", gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
-        ("engine", gib(engine.static), f"static share {engine.static / gpu_bytes:.2f} of the GPU"),
     ]
 
 

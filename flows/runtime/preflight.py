@@ -293,29 +293,22 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
 
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
-    """Return warnings about valid settings that may be unintended."""
-    return [*_memory_warnings(flow, config), *(_sampling_warnings(config) if flow == "post_train" else [])]
-
-
-def _memory_warnings(flow: str, config: PostTrainConfig) -> list[str]:
-    """Return a warning if the run may need more than the memory of this machine's GPUs."""
+    """Return warnings about valid settings that may be unintended: a run that may need more than the memory of this
+    machine's GPUs, and tokens that are not sampled from the distribution of the log-probs."""
     from penstock.engines.families import read_shape
 
-    gpus = gpu_memory()
-    if flow == "convert" or not gpus:
-        return []
-    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    return memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
-
-
-def _sampling_warnings(config: PostTrainConfig) -> list[str]:
-    """Return a warning if tokens are not sampled from the distribution of the log-probs."""
+    warnings: list[str] = []
+    if flow != "convert" and (gpus := gpu_memory()):
+        shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
+        warnings += memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
+    if flow != "post_train":
+        return warnings
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
     truncating = engine_backend().biased_sampling(sampling)
-    if not truncating:
-        return []
-    return [
-        f"{', '.join(truncating)}: tokens are not sampled from the distribution that log-probs, ratios and KL are "
-        "computed for, so the policy gradient is biased; leave out these options for an unbiased gradient"
-    ]
+    if truncating:
+        warnings.append(
+            f"{', '.join(truncating)}: tokens are not sampled from the distribution that log-probs, ratios and KL are "
+            "computed for, so the policy gradient is biased; leave out these options for an unbiased gradient"
+        )
+    return warnings

@@ -40,12 +40,11 @@ class OwnOriginOnly:
     def _allows(self, headers: list[tuple[bytes, bytes]]) -> bool:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
-        return (
-            len(hosts) == 1 and _host_name(hosts[0]) in LOOPBACK and all(origin in self.origins for origin in origins)
-        )
+        return len(hosts) == 1 and host_name(hosts[0]) in LOOPBACK and all(origin in self.origins for origin in origins)
 
 
-def _host_name(host: str) -> str | None:
+def host_name(host: str) -> str | None:
+    """Return the name in a Host header, without the port; None if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

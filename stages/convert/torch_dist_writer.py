@@ -115,8 +115,8 @@ def plan_units(
             assert columns == [(0, size) for size in shape[1:]], (
                 f"{piece.key} is split by columns, but only splits by rows are supported"
             )
-            rows = _rows_between(whole, piece.part[0].start, piece.part[0].stop)
-            placed.append((_last_byte(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
+            rows = _cut_row_ranges(whole, piece.part[0].start, piece.part[0].stop)
+            placed.append((last_source_byte(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
     placed.sort(key=lambda entry: (entry[0], entry[1].key, entry[1].offset))
     return group_units([piece for _, piece in placed], unit_bytes)
 
@@ -134,7 +134,7 @@ def group_units(slices: Iterable[Slice], unit_bytes: int = UNIT_BYTES) -> list[W
     return [WorkUnit(index, tuple(group)) for index, group in enumerate(groups)]
 
 
-def _last_byte(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
+def last_source_byte(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
     """Return (index of the file, end offset in the file) of the rows that come last in the source."""
     files = {path: index for index, path in enumerate(weights.files)}
     ends = [(weights.locations[run.name], run.stop * weights.info[run.name].row_bytes) for run in rows]
@@ -181,14 +181,14 @@ class _RunFinder:
         ]
 
 
-def _rows_between(runs: tuple[RowRange, ...], start: int, stop: int) -> tuple[RowRange, ...]:
-    """Return the source rows of the rows [start, stop) of a parameter; `runs` are those of the whole parameter."""
+def _cut_row_ranges(ranges: tuple[RowRange, ...], start: int, stop: int) -> tuple[RowRange, ...]:
+    """Return the source rows of the rows [start, stop) of a parameter, whose rows are those of `ranges` in order."""
     out, at = [], 0
-    for run in runs:
-        low, high = max(start - at, 0), min(stop - at, run.stop - run.start)
+    for rows in ranges:
+        low, high = max(start - at, 0), min(stop - at, rows.stop - rows.start)
         if low < high:
-            out.append(RowRange(run.name, run.start + low, run.start + high))
-        at += run.stop - run.start
+            out.append(RowRange(rows.name, rows.start + low, rows.start + high))
+        at += rows.stop - rows.start
     return tuple(out)
 
 

@@ -72,7 +72,7 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
     check.check_inputs(commits, tombstones)
     check.check_record_keys(commits)
     check.check_rounds(commits)
-    check.check_samples(record, commits)
+    check.check_sample_ids_and_prompts(record, commits)
     check.count_orphans()
     return check.result
 
@@ -156,7 +156,7 @@ class _RunAudit:
         return tombstones
 
     def check_files(self, commits: dict[str, Commit], hashes: bool) -> None:
-        """Check size and hash of every committed file except sample shards, which `check_samples` checks."""
+        """Check size and hash of every committed file except sample shards (see `check_sample_ids_and_prompts`)."""
         store = self.store
         self.result.num_files = sum(len(commit.files) for commit in commits.values())
         self.result.num_bytes = sum(record.bytes for commit in commits.values() for record in commit.files)
@@ -247,14 +247,14 @@ class _RunAudit:
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} rounds"
                 )
 
-    def check_samples(self, record: dict[str, Any], commits: dict[str, Commit]) -> None:
+    def check_sample_ids_and_prompts(self, run_record: dict[str, Any], commits: dict[str, Commit]) -> None:
         """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits.items() if commit.kind in ("rollout", "eval"))
         rounds = in_parallel(lambda prefix: read_round(store, prefix, commits[prefix]), prefixes, NUM_FILES)
         for round in rounds:
             result.problems += round.problems
-        parent = record.get("parent") or {}
+        parent = run_record.get("parent") or {}
         prompts = PromptAudit(set(parent.get("restarts", [parent["at"]] if parent.get("restart_data") else [])))
         ids: list[np.ndarray] = []
         for prefix, round in zip(prefixes, rounds, strict=True):

@@ -12,7 +12,7 @@ import pytest
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import shape_from_config
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.local_gpus import visible
+from penstock.engines.local_gpus import visible_gpus
 from penstock.engines.megatron.memory.plan import (
     GIB,
     RUNTIME,
@@ -189,9 +189,9 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"": [], "-1": [], "1": [20], "2,0": [30, 10], "0,7": [10], "GPU-aa,GPU-bb": [10, 20]}
     for setting, expected in settings.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-        assert visible([10, 20, 30]) == expected
+        assert visible_gpus([10, 20, 30]) == expected
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible([10, 20, 30]) == [10, 20, 30]
+    assert visible_gpus([10, 20, 30]) == [10, 20, 30]
 
 
 def test_plan_is_made_without_torch() -> None:

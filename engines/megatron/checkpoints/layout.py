@@ -103,12 +103,12 @@ class CheckpointLayout:
             return self
         return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
 
-    def match_stored_keys(self, keys: Container[str]) -> CheckpointLayout:
+    def with_checkpoint_keys(self, checkpoint_keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
         TransformerEngine, layers stacked or one tensor per layer. Slices that are missing there stay unchanged.
 
         Args:
-            keys: keys of the checkpoint's tensors.
+            checkpoint_keys: keys of the checkpoint's tensors.
         """
         local_keys = {te: local for local, te in self.te_keys.items()}
 
@@ -117,7 +117,7 @@ class CheckpointLayout:
                 if key is not None:
                     named = replace(piece, key=key)
                     for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
-                        if candidate.key in keys:
+                        if candidate.key in checkpoint_keys:
                             return candidate
             return piece
 

@@ -78,12 +78,14 @@ def trainer_memory(
     layout.data_parallel(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
-    return max((_stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
+    return max((stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
 
 
-def _stage_memory(
+def stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
+    """Return the memory of a rank of one pipeline stage. Optimizer state is sharded over data- and context-parallel
+    ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of its weights."""
     megatron, size = normalize_megatron_args(options.megatron), BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
     models = [stage_parameters(shape, layout, layers, stage)]
@@ -92,13 +94,17 @@ def _stage_memory(
     dense, expert = sum(model.dense for model in models), sum(model.expert for model in models)
     weights = size * (dense + expert)
     gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
-    activations, temporary = _activations(shape, layout, options, layers, stage)
+    offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
+    state_size = ((FP32 if options.dtype != "fp32" else 0) + MOMENTS) * (1 - offloaded)
+    replicas = num_ranks // (layout.tensor * layout.pipeline)
+    expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
+    activations, temporary = activation_bytes(shape, layout, options, layers, stage)
     return TrainerMemory(
         stage=stage,
         parameters=dense + expert,
         weights=weights,
         gradients=gradient_size * (dense + expert),
-        optimizer=round(_optimizer_bytes(dense, expert, layout, num_ranks, megatron, options.dtype)),
+        optimizer=round(state_size * (dense / replicas + expert / expert_replicas)),
         activations=round(activations),
         temporary=round(temporary),
     )
@@ -163,19 +169,7 @@ def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, An
     return layers
 
 
-def _optimizer_bytes(
-    dense: int, expert: int, layout: ParallelLayout, num_ranks: int, megatron: dict[str, Any], dtype: str
-) -> float:
-    """Return the bytes of fp32 weights and moments on the GPU: sharded over data- and context-parallel ranks, those of
-    experts over the ranks with the same experts. An fp32 model has no second copy of its weights."""
-    offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
-    size = ((FP32 if dtype != "fp32" else 0) + MOMENTS) * (1 - offloaded)
-    replicas = num_ranks // (layout.tensor * layout.pipeline)
-    expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
-    return size * (dense / replicas + expert / expert_replicas)
-
-
-def _activations(
+def activation_bytes(
     shape: ModelShape, layout: ParallelLayout, options: TrainerOptions, layers: Sequence[int], stage: int
 ) -> tuple[float, float]:
     """Return the bytes of the activations of all micro-batches in flight, and of the largest temporary tensors.
@@ -193,9 +187,8 @@ def _activations(
         chunk = min(tokens, options.log_probs_chunk_size)
         temporary = max(temporary, size * vocabulary * (2 * chunk + shape.hidden_size))  # logits, gradients, head's
         residual = size * shape.hidden_size * tokens
-        stored += residual + 2 * residual / (
-            layout.tensor if layout.sequence_parallel else 1
-        )  # final norm, head's input
+        # the head's input, and input and output of the final norm
+        stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
     return stored, temporary
 
 

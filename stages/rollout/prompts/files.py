@@ -136,7 +136,7 @@ class _Files:
                 local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
                 files = [
                     (name if local else fs.unstrip_protocol(name), name)
-                    for name in sorted(fs.glob(inner), key=_natural_key)
+                    for name in sorted(fs.glob(inner), key=natural_sort_key)
                 ]
         if not files:
             raise DataError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
@@ -160,7 +160,7 @@ class _Files:
             return [self.fs.ukey(file) for _, file in self.files]
 
 
-def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key for file names that compares numbers in the names by value."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
