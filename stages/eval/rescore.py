@@ -82,7 +82,8 @@ def rescore_stage(
         source: evaluation whose samples are graded again.
         scoring: new scoring settings; their hash names the new commit.
         grader: grader with the settings of `scoring`.
-        max_response_len: tokens; an ungraded sample with a response of this length counts as truncated.
+        max_response_len: response limit of the stored evaluation, in tokens. Before a sample whose earlier grading
+            failed is graded again, its status is set to TRUNCATED if its response has this length, else to COMPLETED.
         require_pass_rate: raise an error if the rewards do not define pass@k.
         code_version: recorded in the commit.
 
