@@ -95,7 +95,7 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
+    def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         """Return an estimate of the memory of one GPU of an engine.
 
         Args:
@@ -108,7 +108,7 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def check_external(self, url: str, model_path: str) -> None:
+    def check_external_server(self, url: str, model_path: str) -> None:
         """Check that the external engine at `url` can load the weights of the model in `model_path`.
 
         Raises:
@@ -117,7 +117,7 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def biased_sampling(self, params: Mapping[str, Any]) -> list[str]:
+    def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution
         other than that of the log-probs it returns."""
 

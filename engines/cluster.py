@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.engines.local_ray import ClusterLost, import_ray, preserve_sigterm_handler, start_ray
-from penstock.engines.scratch import is_kept_at_exit, own_temp_directory
+from penstock.engines.scratch import is_temp_directory_kept_at_exit, own_temp_directory
 from penstock.storage.errors import EngineError, LayoutError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Slot:
     options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
     gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
 
-    def with_env(self, **variables: str) -> dict[str, Any]:
+    def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
         """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
         default)."""
         return {**self.options, "runtime_env": {"env_vars": variables}}
@@ -124,7 +124,7 @@ class Cluster:
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         ray.shutdown()
-        if self._node is not None and not is_kept_at_exit():
+        if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self._groups, self._gpus = [], []
 
@@ -178,7 +178,7 @@ class Cluster:
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
-            with self._count_call():
+            with self._track_running_call():
                 done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
@@ -196,7 +196,7 @@ class Cluster:
         import ray
 
         self.wait([call], timeout)
-        with self._count_call():
+        with self._track_running_call():
             return ray.get(call, timeout=0)
 
     def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -211,7 +211,7 @@ class Cluster:
 
         def run() -> None:
             try:
-                with self._count_call():
+                with self._track_running_call():
                     result.set_result(function(*args, **kwargs))
             except BaseException as error:
                 result.set_exception(error)
@@ -226,7 +226,7 @@ class Cluster:
                 self.check_alive()
 
     @contextmanager
-    def _count_call(self) -> Iterator[None]:
+    def _track_running_call(self) -> Iterator[None]:
         """Count the block as a running Ray call; `stop` waits for running calls. Raises ClusterLost if the local Ray
         died."""
         with self._idle:
@@ -246,25 +246,26 @@ class Cluster:
 
         return int(self.call_ray(ray.cluster_resources).get("GPU", 0))
 
-    def place_processes(self, count: int, gpus_each: int = 1, offset: int = 0) -> list[Slot]:
+    def place_processes(self, count: int, gpus_per_process: int = 1, offset: int = 0) -> list[Slot]:
         """Return placements for `count` processes, on consecutive GPUs from GPU number `offset` of the cluster on.
 
         Trainer and engines placed at the same offset share GPUs (colocated). Without GPUs in the cluster, or with
-        `gpus_each=0`, a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads`).
+        `gpus_per_process=0`, a placement reserves no resources, and the caller divides the CPU threads
+        (`cpu_threads_per_process`).
 
         Args:
             count: number of processes.
-            gpus_each: number of GPUs of one process.
+            gpus_per_process: number of GPUs of one process.
             offset: index of the first GPU; GPUs are ordered by node, then by GPU id.
 
         Raises:
             LayoutError: the cluster has too few GPUs, or the GPUs of one process would be on different nodes.
         """
-        if gpus_each == 0 or self.num_gpus == 0:
+        if gpus_per_process == 0 or self.num_gpus == 0:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
-        self._reserve_gpus(offset + count * gpus_each)
-        starts = range(offset, offset + count * gpus_each, gpus_each)
-        return [self._make_slot(self._gpus[start : start + gpus_each]) for start in starts]
+        self._reserve_gpus(offset + count * gpus_per_process)
+        starts = range(offset, offset + count * gpus_per_process, gpus_per_process)
+        return [self._make_slot(self._gpus[start : start + gpus_per_process]) for start in starts]
 
     def run(
         self,
@@ -317,7 +318,7 @@ class Cluster:
     def _reserve_gpus(self, needed: int) -> None:
         """Reserve GPUs with placement groups until `needed` are reserved in total. On an external Ray cluster the
         placement groups of an earlier driver of this run are reused first."""
-        for name in self._existing_placement_groups():
+        for name in self._unclaimed_placement_group_names():
             self._add_placement_group(name, 0)
         missing = needed - len(self._gpus)
         if missing <= 0:
@@ -329,7 +330,7 @@ class Cluster:
             )
         self._add_placement_group(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
 
-    def _existing_placement_groups(self) -> list[str]:
+    def _unclaimed_placement_group_names(self) -> list[str]:
         """Return the names of the placement groups that earlier drivers of this run left on the external Ray cluster
         and that this driver has not taken over yet, oldest first."""
         from ray.util.placement_group import placement_group_table
@@ -341,40 +342,40 @@ class Cluster:
         names = {group["name"] for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"}
         return sorted(names)[first:]
 
-    def _add_placement_group(self, name: str, missing: int) -> None:
-        """Reserve `missing` GPUs in a new placement group named `name`; with `missing=0` reuse the existing group."""
+    def _add_placement_group(self, name: str, num_gpus: int) -> None:
+        """Reserve `num_gpus` GPUs in a new placement group named `name`; with `num_gpus=0` reuse the existing group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if missing:
+        if num_gpus:
             options = self.detached_options(name)
-            group = self.call_ray(placement_group, [{"GPU": 1}] * missing, strategy="PACK", **options)
+            group = self.call_ray(placement_group, [{"GPU": 1}] * num_gpus, strategy="PACK", **options)
         else:
             group = ray.util.get_placement_group(name)
-            missing = group.bundle_count
+            num_gpus = group.bundle_count
         self._groups.append(group)
         try:
             self.get(self.call_ray(group.ready), timeout=60)
         except ray.exceptions.GetTimeoutError as error:
             raise LayoutError(
-                f"could not reserve {missing} GPUs within 60 s, because other processes of this Ray cluster use them: "
+                f"could not reserve {num_gpus} GPUs within 60 s, because other processes of this Ray cluster use them: "
                 "wait until they end, or use fewer GPUs"
             ) from error
         probes = [
-            ray.remote(_locate_gpu)
+            ray.remote(_assigned_node_and_gpu_ids)
             .options(num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
             .remote()
-            for bundle in range(missing)
+            for bundle in range(num_gpus)
         ]
         locations = [self.get(probe, timeout=120) for probe in probes]  # (node id, GPU id) of each bundle
         order = sorted(
-            range(missing), key=lambda bundle: (locations[bundle][0], len(locations[bundle][1]), locations[bundle][1])
+            range(num_gpus), key=lambda bundle: (locations[bundle][0], len(locations[bundle][1]), locations[bundle][1])
         )
         self._gpus += [(group, bundle, locations[bundle][1]) for bundle in order]
 
 
-def _locate_gpu() -> tuple[str, str]:
+def _assigned_node_and_gpu_ids() -> tuple[str, str]:
     """Return the node id and the GPU id that Ray assigned to this task."""
     import ray
 
@@ -387,10 +388,10 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def cpu_threads(configured: int | None, sharers: int = 1) -> int:
-    """Return the number of CPU threads for one of `sharers` processes that compute at the same time: `configured`, or
-    an equal share of the cores.
+def cpu_threads_per_process(configured: int | None, num_processes: int = 1) -> int:
+    """Return the number of CPU threads for one of `num_processes` processes that compute at the same time:
+    `configured`, or an equal share of the cores.
 
     The thread count affects a run's numerics, because it changes the order of floating-point sums.
     """
-    return configured or max(1, cpu_count() // sharers)
+    return configured or max(1, cpu_count() // num_processes)

@@ -11,7 +11,7 @@ class _Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # bytes
 
 
-def gpu_memory() -> list[int]:
+def visible_gpu_bytes() -> list[int]:
     """Return the total bytes of every GPU that CUDA_VISIBLE_DEVICES leaves visible; [] without GPUs or driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -26,7 +26,7 @@ def gpu_memory() -> list[int]:
         sizes = [total_gpu_bytes(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
-    return visible_gpus([size for size in sizes if size])
+    return select_visible_gpus([size for size in sizes if size])
 
 
 def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
@@ -37,7 +37,7 @@ def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
     return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
 
 
-def visible_gpus(sizes: list[int]) -> list[int]:
+def select_visible_gpus(sizes: list[int]) -> list[int]:
     """Return those entries of `sizes`, one per GPU, that CUDA_VISIBLE_DEVICES leaves visible. GPUs named by UUID are
     only counted."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.engines.generation import EngineRoute, Transport, WeightTransport
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.routes import ProcessPlace, incarnation_of, memory_routes, shares_memory
+from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
 
 
 class HealthCheck(BaseModel):
@@ -80,7 +80,7 @@ class EngineOptions:
         if kind == "tensor" and not self.external:
             routes = memory_routes(engines, ranks)
         else:
-            routes = {url: EngineRoute(incarnation=incarnation_of(place)) for url, place in engines.items()}
+            routes = {url: EngineRoute(incarnation=engine_process_id(place)) for url, place in engines.items()}
         return WeightTransport(kind, routes, self.spec.model_path, directory)
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:

@@ -39,36 +39,37 @@ def own_temp_directory() -> Path:
     if _own is not None and _own[2] == os.getpid():
         return _own[0]
     base = Path(tempfile.gettempdir())
-    if (base / LOCK).is_file() and base not in abandoned_directories(base.parent):
+    if (base / LOCK).is_file() and base not in abandoned_temp_directories(base.parent):
         return base
     if len(str(base)) > MAX_BASE_PATH:
         base = Path("/tmp")
-    for directory in abandoned_directories(base, kept_for=KEEP_SECONDS):
-        remove_abandoned(directory)
+    for directory in abandoned_temp_directories(base, skip_kept_for_seconds=KEEP_SECONDS):
+        remove_if_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     _own = (directory, _lock_file(directory / LOCK, create=True), os.getpid())
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-    atexit.register(_remove_own, directory, os.getpid())
+    atexit.register(_remove_temp_directory_unless_kept, directory, os.getpid())
     return directory
 
 
-def keep_at_exit() -> None:
+def keep_temp_directory_at_exit() -> None:
     """Do not remove this process's temporary directory at exit; called after a failure, when the logs may be needed."""
     if _own is not None and _own[2] == os.getpid() and _own[0].is_dir():
         (_own[0] / KEPT).touch()
 
 
-def is_kept_at_exit() -> bool:
-    """Return whether `keep_at_exit` was called, so that this process's temporary directory is not removed at exit."""
+def is_temp_directory_kept_at_exit() -> bool:
+    """Return whether `keep_temp_directory_at_exit` was called, so that the directory is not removed at exit."""
     return _own is not None and (_own[0] / KEPT).exists()
 
 
-def abandoned_directories(base: Path | None = None, kept_for: float = 0.0) -> list[Path]:
+def abandoned_temp_directories(base: Path | None = None, skip_kept_for_seconds: float = 0.0) -> list[Path]:
     """Return the temporary directories of this user whose owner process is dead.
 
     Args:
         base: parent directory to search; by default the one in which `own_temp_directory` creates directories.
-        kept_for: do not return directories for which `keep_at_exit` was called less than this many seconds ago.
+        skip_kept_for_seconds: do not return directories for which `keep_temp_directory_at_exit` was called less than
+            this many seconds ago.
     """
     base = base or temp_base_directory()
     directories = []
@@ -76,7 +77,7 @@ def abandoned_directories(base: Path | None = None, kept_for: float = 0.0) -> li
         lock, kept = directory / LOCK, directory / KEPT
         if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or not lock.is_file():
             continue
-        if kept.exists() and time.time() - kept.stat().st_mtime < kept_for:
+        if kept.exists() and time.time() - kept.stat().st_mtime < skip_kept_for_seconds:
             continue
         try:
             os.close(_lock_file(lock))
@@ -91,7 +92,7 @@ def temp_base_directory() -> Path:
     return _own[0].parent if _own is not None else Path(tempfile.gettempdir())
 
 
-def remove_abandoned(directory: Path) -> bool:
+def remove_if_abandoned(directory: Path) -> bool:
     """Remove a temporary directory whose owner is dead. Return whether it no longer exists; it
     is not removed if the owner is alive."""
     try:
@@ -116,6 +117,6 @@ def _lock_file(path: Path, create: bool = False) -> int:
     return descriptor
 
 
-def _remove_own(directory: Path, pid: int) -> None:
+def _remove_temp_directory_unless_kept(directory: Path, pid: int) -> None:
     if pid == os.getpid() and not (directory / KEPT).exists():  # a fork of the owner must not remove it
         shutil.rmtree(directory, ignore_errors=True)

@@ -20,7 +20,7 @@ from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.stages.convert.config import ConvertConfig
-from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, parent_store, read_record
+from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.errors import OptionError
 from penstock.storage.keys import is_run_name
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -210,7 +210,9 @@ def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commi
 
     with ray_cluster(config) as cluster:
         options = config.convert
-        store = parent_store(ref.uri, config.run.store_options)[0] if options.convert_save else open_store(config.run)
+        store = (
+            open_parent_store(ref.uri, config.run.store_options)[0] if options.convert_save else open_store(config.run)
+        )
         args = (store, commit, options.hf_checkpoint, options.model_family_path)
         return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).rows())
 
@@ -293,6 +295,6 @@ def read_result_commit(config: PostTrainConfig, ref: CheckpointRef) -> Commit:
     if config.convert.convert_save is None:
         commit = open_store(config.run).committed(ref.key.removesuffix(commit_key("")))
     else:
-        commit = read_record(*parent_store(ref.uri, config.run.store_options))
+        commit = read_record(*open_parent_store(ref.uri, config.run.store_options))
     assert commit is not None, f"{ref} is not committed"
     return commit

@@ -36,17 +36,17 @@ class GpuPlan:
     def peak(self) -> int:
         """Bytes at the peak of the GPU that needs most."""
         if self.trainer and self.engine and self.colocated:
-            return self.colocated_peak(self.offload_train, self.offload_rollout)
+            return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
         sizes = [self.trainer.total if self.trainer else 0, self.engine.static if self.engine else 0]
         return max(sizes)
 
-    def colocated_peak(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
+    def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
         """Return the bytes at the peak of a GPU that trainer and engine share; arguments as in
-        `memory.plan.colocated_peak`."""
-        from penstock.engines.megatron.memory.plan import colocated_peak
+        `memory.plan.colocated_peak_bytes`."""
+        from penstock.engines.megatron.memory.plan import colocated_peak_bytes
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
-        return colocated_peak(
+        return colocated_peak_bytes(
             self.trainer, self.engine.static, offload_train=offload_train, offload_rollout=offload_rollout
         )
 
@@ -77,7 +77,7 @@ def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: i
         )
         trainer = trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:
-        engine = engine_backend().memory(options, shape, gpu_bytes)
+        engine = engine_backend().estimate_memory(options, shape, gpu_bytes)
     run = config.run
     return GpuPlan(gpu_bytes, trainer, engine, options.num_gpus is None, run.offloads_trainer, run.offloads_engines)
 
@@ -86,7 +86,7 @@ def microbatch_tokens(config: PostTrainConfig) -> int:
     """Return the tokens of a rank's largest planned micro-batch. With --micro-batch-size they follow from the longest
     response; prompts count only with --rollout-max-context-len."""
     train, rollout = config.train, config.rollout
-    if train.fills_by_tokens:
+    if train.fills_microbatches_by_tokens:
         return train.max_tokens_per_gpu
     longest = rollout.rollout_max_context_len or rollout.rollout_max_response_len
     return -(-(train.micro_batch_size or 1) * longest // train.context_parallel_size)

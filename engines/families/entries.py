@@ -34,7 +34,7 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < LARGEST_NUMBER
 
 
-def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _make_list_check(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a check that a value is a list whose items all pass the check `fits`."""
     return lambda value: isinstance(value, list) and all(map(fits, value))
 
@@ -45,8 +45,8 @@ FRACTION: EntryType = ("a number above 0 and at most 1", lambda value: _is_posit
 FLAG: EntryType = ("true or false", lambda value: type(value) is bool)
 TEXT: EntryType = ("a string", lambda value: isinstance(value, str))
 TABLE: EntryType = ("an object", lambda value: isinstance(value, dict))
-TEXTS: EntryType = ("a list of strings", _is_list_of(lambda item: isinstance(item, str)))
-LAYERS: EntryType = ("a list of layer numbers", _is_list_of(lambda item: type(item) is int and item >= 0))
+TEXTS: EntryType = ("a list of strings", _make_list_check(lambda item: isinstance(item, str)))
+LAYERS: EntryType = ("a list of layer numbers", _make_list_check(lambda item: type(item) is int and item >= 0))
 
 TYPES: dict[str, EntryType] = {  # types of config.json's entries; null is valid, too, except for those in REQUIRED
     "num_hidden_layers": integer_between(1, MAX_LAYERS),

@@ -52,11 +52,11 @@ class PaddedVocab:
     vocab_size: int
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        _require(tensor.shape[0] >= self.vocab_size, name, tensor, f"at least {self.vocab_size} vocabulary rows")
+        _require_shape(tensor.shape[0] >= self.vocab_size, name, tensor, f"at least {self.vocab_size} vocabulary rows")
         return [tensor[: self.vocab_size]]
 
     def join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        _require(tensors[0].shape[0] == self.vocab_size, name, tensors[0], f"{self.vocab_size} vocabulary rows")
+        _require_shape(tensors[0].shape[0] == self.vocab_size, name, tensors[0], f"{self.vocab_size} vocabulary rows")
         return tensors[0]
 
 
@@ -65,14 +65,14 @@ class GateUp:
     """Op for SwiGLU's gate and up projections, which Megatron concatenates: all rows of gate, then all rows of up."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        _require(tensor.shape[0] % 2 == 0, name, tensor, "an even number of rows (gate and up)")
+        _require_shape(tensor.shape[0] % 2 == 0, name, tensor, "an even number of rows (gate and up)")
         return tensor.chunk(2)
 
     def join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         import torch
 
         gate, up = tensors
-        _require(gate.shape == up.shape, name, up, f"shape {list(gate.shape)}, as the gate projection has")
+        _require_shape(gate.shape == up.shape, name, up, f"shape {list(gate.shape)}, as the gate projection has")
         return torch.cat([gate, up])
 
 
@@ -91,7 +91,7 @@ class InterleavedQKV:
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         groups, heads, rest = self.num_query_groups, self.heads_per_group, tensor.shape[1:]
         rows = groups * (heads + 2) * self.head_dim
-        _require(tensor.shape[0] == rows, name, tensor, f"{rows} rows")
+        _require_shape(tensor.shape[0] == rows, name, tensor, f"{rows} rows")
         grouped = tensor.view(groups, heads + 2, self.head_dim, *rest)  # [G, heads + 2, D, ...]
         return [part.reshape(-1, *rest) for part in grouped.split([heads, 1, 1], dim=1)]
 
@@ -101,7 +101,7 @@ class InterleavedQKV:
         groups, rest, parts = self.num_query_groups, tensors[0].shape[1:], []
         for tensor, heads in zip(tensors, [self.heads_per_group, 1, 1]):
             rows = groups * heads * self.head_dim
-            _require(tensor.shape == (rows, *rest), name, tensor, f"shape {[rows, *rest]}")
+            _require_shape(tensor.shape == (rows, *rest), name, tensor, f"shape {[rows, *rest]}")
             parts.append(tensor.view(groups, heads, self.head_dim, *rest))
         return torch.cat(parts, dim=1).view(-1, *rest)  # [G * (heads + 2) * D, ...]
 
@@ -191,7 +191,7 @@ class TensorLayout:
         return self._rows[name]
 
 
-def _require(condition: bool, name: str, tensor: Tensor, needed: str) -> None:
+def _require_shape(condition: bool, name: str, tensor: Tensor, needed: str) -> None:
     """Raise ModelError about the shape of a tensor unless `condition` is true."""
     if not condition:
         raise ModelError(

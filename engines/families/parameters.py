@@ -29,7 +29,7 @@ class RankParameters:
         return self.dense + self.expert
 
 
-def rank_parameters(
+def count_rank_parameters(
     shape: ModelShape,
     layers: Collection[int],
     *,
@@ -53,17 +53,17 @@ def rank_parameters(
         if row.megatron.endswith(FROZEN):
             continue
         if row.layers is None:
-            dense += 0 if outer is not None and row.megatron not in outer else _sharded(row, tensor)
+            dense += 0 if outer is not None and row.megatron not in outer else _numel_per_rank(row, tensor)
             continue
         count = len(set(row.layers).intersection(layers))
         if ".local_experts." in row.megatron:
-            experts += count * (row.num_experts // expert) * _sharded(row, expert_tensor or tensor)
+            experts += count * (row.num_experts // expert) * _numel_per_rank(row, expert_tensor or tensor)
         else:
-            dense += count * _sharded(row, tensor)
+            dense += count * _numel_per_rank(row, tensor)
     return RankParameters(dense, experts)
 
 
-def _sharded(row: TensorRow, ranks: int) -> int:
+def _numel_per_rank(row: TensorRow, ranks: int) -> int:
     """Return the number of elements of one rank's shard of the tensor in one layer (and of one expert)."""
     if REPLICATED.search(row.megatron):
         return sum(prod(size) for size in row.hf.values())

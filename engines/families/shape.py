@@ -111,29 +111,34 @@ class ModelShape(BaseModel):
         top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
-    def train_flops(self, tokens: int, squared_lengths: int) -> float:
+    def train_flops(self, tokens: int, sum_of_squared_lengths: int) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
         recomputation).
 
         Args:
             tokens: number of tokens.
-            squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of these token
-                pairs.
+            sum_of_squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of
+                these token pairs.
         """
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
-        attention = self.num_layers * self.num_attention_heads * widths * squared_lengths
-        return 6.0 * self._matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
+        attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
+        return 6.0 * self._num_matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
 
     def _num_parameters(self, num_experts: int) -> int:
         """Return the number of parameters, counting `num_experts` routed experts per layer."""
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return self._matrix_weights(num_experts) + embedding + self.num_layers * self._vector_weights + self.hidden_size
+        return (
+            self._num_matrix_weights(num_experts)
+            + embedding
+            + self.num_layers * self._num_vector_weights
+            + self.hidden_size
+        )
 
-    def _matrix_weights(self, num_experts: int) -> int:
+    def _num_matrix_weights(self, num_experts: int) -> int:
         """Return the number of weights in the matrices that a token is multiplied with, including the LM head and
         `num_experts` routed experts per layer."""
         mlp = 3 * self.hidden_size
-        total = self.num_layers * self._attention_weights + self.vocab_size * self.hidden_size
+        total = self.num_layers * self._num_attention_weights + self.vocab_size * self.hidden_size
         if self.experts is None:
             return total + self.num_layers * mlp * self.ffn_hidden_size
         dense, experts = self.experts.num_dense_layers, self.experts
@@ -142,7 +147,7 @@ class ModelShape(BaseModel):
         return total + dense * mlp * self.ffn_hidden_size + (self.num_layers - dense) * mixture
 
     @property
-    def _attention_weights(self) -> int:
+    def _num_attention_weights(self) -> int:
         """Return the number of weights in the attention projections of one layer."""
         hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
         if self.latent is None:
@@ -155,7 +160,7 @@ class ModelShape(BaseModel):
         return query + down + up + heads * latent.v_head_dim * hidden
 
     @property
-    def _vector_weights(self) -> int:
+    def _num_vector_weights(self) -> int:
         """Return the number of weights in the norms and biases of one layer."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         if self.latent is not None:

@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
 from penstock.engines.megatron.memory.residency import DeviceMemory
-from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks
+from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp
 from penstock.engines.megatron.param_gather import ParamGather
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.storage.errors import LayoutError
@@ -104,7 +104,7 @@ class MegatronEngine:
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.config = self.chunks[0].config  # shared by all chunks
-        self.wrapped = wrap_chunks(self.chunks, self.config, overrides)
+        self.wrapped = wrap_chunks_in_ddp(self.chunks, self.config, overrides)
         self._param_gather = ParamGather(self.wrapped)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
@@ -124,12 +124,12 @@ class MegatronEngine:
     # ---- position in the layout --------------------------------------------------------------------------------------
 
     @property
-    def data_parallel(self) -> tuple[int, int]:
+    def data_parallel_rank_and_size(self) -> tuple[int, int]:
         """Return (rank, size) of the data-parallel group, whose ranks process different micro-batches."""
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     @property
-    def context_parallel(self) -> tuple[int, int]:
+    def context_parallel_rank_and_size(self) -> tuple[int, int]:
         """Return (rank, size) of the context-parallel group, whose ranks split the tokens of a micro-batch."""
         return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
 
@@ -166,7 +166,7 @@ class MegatronEngine:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
-        self._memory.require("gradients")
+        self._memory.require_on_device("gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -194,7 +194,7 @@ class MegatronEngine:
             the outputs of `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
         """
         assert microbatches, "forward_backward needs at least one micro-batch"
-        self._memory.require("weights", *(() if forward_only else ("gradients",)))
+        self._memory.require_on_device("weights", *(() if forward_only else ("gradients",)))
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
             raise LayoutError(
                 f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
@@ -221,7 +221,9 @@ class MegatronEngine:
         if routing is not None:
             if packed.routing is None:
                 packed.routing = RoutingRecord(len(packed.token_ids))
-            stream.routing = StreamRouting(packed.routing, self._router_rows(stream), recording=routing == "record")
+            stream.routing = StreamRouting(
+                packed.routing, self._router_token_indices(stream), recording=routing == "record"
+            )
         hidden = chunk(stream)
         if chunk.module.post_process:
             self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
@@ -238,12 +240,12 @@ class MegatronEngine:
 
     def _pack_stream(self, packed: PackedTokens) -> PackedStream:
         """Return the tokens of a micro-batch that this rank processes, padded and split."""
-        rank, size = self.context_parallel
+        rank, size = self.context_parallel_rank_and_size
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention needs half precision
         return pack_stream(packed, self.device, tensor, size, rank, bucketed)
 
-    def _router_rows(self, stream: PackedStream) -> Tensor | None:
+    def _router_token_indices(self, stream: PackedStream) -> Tensor | None:
         """Return the index in the micro-batch of each token that this rank's MoE routers process, -1 for padding; None:
         all tokens, in order."""
         if stream.real_rows is None or stream.pack_index is None:
@@ -258,7 +260,7 @@ class MegatronEngine:
         Returns:
             whether the weights were updated, and the gradient norm before clipping.
         """
-        self._memory.require("weights", "gradients", "optimizer")
+        self._memory.require_on_device("weights", "gradients", "optimizer")
         updated, grad_norm, _ = self.optimizer.step()
         self._param_gather.start_all()
         if updated:
@@ -280,15 +282,15 @@ class MegatronEngine:
         """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
         return weights.hash_weights(self._synced_chunks())
 
-    def state_digest(self) -> dict[str, str]:
+    def optimizer_state_digest(self) -> dict[str, str]:
         """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
         collective."""
-        self._sync("weights", "optimizer")
+        self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.digest()
 
     def snapshot(self) -> weights.Snapshot:
         """Copy this rank's weight shards to host memory, for `using_weights`. Not collective."""
-        return weights.copy_weights(self._synced_chunks())
+        return weights.copy_weights_to_host(self._synced_chunks())
 
     @contextmanager
     def using_weights(self, snapshot: weights.Snapshot) -> Iterator[None]:
@@ -309,18 +311,18 @@ class MegatronEngine:
             directory: one for all ranks, or one per rank (see `RankState.save`).
             step_state: JSON values of the caller, which `load` returns.
         """
-        self._sync("weights", "optimizer")
+        self._require_on_device_and_gathered("weights", "optimizer")
         self._state.save(directory, step_state)
 
     def save_weights(self, directory: str | Path) -> None:
         """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved."""
-        self._sync("weights")
+        self._require_on_device_and_gathered("weights")
         self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
         bit-identical to uninterrupted training."""
-        self._sync("weights", "optimizer")
+        self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
@@ -330,16 +332,16 @@ class MegatronEngine:
         A value model (critic) gets its value head from the checkpoint of a value model. From a policy's checkpoint it
         gets all weights except the LM head, and initializes the value head from the seed.
         """
-        self._sync("weights", "optimizer")
+        self._require_on_device_and_gathered("weights", "optimizer")
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:
-        self._sync("weights")
+        self._require_on_device_and_gathered("weights")
         return self.chunks
 
-    def _sync(self, *kinds: StateKind) -> None:
+    def _require_on_device_and_gathered(self, *kinds: StateKind) -> None:
         """Check that these kinds of state are on the device, and wait for parameter all-gathers."""
-        self._memory.require(*kinds)
+        self._memory.require_on_device(*kinds)
         self._param_gather.wait_for_all()
 
     # ---- device memory -----------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 This module works around four defects of Megatron-core with torch's AdamW (TransformerEngine and apex are not
 installed):
 - AdamW has no state before its first step, and Megatron can then neither save nor load it. Workaround: create the state
-  with the optimizer (`reset_state`).
+  with the optimizer (`zero_adam_state`).
 - After a load all parameters share one `step` tensor, which AdamW increments once per parameter, so that training
-  silently diverges after a resume. Workaround: copy the tensor for each parameter (`load_state`).
+  silently diverges after a resume. Workaround: copy the tensor for each parameter (`load_moments_and_steps`).
 - A checkpoint with several gradient buckets (tied embeddings over pipeline stages, or overlapped reduction) is saved
   without the padding between buckets, but parameters are looked up at offsets that include the padding. Adam's
   moments are then loaded into the wrong parameters, with only a log line. Workaround: save the padding, too
@@ -30,7 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from penstock.engines.megatron.memory.optimizer_offload import OptimizerOffload, zero_moments
+from penstock.engines.megatron.memory.optimizer_offload import OptimizerOffload, make_zero_moments
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
 from penstock.storage.errors import OptionError
@@ -42,7 +42,7 @@ SCHEDULE = ("lr_decay_style", "lr_warmup_iters")
 HYPERPARAMETERS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "fused")
 
 
-def wrap_chunks(
+def wrap_chunks_in_ddp(
     chunks: list[PolicyModel], config: TransformerConfig, overrides: dict[str, Any]
 ) -> list[DistributedDataParallel]:
     """Wrap each pipeline chunk in Megatron's DistributedDataParallel, which sums gradients over data- and
@@ -92,10 +92,10 @@ def build_optimizer(
     for chained in optimizer.chained_optimizers:
         if fraction and not chained.is_stub_optimizer:
             OptimizerOffload(chained, fraction)
-    reset_state(optimizer)
+    zero_adam_state(optimizer)
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer and chained.data_parallel_group.size() == 1:
-            chained.sharded_param_state_fully_reshardable = partial(_unsharded_state, chained)
+            chained.sharded_param_state_fully_reshardable = partial(_single_rank_state_dict, chained)
         if not chained.is_stub_optimizer and not chained.optimizer.state:
             chained.state_dict = partial(_empty_state, optimizer, chained)
     for buffer in (buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
@@ -130,18 +130,20 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optim
             yield chained.optimizer
 
 
-def reset_state(optimizer: MegatronOptimizer) -> None:
+def zero_adam_state(optimizer: MegatronOptimizer) -> None:
     """Set Adam's moments and step counts of all parameters to zero."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             for param in group["params"]:
                 inner.state[param] = {
                     "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    **zero_moments(inner, param),
+                    **make_zero_moments(inner, param),
                 }
 
 
-def _unsharded_state(optimizer: Any, model_state: dict[str, Any], *_: Any, **__: Any) -> dict[int, dict[str, Any]]:
+def _single_rank_state_dict(
+    optimizer: Any, model_state: dict[str, Any], *_: Any, **__: Any
+) -> dict[int, dict[str, Any]]:
     """Return the sharded state dict of an optimizer on a single data-parallel rank, without copying tensors.
 
     This function replaces Megatron's own method, which gathers over data-parallel ranks and makes several copies in
@@ -173,7 +175,7 @@ def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
     return {"optimizer": {"param_groups": [group | {"step": min(steps)} for group in groups]}}
 
 
-def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+def load_moments_and_steps(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load moments and step counts from a checkpoint's optimizer state; keep the hyperparameters of this run."""
     own = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in _param_groups(optimizer)]
     optimizer.load_state_dict(state)
@@ -219,7 +221,7 @@ def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> Op
     )
 
 
-def set_schedule(scheduler: OptimizerParamScheduler, num_steps: int) -> None:
+def set_scheduler_to_step(scheduler: OptimizerParamScheduler, num_steps: int) -> None:
     """Set the learning-rate scheduler to its state after `num_steps` optimizer steps."""
     scheduler.num_steps = 0
     scheduler.step(num_steps)

@@ -130,7 +130,7 @@ def _split_stream(packed: PackedTokens, device: torch.device, tensor: int, conte
     query_lengths: list[int] = []
     key_lengths: list[int] = []
     offset = 0  # index of the sequence's first token in the padded micro-batch
-    gathered_rows = _gathered_rows(lengths, context)
+    gathered_rows = _indices_after_context_gather(lengths, context)
     for index, length in enumerate(lengths):
         size = length // pieces
         num_tokens = starts[index + 1] - starts[index] if index + 1 < len(starts) else 0
@@ -163,7 +163,7 @@ def _cumulative_lengths(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def _gathered_rows(lengths: list[int], context: int) -> Tensor:
+def _indices_after_context_gather(lengths: list[int], context: int) -> Tensor:
     """Return, for each token of the padded micro-batch, its index after a gather of the tokens of all context-parallel
     ranks. [sum of lengths]"""
     if context == 1:
@@ -201,7 +201,11 @@ def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]
         if surplus.any():  # the last query attends to the last key
             last_key = torch.arange(shape[1])[None, :, None] + surplus[:, None, None]
             mask = (last_key >= torch.arange(shape[2])[None, None, :])[:, None]
-        buckets.append(Bucket(shape, *_rows_and_places(queries, shape[1]), *_rows_and_places(keys, shape[2]), mask))
+        buckets.append(
+            Bucket(
+                shape, *_stream_and_padded_indices(queries, shape[1]), *_stream_and_padded_indices(keys, shape[2]), mask
+            )
+        )
     return buckets
 
 
@@ -215,7 +219,7 @@ def bucket_length(length: int) -> int:
     return size
 
 
-def _rows_and_places(bounds: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _stream_and_padded_indices(bounds: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return the index of every token in the stream, and in the flattened padded batch [B * longest].
 
     Args:

@@ -52,7 +52,7 @@ def init_parallel(
     from megatron.core import parallel_state, tensor_parallel
 
     layout = layout or ParallelLayout()
-    layout.data_parallel(world_size)
+    layout.data_parallel_size(world_size)
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())  # a Ray actor sees only one GPU, as device 0

@@ -8,7 +8,7 @@ from penstock.storage.errors import LayoutError
 
 
 class ParallelLayout(BaseModel):
-    """Parallel sizes. The data-parallel size follows from the world size (`data_parallel`)."""
+    """Parallel sizes. The data-parallel size follows from the world size (`data_parallel_size`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,7 +20,7 @@ class ParallelLayout(BaseModel):
     virtual_pipeline: int | None = None
     sequence_parallel: bool = False
 
-    def data_parallel(self, world_size: int) -> int:
+    def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size for a world size.
 
         Raises:

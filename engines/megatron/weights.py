@@ -49,7 +49,7 @@ class GlobalTensor:
         names = tuple(_global_name(chunk, name, rank) for rank in range(ranks))
         sizes, axis = list(shard.shape), sharded_axis(shard)
         if axis is not None:
-            sizes[axis] *= tensor_group(name).size()
+            sizes[axis] *= sharding_group(name).size()
         return cls(names, tuple(sizes), shard.dtype, stage)
 
 
@@ -84,15 +84,15 @@ def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
             for name, full in zip(entry.names, gathered, strict=True):
                 if group.size() > 1:
                     dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
-                yield name, full[: chunk.shape.vocab_size] if is_vocabulary(name) else full
+                yield name, full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(name) else full
 
 
-def is_vocabulary(name: str) -> bool:
+def has_row_per_vocab_entry(name: str) -> bool:
     """Return whether the weight of this name has one row per vocabulary entry (embedding or LM head)."""
     return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def tensor_group(name: str) -> dist.ProcessGroup:
+def sharding_group(name: str) -> dist.ProcessGroup:
     """Return the process group over which the weight of this name is sharded: the experts' tensor-parallel group for an
     expert's weight, otherwise the tensor-parallel group."""
     if is_expert(name):
@@ -138,7 +138,7 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     Returns:
         one full tensor per name: for an expert's weight, the experts at its position on all expert-parallel ranks.
     """
-    full, axis, group = tensor.detach(), sharded_axis(tensor), tensor_group(names[0])
+    full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
         shards = [torch.empty_like(full) for _ in range(group.size())]
         dist.all_gather(shards, full.contiguous(), group=group)
@@ -161,7 +161,7 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     """
     hashes = {}
     for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
-        group = tensor_group(name)
+        group = sharding_group(name)
         is_shard = sharded_axis(tensor) is not None and group.size() > 1
         data = host_bytes(tensor)
         hashes[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = xxhash.xxh3_64_hexdigest(data)
@@ -174,7 +174,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def copy_weights(chunks: list[PolicyModel]) -> Snapshot:
+def copy_weights_to_host(chunks: list[PolicyModel]) -> Snapshot:
     """Copy this rank's weight shards to host memory (pinned on a machine with a GPU), and return the copies."""
     pinned, tensors = torch.cuda.is_available(), _snapshot_tensors(chunks)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors]

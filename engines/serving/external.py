@@ -55,7 +55,7 @@ class ExternalReplica(Replica):
         """
         while not self._checked:
             if self.client.health(self._url):
-                self.backend.check_external(self._url, self.spec.model_path)
+                self.backend.check_external_server(self._url, self.spec.model_path)
                 self._checked = True
             elif cancelled():
                 raise StartCancelled

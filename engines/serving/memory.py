@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engines.families.parameters import rank_parameters
+from penstock.engines.families.parameters import count_rank_parameters
 from penstock.engines.families.shape import ModelShape
 
 
@@ -40,7 +40,7 @@ def engine_memory(
         weight_bytes: bytes of a weight.
         kv_bytes: bytes of an element of the KV cache.
     """
-    parameters = rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
+    parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
     if shape.latent:
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:

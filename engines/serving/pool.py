@@ -148,7 +148,7 @@ class EnginePool:
             if urls:
                 self._connect(urls).release_memory()
 
-    def ensure_alive(self) -> bool:
+    def restart_dead(self) -> bool:
         """Restart every engine that is dead or does not answer. Return whether any engine was restarted.
 
         A restarted engine serves the weights of the model directory and reports `spec.weight_version`.

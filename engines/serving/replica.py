@@ -148,7 +148,7 @@ class RayReplica(Replica):
         if self.actor is None:
             self.launch_server()
         else:
-            self._set_starting(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
+            self._set_pending_start(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
             self.adopted = True
 
     def launch_server(self) -> None:
@@ -171,7 +171,7 @@ class RayReplica(Replica):
                     ) from error
                 time.sleep(0.1)
         self.adopted = False
-        self._set_starting(self.actor.start.remote())
+        self._set_pending_start(self.actor.start.remote())
 
     def finish_adoption(self, timeout: float = 10.0) -> None:
         # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
@@ -241,7 +241,7 @@ class RayReplica(Replica):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _set_starting(self, starting: Any) -> None:
+    def _set_pending_start(self, starting: Any) -> None:
         self.known_url, self._starting = None, starting
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 

@@ -71,10 +71,10 @@ class Supervisor:
         """
         for replica in restart_dead_engines(self.replicas):
             logger.warning("engine %d died before generation started; restarted it", replica.index)
-        while stale := [replica for replica in self.replicas if _version_or_error(replica) != self.version]:
+        while stale := [replica for replica in self.replicas if _weight_version_or_error(replica) != self.version]:
             try:
                 self.publish([replica.wait_for_url() for replica in stale])
-                versions = {replica.wait_for_url(): _version_or_error(replica) for replica in stale}
+                versions = {replica.wait_for_url(): _weight_version_or_error(replica) for replica in stale}
                 wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
                     continue  # restoring the trainer may have released the memory of engines that were not stale
@@ -223,7 +223,7 @@ def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
     return dead
 
 
-def _version_or_error(replica: Replica) -> str:
+def _weight_version_or_error(replica: Replica) -> str:
     """Return the weight version that an engine reports, or "nothing (<error>)" if the engine does not answer."""
     try:
         return replica.weight_version()

@@ -16,7 +16,7 @@ from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
-from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_sampling_seeds
+from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.secret_references import reveal
 
@@ -121,7 +121,7 @@ class SGLangBackend(EngineBackend):
                         "free one"
                     ) from None
 
-    def memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
+    def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         from penstock.engines.serving.memory import engine_memory
 
         args = check_sglang_args(options.spec.args)
@@ -137,7 +137,7 @@ class SGLangBackend(EngineBackend):
             kv_bytes=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         )
 
-    def check_external(self, url: str, model_path: str) -> None:
+    def check_external_server(self, url: str, model_path: str) -> None:
         release, _ = control.release_and_tp_size(url)
         if release < OLDEST_RELEASE:
             raise RuntimeError(
@@ -160,5 +160,5 @@ class SGLangBackend(EngineBackend):
                     "engine in --rollout-external-engine-addrs"
                 )
 
-    def biased_sampling(self, params: Mapping[str, Any]) -> list[str]:
-        return biased_sampling(params)
+    def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
+        return find_biasing_params(params)

@@ -112,10 +112,10 @@ class SGLangClient(EngineClient):
         self._weight_sender.update(self.urls, named, version, transport)
 
     def release_memory(self) -> None:
-        _on_each(self.urls, memory.release)
+        _call_for_each_url(self.urls, memory.release)
 
     def resume_cache(self) -> None:
-        _on_each(self.urls, memory.resume_cache)
+        _call_for_each_url(self.urls, memory.resume_cache)
 
     def health(self, url: str, timeout: float = 30) -> bool:
         return control.generates_tokens(url, timeout)
@@ -172,7 +172,7 @@ class SGLangClient(EngineClient):
                         for answer, ids in zip(answers, prompts, strict=True)
                     ]
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
-                    self._back_off(url)
+                    self._back_off_from_engine(url)
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)
                     if num_failures >= self.num_tries and not self._aborted:
                         raise ConnectionError(
@@ -189,7 +189,9 @@ class SGLangClient(EngineClient):
         self._running[request] = (url, n)
         headers = {ROUTING_KEY: session or request} if self.router else {}
         try:
-            return await self._while_listed(url, self._post(url, "/generate", {**body, "rid": request}, headers))
+            return await self._await_while_engine_listed(
+                url, self._post(url, "/generate", {**body, "rid": request}, headers)
+            )
         finally:
             self._load[url] -= n
             del self._running[request]
@@ -218,7 +220,7 @@ class SGLangClient(EngineClient):
             await asyncio.sleep(min(POLL_ENGINES, max(0.01, next_try)))
         return None
 
-    def _back_off(self, url: str) -> None:
+    def _back_off_from_engine(self, url: str) -> None:
         """Exclude a failed engine from new requests for a time that doubles with every failure.
 
         Failures during a backoff (requests that failed together) do not count.
@@ -228,7 +230,7 @@ class SGLangClient(EngineClient):
             seconds = min(MAX_BACKOFF, 0.25 * 2**num_failures) * random.uniform(0.75, 1.25)
             self._backoff[url] = (num_failures + 1, time.monotonic() + seconds)
 
-    async def _while_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _await_while_engine_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
         """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
         list of live engines: an engine on a lost machine would never answer.
 
@@ -264,7 +266,7 @@ class _RetryableError(Exception):
     """An engine answered with an HTTP status of RETRIED_STATUS; a retry may succeed."""
 
 
-def _on_each(urls: list[str], call: Callable[[str], None]) -> None:
+def _call_for_each_url(urls: list[str], call: Callable[[str], None]) -> None:
     """Call a function for all servers at the same time; raise the first error after all have returned."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]

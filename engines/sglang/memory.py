@@ -19,7 +19,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TIMEOUT = 300.0  # seconds
 
 
-def has_cache(version: str) -> bool:
+def has_kv_cache(version: str) -> bool:
     """Return whether a server that reports this weight version has a KV cache."""
     return not version.startswith((RELEASED, LOADING, LOADED))
 
@@ -29,9 +29,9 @@ def release(url: str) -> None:
     version = control.weight_version(url)
     if version == RELEASED:
         return
-    if has_cache(version):
+    if has_kv_cache(version):
         control.call_server(url, "/pause_generation", {"mode": "abort"}, TIMEOUT)
-    tags = [KV_CACHE, WEIGHTS] if has_cache(version) else [WEIGHTS]
+    tags = [KV_CACHE, WEIGHTS] if has_kv_cache(version) else [WEIGHTS]
     control.call_server(url, "/release_memory_occupation", {"tags": tags}, TIMEOUT)
     control.set_version(url, RELEASED)
 

@@ -116,7 +116,7 @@ class SGLangRouter:
         """Run the router, restarting it up to `max_restarts` times, until `__exit__` is called. Runs in a thread."""
         try:
             for num_restarts in range(self.max_restarts + 1):
-                reason = self._run_once()
+                reason = self._run_process_until_exit()
                 if self._stopped.is_set():
                     return
                 logger.warning(
@@ -126,7 +126,7 @@ class SGLangRouter:
         except Exception as error:
             self._failure = error  # raised by `address`
 
-    def _run_once(self) -> str:
+    def _run_process_until_exit(self) -> str:
         """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
 
         Returns:
@@ -156,7 +156,7 @@ class SGLangRouter:
             ):
                 self._changed.clear()
                 try:
-                    in_sync = self._update_engine_list(url)
+                    in_sync = self._check_and_update_engine_list(url)
                     answered = time.monotonic()
                 except (EngineGone, RuntimeError) as error:
                     logger.debug("could not update the router's list of engines, retrying: %s", error)
@@ -170,11 +170,11 @@ class SGLangRouter:
             process.kill()
             process.wait()
 
-    def _update_engine_list(self, router_url: str) -> bool:
-        """Register the live engines with the router, and remove all other engines from its list.
+    def _check_and_update_engine_list(self, router_url: str) -> bool:
+        """Register the live engines with the router at `router_url`, and remove all other engines from its list.
 
         Returns:
-            Whether the router already lists exactly the live engines.
+            Whether the router already listed exactly the live engines.
         """
         engines = self._engines
         workers = control.call_server(router_url, "/workers", timeout=CALL_TIMEOUT)["workers"]

@@ -57,7 +57,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
     Raises:
         EngineError: a parameter is unknown to SGLang, has an option of its own, or is dropped by the router.
     """
-    known = sampling_names()
+    known = sampling_parameter_names()
     for name in params:
         if name in RESERVED:
             raise EngineError(f"--rollout-sampling {name} is not allowed: {RESERVED[name]}")
@@ -92,7 +92,7 @@ def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flag
             )
 
 
-def biased_sampling(params: Mapping[str, Any]) -> list[str]:
+def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
     """Return those of the sampling parameters, as `name=value`, that make the sampling distribution differ from the
     policy that the trainer computes.
 
@@ -103,7 +103,7 @@ def biased_sampling(params: Mapping[str, Any]) -> list[str]:
 
 
 @cache
-def sampling_names(root: Path | None = None) -> frozenset[str]:
+def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
     """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
 
     SGLang 0.5.21 declares them as fields of `SamplingParams`, together with the INTERNAL fields; earlier releases

@@ -63,24 +63,26 @@ class WeightSender:
         stream = iter(named)
         try:
             if transport.kind == "tensor":
-                self._share(urls, stream, version, transport)
+                self._update_through_shared_memory(urls, stream, version, transport)
             elif self._rank == 0 and transport.kind == "nccl":
                 self._broadcast(urls, stream, version, transport)
             elif self._rank == 0:
-                self._write(urls, stream, version, transport)
+                self._update_through_disk(urls, stream, version, transport)
         finally:
             deque(stream, maxlen=0)  # the other ranks wait for this one in collectives
         if self._rank == 0:
             failpoint("publish-after")
 
-    def _share(self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
+    def _update_through_shared_memory(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
         """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
         in addition to the gathered tensors."""
         routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
         self._open_handle_groups(routes)
         if not any(self._rank in route.senders for route in routes.values()):
             return
-        stream = self._handles(named, routes, transport.bucket_bytes)
+        stream = self._buckets_with_handles(named, routes, transport.bucket_bytes)
         own = [url for url, route in routes.items() if route.senders[0] == self._rank]
         try:
             with WeightUpdate(own, version) as update:
@@ -89,7 +91,7 @@ class WeightSender:
         finally:
             deque(stream, maxlen=0)
 
-    def _handles(
+    def _buckets_with_handles(
         self, named: Iterator[NamedTensor], routes: Routes, bucket_bytes: int
     ) -> Iterator[tuple[FlatBucket, dict[str, list[str]], bool]]:
         """Yield (bucket, payloads, is_last). Payloads: URL -> one per rank of the server, for servers that read from
@@ -125,7 +127,7 @@ class WeightSender:
         """
         members = [(url, transport.routes.get(url, EngineRoute()).incarnation) for url in urls]
         if members != self._members or not all(incarnation for _, incarnation in members):
-            self._leave()
+            self._leave_engine_group()
         with WeightUpdate(urls, version) as update:
             try:
                 loading: list[Future[Any]] = []
@@ -144,11 +146,13 @@ class WeightSender:
                 self._members = members
             except BaseException:
                 # A broadcast may be unfinished; leaving also releases the servers that wait for it.
-                if wait([*loading, update.submit(self._leave)], timeout=ABORT_SECONDS).not_done:
+                if wait([*loading, update.submit(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError("a broadcast of weights to a failed engine could not be aborted") from None
                 raise
 
-    def _write(self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport) -> None:
+    def _update_through_disk(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
         """Write a Hugging Face directory and make every server load it."""
         target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
         try:
@@ -158,7 +162,7 @@ class WeightSender:
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
-    def _leave(self) -> None:
+    def _leave_engine_group(self) -> None:
         """Leave the process group with the servers, if there is one."""
         group, self._engine_group, self._members = self._engine_group, None, []
         if group is not None:
@@ -186,12 +190,12 @@ class WeightUpdate:
         try:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
-            self._without_cache = [url for url, version in versions.items() if not memory.has_cache(version)]
-            self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._with_cache)
+            self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
+            self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._urls_with_kv_cache)
             self._call_all(memory.resume_weights, [url for url in self.urls if versions[url] == memory.RELEASED])
             self._set_versions("updating:", memory.LOADING)
         except BaseException:
-            self._resume()
+            self._resume_generation()
             raise
         return self
 
@@ -204,7 +208,7 @@ class WeightUpdate:
                 self._in_session = []
                 self._set_versions("", memory.LOADED)
         finally:
-            self._resume()
+            self._resume_generation()
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
         """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
@@ -227,7 +231,7 @@ class WeightUpdate:
                 {
                     "serialized_named_tensors": payloads[url],
                     "load_format": "flattened_bucket",
-                    "flush_cache": self._flushes(url, last),
+                    "flush_cache": self._flushes_prefix_cache(url, last),
                 },
             )
         )
@@ -238,7 +242,10 @@ class WeightUpdate:
         body = {**flat.description(), "group_name": GROUP_NAME, "load_format": "flattened_bucket"}
         return [
             self.submit(
-                self.call, url, "/update_weights_from_distributed", body | {"flush_cache": self._flushes(url, last)}
+                self.call,
+                url,
+                "/update_weights_from_distributed",
+                body | {"flush_cache": self._flushes_prefix_cache(url, last)},
             )
             for url in self.urls
         ]
@@ -271,12 +278,12 @@ class WeightUpdate:
             self.call(
                 url,
                 "/update_weights_from_disk",
-                {"model_path": directory, "flush_cache": self._flushes(url, last=True)},
+                {"model_path": directory, "flush_cache": self._flushes_prefix_cache(url, last=True)},
             )
 
         self._call_all(load)
 
-    def _flushes(self, url: str, last: bool) -> bool:
+    def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
         """Return whether a bucket also flushes a server's prefix cache; a released KV cache has been flushed."""
         return last and url not in self._without_cache
 
@@ -294,7 +301,7 @@ class WeightUpdate:
             self.call(url, "/end_weight_update", {})  # an earlier trainer died during its update
             self.call(url, "/begin_weight_update", {})
 
-    def _resume(self) -> None:
+    def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update.
 
         A server that cannot resume is only logged; the supervisor will restart it.
@@ -304,7 +311,7 @@ class WeightUpdate:
             try:
                 if url in self._in_session:
                     self.call(url, "/end_weight_update", {})
-                if url in self._with_cache:
+                if url in self._urls_with_kv_cache:
                     control.resume(url)
             except (EngineGone, EngineRefused) as error:
                 logger.warning(
@@ -316,11 +323,11 @@ class WeightUpdate:
         self._pool.shutdown(wait=False)  # a broadcast to a failed server may be stuck in one of its threads
 
     @property
-    def _with_cache(self) -> list[str]:
+    def _urls_with_kv_cache(self) -> list[str]:
         return [url for url in self.urls if url not in self._without_cache]
 
     def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
-        self._call_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._with_cache)
+        self._call_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
         self._call_all(
             lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
         )

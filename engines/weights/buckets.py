@@ -24,7 +24,7 @@ def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator
     """
     bucket: list[NamedTensor] = []
     size = 0
-    for group in _fused_pairs(named):
+    for group in _group_fused_tensors(named):
         group_bytes = num_bytes(group)
         if bucket and size + group_bytes > max_bytes:
             yield bucket, False
@@ -35,7 +35,7 @@ def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator
         yield bucket, True
 
 
-def _fused_pairs(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
     """Yield lists of tensors that must be in the same bucket: the two FUSED tensors of a layer, or any other tensor
     alone."""
     first, second = FUSED

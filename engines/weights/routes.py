@@ -61,10 +61,10 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
                     "node; use --update-weight-transport nccl"
                 )
             senders = (on_node[index % len(on_node)],)
-        routes[url] = EngineRoute(senders, incarnation_of(place))
+        routes[url] = EngineRoute(senders, engine_process_id(place))
     return routes
 
 
-def incarnation_of(place: ProcessPlace) -> str:
+def engine_process_id(place: ProcessPlace) -> str:
     """Return the id of an engine's process, or "" if it is unknown."""
     return f"{place.node}:{place.pid}" if place.pid else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.local_gpus import gpu_memory
+from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, validated
 from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, gib, gpu_plan, microbatch_tokens
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
@@ -78,7 +78,7 @@ def set_gpus(values: dict[str, dict[str, Any]], own: Mapping[str, str]) -> None:
 def gpu_bytes_of(own: Mapping[str, str]) -> int:
     """Return the memory of one GPU in bytes: --gpu-memory-gib, else the smallest GPU here, else 80 GiB."""
     if "--gpu-memory-gib" not in own:
-        return min(gpu_memory(), default=DEFAULT_GPU_BYTES)
+        return min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
     size = parse_number("--gpu-memory-gib", own["--gpu-memory-gib"])
     if not size:
         raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
@@ -105,8 +105,8 @@ def show(plan: GpuPlan, config: PostTrainConfig) -> None:
     if plan.trainer and plan.engine:
         separate = max(plan.trainer.total, plan.engine.static)
         rows += [
-            _compare("shared GPU, both resident", plan.colocated_peak(), plan.gpu_bytes),
-            _compare("shared GPU, each offloaded in turn", plan.colocated_peak(True, True), plan.gpu_bytes),
+            _compare("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
+            _compare("shared GPU, each offloaded in turn", plan.colocated_peak_bytes(True, True), plan.gpu_bytes),
             _compare("separate GPUs, the larger", separate, plan.gpu_bytes),
         ]
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])

@@ -40,7 +40,7 @@ def find_residue(base: Path | None = None, ray: Path | None = None, shm: Path = 
         shm: mount point of shared memory.
     """
     base = base or scratch.temp_base_directory()
-    found = [_measured_residue("temporary directory", path) for path in scratch.abandoned_directories(base)]
+    found = [_measured_residue("temporary directory", path) for path in scratch.abandoned_temp_directories(base)]
     found += [_measured_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
     found += [_measured_residue("shared memory", path) for path in _unmapped_files(shm)]
     return sorted(found, key=lambda residue: residue.modified)
@@ -49,7 +49,7 @@ def find_residue(base: Path | None = None, ray: Path | None = None, shm: Path = 
 def remove_residue(residue: Residue) -> bool:
     """Remove a leftover file or directory unless a process uses it again. Return whether it was removed."""
     if residue.kind == "temporary directory":
-        return scratch.remove_abandoned(residue.path)
+        return scratch.remove_if_abandoned(residue.path)
     if residue.kind == "Ray session":
         if residue.path not in _dead_sessions(residue.path.parent):
             return False

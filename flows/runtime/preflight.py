@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.local_gpus import gpu_memory
+from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, gpu_plan, memory_warnings
 from penstock.flows.runtime.engine_options import engine_options
@@ -171,7 +171,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     """
     if flow in GENERATING:
         check_engine_gpus(config, shape)
-    gpus = gpu_memory()
+    gpus = visible_gpu_bytes()
     if not gpus:
         return
     if config.run.ray_address is None:
@@ -298,14 +298,14 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     from penstock.engines.families import read_shape
 
     warnings: list[str] = []
-    if flow != "convert" and (gpus := gpu_memory()):
+    if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
     if flow != "post_train":
         return warnings
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
-    truncating = engine_backend().biased_sampling(sampling)
+    truncating = engine_backend().find_biasing_params(sampling)
     if truncating:
         warnings.append(
             f"{', '.join(truncating)}: tokens are not sampled from the distribution that log-probs, ratios and KL are "

@@ -88,7 +88,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
-            scratch.keep_at_exit()  # keep the temporary directory: it has the logs of Ray and the engines
+            scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
         for end in (self._finish_checkpoint, self._stack.close, self.processes.stop_all):
             end()

@@ -58,7 +58,7 @@ class Origin:
         shape = read_shape(self.directory, self.family_path)
         return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
 
-    def change_key(self) -> str:
+    def fingerprint(self) -> str:
         """Return a string that changes whenever config, tokenizer or `CARRIED` tensors in `directory` change, or the
         source code of a user-defined model family."""
         family_path = self.shape().family_path
@@ -103,9 +103,9 @@ class ExportPlan:
         self.layout: TensorLayout = tensor_layout(shape)
         self.checkpoint = checkpoint or checkpoint_layout(shape)
         self.weights = TorchDistWeights(source, self.checkpoint)
-        self.carried = _carried_weights(origin, self.layout)
+        self.carried = _open_carried_weights(origin, self.layout)
         names = [*self.layout.megatron_names(), *(self.carried.info if self.carried else ())]
-        self.shards = plan_shards([self._plan_all(name) for name in names], shard_bytes)
+        self.shards = plan_shards([self._plan_exported_tensors(name) for name in names], shard_bytes)
         remaining = iter(names)
         self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
@@ -144,17 +144,17 @@ class ExportPlan:
         if new != config:
             path.write_text(json.dumps(new, indent=2) + "\n")
 
-    def _plan_all(self, source: str) -> list[NamedTensor]:
+    def _plan_exported_tensors(self, source: str) -> list[NamedTensor]:
         """Return the names, dtypes and shapes of the tensors that a Megatron parameter, or a tensor copied from the
         origin, is exported as."""
         if self.carried and source in self.carried.info:
-            return self._plan_with_scales(source, source, self.carried.info[source])
+            return self._plan_tensor_and_scales(source, source, self.carried.info[source])
         meta = torch.empty(self.checkpoint.shape(source), dtype=self.weights.dtype(source), device="meta")
         parts = self.layout.to_hf(source, meta)
         infos = [(name, TensorInfo(part.dtype, tuple(part.shape))) for name, part in parts]
-        return [named for name, info in infos for named in self._plan_with_scales(source, name, info)]
+        return [named for name, info in infos for named in self._plan_tensor_and_scales(source, name, info)]
 
-    def _plan_with_scales(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
+    def _plan_tensor_and_scales(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
         """Return name, dtype and shape of an exported tensor and, if it is quantized to fp8, of its scales."""
         if self.origin.dtype is None or source.endswith(KEEPS_DTYPE):
             return [(name, info)]
@@ -177,7 +177,7 @@ class ExportPlan:
 
     def _convert_tensor(self, source: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor in the dtype of the export and, if it is quantized to fp8, its scales."""
-        planned = self._plan_with_scales(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
+        planned = self._plan_tensor_and_scales(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
         if len(planned) == 1:
             yield name, tensor.to(planned[0][1].dtype)
         else:
@@ -203,7 +203,7 @@ class ExportPlan:
         return changes
 
 
-def _carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | None:
+def _open_carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | None:
     """Return the tensors that are copied from the origin, because Megatron's model does not have them; None if there
     are none."""
     if (origin.directory / CARRIED).is_file():

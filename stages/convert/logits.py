@@ -103,14 +103,14 @@ def compare_logits(
     Args:
         converted: directory of the torch_dist checkpoint.
         hf_dir: Hugging Face directory that it was converted from.
-        part: part of the model to compare; default: chosen by `choose_part`.
+        part: part of the model to compare; default: chosen by `choose_part_to_compare`.
         family_path: `--model-family-path`.
 
     Raises:
         ModelError: log-probabilities differ by more than TOLERANCE, or transformers cannot load the source.
     """
     shape = read_shape(hf_dir, family_path)
-    part = part or choose_part(read_config(hf_dir / "config.json"), family_path=family_path)
+    part = part or choose_part_to_compare(read_config(hf_dir / "config.json"), family_path=family_path)
     needed, available = part.shape.num_parameters * BYTES_PER_PARAMETER, psutil.virtual_memory().available
     if available < needed:
         return LogitsComparison(
@@ -141,20 +141,20 @@ def compare_logits(
     return LogitsComparison(difference, part=str(part))
 
 
-def choose_part(
-    values: dict[str, Any], max_whole: int = MAX_WHOLE_PARAMETERS, family_path: str | None = None
+def choose_part_to_compare(
+    values: dict[str, Any], max_whole_parameters: int = MAX_WHOLE_PARAMETERS, family_path: str | None = None
 ) -> PartialModel:
     """Return the part of a model whose logits are compared: the whole model if it is small.
 
     Args:
         values: entries of the model's config.json.
-        max_whole: maximum number of parameters of a model that is compared as a whole.
+        max_whole_parameters: maximum number of parameters of a model that is compared as a whole.
         family_path: `--model-family-path`.
     """
     values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
     values |= {"num_nextn_predict_layers": 0} if values.get("num_nextn_predict_layers") else {}
     whole = shape_from_config(values, family_path=family_path)
-    if whole.num_parameters <= max_whole or (whole.experts and not family_of(whole).expert_entries):
+    if whole.num_parameters <= max_whole_parameters or (whole.experts and not family_of(whole).expert_entries):
         return PartialModel(values, whole, tuple(range(whole.num_layers)), True)
     first_sparse = whole.experts.num_dense_layers if whole.experts else 0
     part = _part_with_layers(values, whole, {0, first_sparse, whole.num_layers - 1})

@@ -95,7 +95,7 @@ class DirectoryTarget:
     def __init__(
         self, uri: str, format: Literal["torch_dist", "hf"], name: str, options: dict[str, Any] | None = None
     ) -> None:
-        self.store, self.final = parent_store(uri, options)
+        self.store, self.final = open_parent_store(uri, options)
         self.uri, self.format = f"{self.store.uri.rstrip('/')}/{self.final}", format
         self.work = f".{self.final}.incoming-{name}" if self.store.is_local else self.final
         self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
@@ -151,7 +151,7 @@ class DirectoryTarget:
         return CheckpointRef(key=key, uri=self.uri, format=self.format, policy_version=commit.policy_version)
 
 
-def parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
+def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
     """Return the parent of a directory or URI as a store, and the directory's name in that store.
 
     Raises:
@@ -247,7 +247,7 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     Raises:
         ModelError: the directory has no commit record.
     """
-    source, name = parent_store(directory)
+    source, name = open_parent_store(directory)
     record = read_record(source, name)
     if record is None or "identity" not in record.state:
         raise ModelError(

@@ -149,7 +149,7 @@ def prepare_export(
     """Return the existing result; if there is none, plan the export and check the free space. Arguments and errors as
     in `export_to`."""
     form = replace(origin, directory=Path())
-    content = f"{FORMAT} {checkpoint_change_key(checkpoint)} {origin.change_key()} {form} {shard_bytes}"
+    content = f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
     identity = xxhash.xxh3_64_hexdigest(content.encode())
     target = DirectoryTarget(save, "hf", identity, store.options)
     if existing := target.existing(identity):
@@ -197,7 +197,7 @@ def finish_export(work: HFExport) -> CheckpointRef:
         return ref
 
 
-def checkpoint_change_key(checkpoint: Commit | str) -> str:
+def checkpoint_fingerprint(checkpoint: Commit | str) -> str:
     """Return a string that changes whenever the files of a checkpoint change."""
     if isinstance(checkpoint, Commit):
         return str(checkpoint.attempt)

@@ -29,7 +29,7 @@ from penstock.stages.convert.targets import (
     check_free_space,
     megatron_directory,
 )
-from penstock.stages.convert.to_hf import checkpoint_change_key, checkpoint_files
+from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_fingerprint
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
@@ -67,7 +67,7 @@ def export_megatron(
     if existing := target.existing(identity):
         return existing
     with checkpoint_files(store, checkpoint) as source:
-        return copy_weights(source, origin, target, identity, names, on_progress)
+        return copy_megatron_weights(source, origin, target, identity, names, on_progress)
 
 
 def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> CheckpointRef:
@@ -91,13 +91,13 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
     known = store.read_json(memo)
     if known and (existing := target.existing(known["identity"])):
         return existing
-    ref = copy_weights(source, origin, target, None, "local")
+    ref = copy_megatron_weights(source, origin, target, None, "local")
     identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
     store.create(memo, json.dumps({"identity": identity}).encode())
     return ref
 
 
-def copy_weights(
+def copy_megatron_weights(
     source: Path,
     origin: Origin,
     target: StoreTarget | DirectoryTarget,
@@ -137,7 +137,7 @@ def copy_weights(
     def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, shape)
         spans = [(unit, record["spans"]) for unit, record in records]
-        objects = result.extra_states(names) if isinstance(target, DirectoryTarget) else []
+        objects = result.extra_state_keys(names) if isinstance(target, DirectoryTarget) else []
         write_metadata(directory, result, spans, objects)
         copy_assets(assets_dir, directory / ASSETS_DIRECTORY)
         if (assets_dir / CARRIED).is_file():
@@ -162,5 +162,5 @@ def copy_weights(
 def _identity(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
     """Return a hash of the checkpoint's files, the origin and the tensor names."""
     return xxhash.xxh3_64_hexdigest(
-        f"{FORMAT} {checkpoint_change_key(checkpoint)} {origin.change_key()} {names}".encode()
+        f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}".encode()
     )

@@ -37,7 +37,7 @@ from penstock.stages.convert.torch_dist_writer import (
     write_metadata,
     write_unit,
 )
-from penstock.stages.convert.verify import check_source, verify_conversion
+from penstock.stages.convert.verify import check_source_tensors, verify_conversion
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
@@ -157,7 +157,7 @@ def prepare_conversion(
             return existing
         weights.read_ahead()
         checkpoint = checkpoint_layout(shape)
-        check_source(layout, checkpoint, weights)
+        check_source_tensors(layout, checkpoint, weights)
         checkpoint = checkpoint.with_key_names(options.names)
         units = plan_units(layout, checkpoint, weights, options.unit_bytes)
         items = _work_items(weights, units, with_hashes=source.fingerprint is None)
@@ -248,7 +248,7 @@ def finish_conversion(
     def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, work.shape)
         in_store = isinstance(work.target, StoreTarget)  # only Penstock reads stores; it needs no extra states
-        objects = [] if in_store else work.checkpoint.extra_states(work.options.names)
+        objects = [] if in_store else work.checkpoint.extra_state_keys(work.options.names)
         write_metadata(directory, work.checkpoint, spans, objects)
         copy_assets(work.hf_dir, directory / ASSETS_DIRECTORY)
         if carried:

@@ -57,7 +57,7 @@ class TorchDistWeights:
     def __init__(self, directory: str | Path, checkpoint: CheckpointLayout) -> None:
         self.directory = Path(directory)
         metadata = read_metadata(self.directory)
-        self.checkpoint = checkpoint.with_checkpoint_keys(metadata.state_dict_metadata)
+        self.checkpoint = checkpoint.adapt_to_stored_keys(metadata.state_dict_metadata)
         self.storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in self.checkpoint.slices.items():

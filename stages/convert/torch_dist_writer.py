@@ -109,14 +109,20 @@ def plan_units(
     runs = _RunFinder(layout, weights.info)
     placed: list[tuple[tuple[int, int], Slice]] = []
     for name, pieces in checkpoint.slices.items():
-        dtype, shape, whole = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name), runs.find(name)
+        dtype, shape, whole = (
+            weights.info[layout.hf_names_of(name)[0]].dtype,
+            checkpoint.shape(name),
+            runs.find_source_rows(name),
+        )
         for piece in pieces:
             columns = [(part.start, part.stop) for part in piece.part[1:]]
             assert columns == [(0, size) for size in shape[1:]], (
                 f"{piece.key} is split by columns, but only splits by rows are supported"
             )
-            rows = _cut_row_ranges(whole, piece.part[0].start, piece.part[0].stop)
-            placed.append((last_source_byte(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
+            rows = _slice_source_ranges(whole, piece.part[0].start, piece.part[0].stop)
+            placed.append(
+                (_last_source_position(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows))
+            )
     placed.sort(key=lambda entry: (entry[0], entry[1].key, entry[1].offset))
     return group_units([piece for _, piece in placed], unit_bytes)
 
@@ -134,7 +140,7 @@ def group_units(slices: Iterable[Slice], unit_bytes: int = UNIT_BYTES) -> list[W
     return [WorkUnit(index, tuple(group)) for index, group in enumerate(groups)]
 
 
-def last_source_byte(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
+def _last_source_position(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
     """Return (index of the file, end offset in the file) of the rows that come last in the source."""
     files = {path: index for index, path in enumerate(weights.files)}
     ends = [(weights.locations[run.name], run.stop * weights.info[run.name].row_bytes) for run in rows]
@@ -149,16 +155,16 @@ class _RunFinder:
         self.layout, self.info = layout, info
         self._known: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
 
-    def find(self, name: str) -> tuple[RowRange, ...]:
+    def find_source_rows(self, name: str) -> tuple[RowRange, ...]:
         """Return the source rows that the Megatron parameter `name` is joined from, in order."""
         sources = self.layout.hf_names_of(name)
         shapes = tuple(self.info[source].shape for source in sources)
         kind = (re.sub(r"\d+", "#", name), shapes)
         if kind not in self._known:
-            self._known[kind] = self._find_runs(name, dict(zip(sources, shapes, strict=True)))
+            self._known[kind] = self._find_consecutive_rows(name, dict(zip(sources, shapes, strict=True)))
         return tuple(RowRange(sources[source], start, stop) for source, start, stop in self._known[kind])
 
-    def _find_runs(self, name: str, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, int, int]]:
+    def _find_consecutive_rows(self, name: str, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, int, int]]:
         """Return the runs of consecutive source rows as (index of the source tensor, first row, end row)."""
         sources = list(shapes)
 
@@ -181,11 +187,11 @@ class _RunFinder:
         ]
 
 
-def _cut_row_ranges(ranges: tuple[RowRange, ...], start: int, stop: int) -> tuple[RowRange, ...]:
-    """Return the source rows of the rows [start, stop) of a parameter, whose rows are those of `ranges` in order."""
+def _slice_source_ranges(source_ranges: tuple[RowRange, ...], start_row: int, stop_row: int) -> tuple[RowRange, ...]:
+    """Return the source rows of the rows [start_row, stop_row) of a parameter whose source rows are `source_ranges`."""
     out, at = [], 0
-    for rows in ranges:
-        low, high = max(start - at, 0), min(stop - at, rows.stop - rows.start)
+    for rows in source_ranges:
+        low, high = max(start_row - at, 0), min(stop_row - at, rows.stop - rows.start)
         if low < high:
             out.append(RowRange(rows.name, rows.start + low, rows.start + high))
         at += rows.stop - rows.start

@@ -66,14 +66,14 @@ def verify_existing(
             report = ConversionReport(int(summary["convert/num_tensors"]), int(summary["convert/num_bytes"]))
         else:
             layout, checkpoint = tensor_layout(shape), checkpoint_layout(shape)
-            check_source(layout, checkpoint, weights)
+            check_source_tensors(layout, checkpoint, weights)
             report = verify_conversion(weights, directory, layout, checkpoint)
         if "convert/logits_difference" in summary:
             return replace(report, logits=commit.state["logits"])
         return replace(report, logits=str(compare_logits(directory, Path(hf_dir), family_path=family_path)))
 
 
-def check_source(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
+def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
     """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
     duplicates of tensors (a tied head), whose contents are compared.
 
@@ -139,7 +139,7 @@ def verify_conversion(
         with converted.borrow(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
-                check_bits(hf_name, weights, tensor)
+                check_bits_equal_source(hf_name, weights, tensor)
                 on_bytes(tensor.nbytes)
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
@@ -150,7 +150,7 @@ def verify_conversion(
     return ConversionReport(len(sizes), sum(sizes.values()))
 
 
-def check_bits(name: str, weights: HFWeights, tensor: Tensor) -> None:
+def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> None:
     """Raise ModelError unless `tensor` has the dtype, shape and bits of the source tensor `name`. Bits are compared,
     not values: a NaN equals itself, and -0.0 differs from 0.0."""
     info, at = weights.info[name], 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
-from penstock.stages.eval.data_sets import EvalFile, check_names, parse_eval_file, read_eval_file
+from penstock.stages.eval.data_sets import EvalFile, check_data_set_names, parse_eval_file, read_eval_file
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
@@ -71,7 +71,7 @@ class EvalConfig(StageConfig):
     @field_validator("eval_prompt_data")
     @classmethod
     def _check_pair_names(cls, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        check_names([name for name, _ in value])
+        check_data_set_names([name for name, _ in value])
         return value
 
     @field_validator("eval_config", mode="before")
@@ -85,21 +85,21 @@ class EvalConfig(StageConfig):
     @field_validator("eval_config")
     @classmethod
     def _check_all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
-        own = _names_and_paths(value)
-        check_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
+        own = _data_set_names_and_paths(value)
+        check_data_set_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
         return value
 
     @model_validator(mode="after")
     def _add_file_data_sets(self) -> EvalConfig:
         """Add the data sets of --eval-config to `eval_prompt_data`."""
-        if own := _names_and_paths(self.eval_config):
+        if own := _data_set_names_and_paths(self.eval_config):
             self.eval_prompt_data = [pair for pair in self.eval_prompt_data if pair not in own] + own
         return self
 
     @field_serializer("eval_prompt_data")
     def _leave_out_file_data_sets(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Leave out the data sets of --eval-config, so that another file replaces them when a run is resumed."""
-        own = _names_and_paths(self.eval_config)
+        own = _data_set_names_and_paths(self.eval_config)
         return [pair for pair in value if pair not in own]
 
     def settings(self, name: str) -> dict[str, Any]:
@@ -152,5 +152,5 @@ ROLLOUT_FIELDS = {
 }  # setting of a data set -> field of the rollout's config
 
 
-def _names_and_paths(file: EvalFile | None) -> list[tuple[str, str]]:
+def _data_set_names_and_paths(file: EvalFile | None) -> list[tuple[str, str]]:
     return [(data_set.name, data_set.path) for data_set in file.datasets] if file else []

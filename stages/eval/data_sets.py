@@ -127,11 +127,11 @@ def parse_eval_file(values: dict[str, Any]) -> EvalFile:
         message = error["msg"].removeprefix("Value error, ")
         value = repr(error.get("input"))[:80]
         raise OptionError(f"{location} has {rest[-1]} = {value}: {message[0].lower()}{message[1:]}") from None
-    check_names([data_set.name for data_set in file.datasets])
+    check_data_set_names([data_set.name for data_set in file.datasets])
     return file
 
 
-def check_names(names: list[str]) -> None:
+def check_data_set_names(names: list[str]) -> None:
     """Check that data set names are valid and unique. Raises OptionError."""
     for name in names:
         if not _NAME.fullmatch(name):

@@ -82,7 +82,7 @@ def rescore_stage(
         source: evaluation whose samples are graded again.
         scoring: new scoring settings; their hash names the new commit.
         grader: grader with the settings of `scoring`.
-        max_response_len: in tokens; decides whether a sample that failed before is now truncated or completed.
+        max_response_len: in tokens; decides whether a sample whose grading failed before is TRUNCATED or COMPLETED.
         require_pass_rate: raise an error if the rewards do not define pass@k.
         code_version: recorded in the commit.
 

@@ -135,7 +135,7 @@ class TrainActor:
     def optimizer_digest(self) -> dict[str, str]:
         """Return the hashes of everything in a checkpoint except the trained weights: optimizer, learning-rate
         scheduler and RNG states, and a reference that --ref-update-interval replaced."""
-        return self.models.state_digest()
+        return self.models.optimizer_state_digest()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return everything, except weights and data, that determines the result of a training step bit for bit:
@@ -150,7 +150,7 @@ class TrainActor:
         return {
             **self.models.policy.fingerprint(),
             **packing,
-            "by_tokens": config.fills_by_tokens,
+            "by_tokens": config.fills_microbatches_by_tokens,
             "bit_exact": bit_exact,
         }
 
@@ -265,9 +265,9 @@ class TrainActor:
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""
-        from penstock.engines.megatron.memory.residency import memory_use
+        from penstock.engines.megatron.memory.residency import device_and_host_bytes_used
 
-        return memory_use()
+        return device_and_host_bytes_used()
 
     def take_memory_switches(self) -> list[MemorySwitch]:
         """Return the measurements of all offloads and onloads since the last call of this method."""

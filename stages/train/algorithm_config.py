@@ -216,12 +216,12 @@ class AlgorithmConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> AlgorithmConfig:
-        for wrong, message in (*self._loss_contradictions(), *self._model_contradictions()):
+        for wrong, message in (*self._loss_rules(), *self._model_rules()):
             if wrong:
                 raise OptionError(message)
         return self
 
-    def _loss_contradictions(self) -> Iterator[tuple[object, str]]:
+    def _loss_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about estimator, loss and correction."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
@@ -279,7 +279,7 @@ class AlgorithmConfig(StageConfig):
             f"--tis-clip-low {self.tis_clip_low} is above --tis-clip {self.tis_clip}: lower --tis-clip-low",
         )
 
-    def _model_contradictions(self) -> Iterator[tuple[object, str]]:
+    def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
         yield (
             self.use_opd != (self.opd_teacher_load is not None),

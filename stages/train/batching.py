@@ -46,8 +46,8 @@ class Batch:
             needs_rewards: whether the loss uses rewards; samples without one (generation or grading failed) are then
                 not trained on.
         """
-        offsets, token_ids = _flatten_column(table, "token_ids")
-        loss_mask = _flatten_column(table, "loss_mask")[1].astype(bool)
+        offsets, token_ids = _column_offsets_and_values(table, "token_ids")
+        loss_mask = _column_offsets_and_values(table, "loss_mask")[1].astype(bool)
         rewards = table["reward"].to_numpy().astype(np.float64)  # null becomes NaN
         lengths = np.diff(offsets)
         loss_mask[offsets[:-1][lengths > 0]] = False
@@ -57,10 +57,10 @@ class Batch:
             offsets=offsets,
             token_ids=token_ids.astype(np.int64),
             loss_mask=loss_mask,
-            rollout_logprobs=_flatten_column(table, "rollout_logprobs")[1],
+            rollout_logprobs=_column_offsets_and_values(table, "rollout_logprobs")[1],
             rewards=rewards,
-            group_index=_number_strings(table, "group_id"),
-            trajectory_index=_number_strings(table, "trajectory_id"),
+            group_index=_number_by_first_appearance(table, "group_id"),
+            trajectory_index=_number_by_first_appearance(table, "trajectory_id"),
         )
 
     @cached_property
@@ -84,7 +84,7 @@ class Batch:
         return np.bincount(self.sample_index, minlength=len(self.lengths))
 
 
-def _flatten_column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
     column = table[name].combine_chunks()
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
@@ -92,7 +92,7 @@ def _flatten_column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]
     return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
 
 
-def _number_strings(table: pa.Table, name: str) -> np.ndarray:
+def _number_by_first_appearance(table: pa.Table, name: str) -> np.ndarray:
     """Return the strings of a column as integers [B], numbered in order of first appearance."""
     column = table[name].combine_chunks()
     strings = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column

@@ -37,12 +37,12 @@ class Models:
         critic = {} if self.critic is None else self.critic.digest()
         return self.policy.digest() | {f"critic.{name}": value for name, value in critic.items()}
 
-    def state_digest(self) -> dict[str, str]:
+    def optimizer_state_digest(self) -> dict[str, str]:
         """Return the hashes of everything in a checkpoint except the trained weights: optimizer, learning-rate
         scheduler and RNG states, and a refreshed reference. Not collective."""
-        digest = self.policy.state_digest()
+        digest = self.policy.optimizer_state_digest()
         if self.critic is not None:
-            digest |= {f"critic.{name}": value for name, value in self.critic.state_digest().items()}
+            digest |= {f"critic.{name}": value for name, value in self.critic.optimizer_state_digest().items()}
         if self.refreshed and self.reference is not None:
             with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}

@@ -164,7 +164,7 @@ class TrainConfig(AlgorithmConfig):
         return self.optimizer_options | {name: value for name, value in own.items() if value is not None}
 
     @property
-    def fills_by_tokens(self) -> bool:
+    def fills_microbatches_by_tokens(self) -> bool:
         """True if micro-batches are filled up to a number of tokens, False if they hold a fixed number of samples."""
         return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size
 

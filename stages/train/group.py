@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads
+from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.serving.keys import known_api_keys
@@ -77,7 +77,7 @@ class TrainerGroup:
     def ensure_started(self) -> None:
         """Keep the running ranks; else take over those of an earlier driver; else start ranks with random weights."""
         with self.lock:
-            if self._actors or self._take_over():
+            if self._actors or self._take_over_ranks():
                 return
             import ray
 
@@ -92,7 +92,7 @@ class TrainerGroup:
                 # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
                 # processes survives a killed rank (seen with torch 2.11).
                 # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must agree.
-                environment = slot.with_env(
+                environment = slot.actor_options_with_env(
                     OMP_NUM_THREADS=str(build.threads),
                     TORCHINDUCTOR_COMPILE_THREADS="1",
                     NCCL_CUMEM_ENABLE=os.environ.get("NCCL_CUMEM_ENABLE", "0"),
@@ -103,7 +103,7 @@ class TrainerGroup:
                 actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
             self._actors = actors
             self._ranks = self._call("info")
-            self._call("connect_and_build", self._rendezvous())
+            self._call("connect_and_build", self._rendezvous_url())
 
     def kill(self) -> None:
         """Kill every rank immediately. A call for which another thread is waiting fails."""
@@ -135,7 +135,7 @@ class TrainerGroup:
             return False  # dead or busy
         return False
 
-    def _take_over(self) -> bool:
+    def _take_over_ranks(self) -> bool:
         """Take over the ranks of an earlier driver if all answer and have the same build; otherwise kill them. Return
         whether they were taken over. Raises FencedError if another driver has taken over this driver's ranks."""
         import ray
@@ -179,10 +179,10 @@ class TrainerGroup:
 
     def _current_build(self) -> Build:
         config = self.spec.config
-        threads = cpu_threads(config.trainer_threads, sharers=config.actor_num_gpus_per_node)
+        threads = cpu_threads_per_process(config.trainer_threads, num_processes=config.actor_num_gpus_per_node)
         return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
 
-    def _rendezvous(self) -> str:
+    def _rendezvous_url(self) -> str:
         """Return the rendezvous URL of the ranks: a file if all are on one machine (no port is opened), otherwise a TCP
         address of rank 0."""
         if self.spec.config.actor_num_nodes == 1:
@@ -202,7 +202,7 @@ class TrainerGroup:
         import ray
 
         with self.lock:
-            if not self._actors and not self._take_over():
+            if not self._actors and not self._take_over_ranks():
                 return None
             try:
                 first, *others = self._call("state", timeout=QUERY_TIMEOUT)

@@ -25,13 +25,13 @@ Steps = list[list[PackedMicrobatch]]  # this rank's micro-batches of each optimi
 
 def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Steps:
     """Return this rank's packed micro-batches of each optimizer step, with the loss inputs on the engine's device."""
-    rank, size = engine.data_parallel
+    rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
     for rows in _samples_of_steps(batch, config):
         rows = rows[batch.num_trained[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
-        if config.fills_by_tokens:
+        if config.fills_microbatches_by_tokens:
             bins = filled_microbatches(lengths, config.max_tokens_per_gpu * config.context_parallel_size, multiple)
         else:
             bins = fixed_microbatches(len(rows), config.micro_batch_size or 1, multiple)

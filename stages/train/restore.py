@@ -105,13 +105,13 @@ class PolicyRestorer:
         with self.group.lock:
             self.group.ensure_started()
             self.group.load(version, base, checkpoint, self._auxiliary_models(checkpoint))
-            if checkpoint is None or not _same_numerics(checkpoint, self.group.fingerprint()):
+            if checkpoint is None or not _has_same_numerics(checkpoint, self.group.fingerprint()):
                 return
             loaded = {"digest": self.group.digest(), "optimizer_digest": self.group.optimizer_digest()}
         for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
             after = loaded[name]
             before = checkpoint.state.get(name, after)  # older releases did not save `optimizer_digest`
-            before, after = _without_new_models(before, after), _without_new_models(after, before)
+            before, after = _drop_models_absent_from(before, after), _drop_models_absent_from(after, before)
             if after != before:
                 raise ReplayError(
                     f"checkpoint {self.keys.checkpoint(version)} has a hash mismatch of the {what} after loading: "
@@ -200,10 +200,16 @@ class PolicyRestorer:
         with the round's commit. Writes nothing to the store."""
         committed = self._read_commit(self.keys.step(rollout_id))
         trained = self.group.train(self._read_commit(self.keys.rollout(rollout_id)), rollout_id)
-        why = _weight_difference(committed, trained) or _metric_difference(committed.summary, trained.metrics)
+        why = _describe_weight_difference(committed, trained) or _describe_metric_difference(
+            committed.summary, trained.metrics
+        )
         verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"] = "equal bit for bit"
         if why:
-            too_far = why if _same_numerics(committed, trained.fingerprint) else _beyond_tolerance(committed, trained)
+            too_far = (
+                why
+                if _has_same_numerics(committed, trained.fingerprint)
+                else _describe_metric_beyond_tolerance(committed, trained)
+            )
             verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
         return ReplayResult(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
 
@@ -260,29 +266,29 @@ def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
 def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> None:
     """Check that a training result matches its commit: equal weights if the numerics fingerprints are equal, otherwise
     metrics within `TOLERANCE`. Raises ReplayError."""
-    if _same_numerics(committed, trained.fingerprint):
-        if why := _weight_difference(committed, trained):
+    if _has_same_numerics(committed, trained.fingerprint):
+        if why := _describe_weight_difference(committed, trained):
             raise ReplayError(
                 f"training {prefix} again gave other weights than committed, with the same hardware, libraries and "
                 f"placement: {why}. Check for faulty hardware or nondeterministic kernels; the commits are unchanged"
             )
-    elif why := _beyond_tolerance(committed, trained):
+    elif why := _describe_metric_beyond_tolerance(committed, trained):
         raise ReplayError(
             f"training {prefix} again gave {why}. Resume with the hardware and placement of the original training: "
             f"{committed.state['fingerprint']}"
         )
 
 
-def _same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
+def _has_same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
     return committed.state["fingerprint"] == fingerprint and bool(fingerprint["bit_exact"])
 
 
-def _weight_difference(committed: Commit, trained: TrainResult) -> str:
+def _describe_weight_difference(committed: Commit, trained: TrainResult) -> str:
     before = committed.state["digest"]
     return _summarize_hash_differences(before, trained.digest) if before != trained.digest else ""
 
 
-def _metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+def _describe_metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """Return the first metric that differs in any bit, or ""; times and speeds are not compared."""
     names = sorted(name for name in before.keys() | after.keys() if not name.startswith("perf/"))
     for name in names:
@@ -292,7 +298,7 @@ def _metric_difference(before: Mapping[str, float], after: Mapping[str, float]) 
     return ""
 
 
-def _beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
+def _describe_metric_beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
     """Return the first metric that differs by more than `TOLERANCE`, or ""."""
     for name in (name for name in TOLERANCE if name in committed.summary):
         (absolute, relative), before, after = TOLERANCE[name], committed.summary[name], trained.metrics[name]
@@ -309,7 +315,7 @@ def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -
     return f"{len(names)} of {len(before)} tensors differ, first {names[0]}"
 
 
-def _without_new_models(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+def _drop_models_absent_from(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:
     """Return `digest` without the entries of a critic or reference that `other` lacks: a fork may add or drop these
     models."""
     parts = tuple(part for part in ("critic.", "reference.") if not any(name.startswith(part) for name in other))

@@ -50,7 +50,7 @@ NAMES = ["local", "te"]
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    with checkpoint_layouts._single_rank():
+    with checkpoint_layouts._single_rank_process_groups():
         yield
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from penstock.engines.families import read_shape
-from penstock.engines.megatron.checkpoints.layout import _single_rank, checkpoint_layout
+from penstock.engines.megatron.checkpoints.layout import _single_rank_process_groups, checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import (
     COMMON,
     METADATA,
@@ -128,7 +128,7 @@ def test_common_state_with_a_payload_is_refused(checkpoint: Path, marker: Path) 
 
 
 def test_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> None:
-    with _single_rank():
+    with _single_rank_process_groups():
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         from penstock.engines.megatron.checkpoints import torch_dist as checkpoints

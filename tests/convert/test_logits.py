@@ -10,7 +10,7 @@ from families import make_family
 
 from penstock.engines.families import read_config, shape_from_config
 from penstock.stages.convert import logits
-from penstock.stages.convert.logits import MAX_WHOLE_PARAMETERS, TOLERANCE, choose_part, compare_logits
+from penstock.stages.convert.logits import MAX_WHOLE_PARAMETERS, TOLERANCE, choose_part_to_compare, compare_logits
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.convert.verify import verify_existing
 from penstock.storage.errors import ModelError
@@ -82,7 +82,7 @@ def test_odd_widths(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
 def test_part_equals_transformers(name: str, layers: tuple[int, ...], experts: int | None, tmp_path: Path) -> None:
     source, store = make_family(tmp_path / "hf", name), Store(str(tmp_path / "store"))
     uri = Path(convert_hf(store, source).uri)
-    part = choose_part(read_config(source / "config.json"), max_whole=0)
+    part = choose_part_to_compare(read_config(source / "config.json"), max_whole_parameters=0)
     assert part.layers == layers and (part.shape.experts.num_experts if part.shape.experts else None) == experts
     result = compare_logits(uri, source, part)
     assert result.difference is not None and result.difference < TOLERANCE / 10
@@ -95,7 +95,7 @@ def test_part_equals_transformers(name: str, layers: tuple[int, ...], experts: i
 def test_part_of_a_real_model_is_small(name: str) -> None:
     model = REAL_MODELS[name]
     values = {"architectures": [model.architecture], **model.config}
-    whole, part = shape_from_config(values), choose_part(values)
+    whole, part = shape_from_config(values), choose_part_to_compare(values)
     assert part.is_whole == (whole.num_parameters <= MAX_WHOLE_PARAMETERS) and part.shape.num_parameters < 2.5e9
     assert len(part.layers) <= 3 or part.is_whole
     assert part.layers[-1] == whole.num_layers - 1 or len(part.layers) == 2

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
-from penstock.engines.megatron.memory.plan import TrainerOptions, stage_layers, stage_parameters, trainer_memory
+from penstock.engines.megatron.memory.plan import TrainerOptions, count_stage_parameters, stage_layers, trainer_memory
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
 
@@ -64,7 +64,7 @@ def built_bytes(
     """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
     offloaded."""
     from penstock.engines.megatron.engine import MegatronEngine
-    from penstock.engines.megatron.memory.optimizer_offload import device_tensors
+    from penstock.engines.megatron.memory.optimizer_offload import optimizer_tensors_on_device
     from penstock.engines.megatron.optimizer import inner_optimizers
 
     weights = gradients = optimizer = 0
@@ -75,7 +75,7 @@ def built_bytes(
             gradients += param.main_grad.numel() * param.main_grad.element_size()
         own = {param.untyped_storage().data_ptr() for chunk in engine.chunks for param in chunk.parameters()}
         for inner in inner_optimizers(engine.optimizer):
-            for tensor in device_tensors(inner):
+            for tensor in optimizer_tensors_on_device(inner):
                 if tensor.untyped_storage().data_ptr() not in own:
                     optimizer += tensor.numel() * tensor.element_size()
     return weights, gradients, optimizer
@@ -89,7 +89,7 @@ def compare(rank: int, directory: Path, number: int, name: str, layout: Parallel
     shape, stage = SHAPES[name], rank if layout.pipeline > 1 else 0
     weights, gradients, optimizer = built_bytes(shape, layout, "bf16", {}, critic=False)
     layers = stage_layers(shape.num_layers, layout, {})[stage]
-    count = stage_parameters(shape, layout, layers, stage).total
+    count = count_stage_parameters(shape, layout, layers, stage).total
     assert (weights, gradients) == (2 * count, 4 * count), (name, layout, weights, gradients, count)
     total = torch.tensor(optimizer)
     dist.all_reduce(total)

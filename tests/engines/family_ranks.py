@@ -170,7 +170,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     packs, loss_fn = packs_and_loss(engine)
     engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn)
-    rank, size = engine.data_parallel
+    rank, size = engine.data_parallel_rank_and_size
     worst = 0.0
     for output, pack, expected in zip(outputs, packs, reference["logits"][rank::size]):
         rows = engine.loss_token_indices(pack)
@@ -208,7 +208,7 @@ def assert_same_checkpoints(one: Path, other: Path) -> None:
 
 
 def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
-    rank, size = engine.data_parallel
+    rank, size = engine.data_parallel_rank_and_size
 
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
         logits = head(hidden)

@@ -90,7 +90,7 @@ def run(
     engine.save_weights(directory / "weights")
     results += [step()]
     engine.load_weights(directory / "weights")
-    return [*results, step(), engine.digest(), engine.state_digest()]
+    return [*results, step(), engine.digest(), engine.optimizer_state_digest()]
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     engine = make_engine(shape, layout=LAYOUTS[name], overrides=RECOMPUTED.get(name))
     engine.load_weights(directory / "saved")
     expected = torch.load(directory / "alone.pt", weights_only=False)
-    data_rank, data_size = engine.data_parallel
+    data_rank, data_size = engine.data_parallel_rank_and_size
     numbers = list(range(len(LENGTHS)))[data_rank::data_size]
     packs = [replay_packs()[number] for number in numbers]
     for number, pack in zip(numbers, packs):

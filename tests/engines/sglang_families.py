@@ -39,7 +39,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from penstock.engines.sglang.weight_update import FlatBucket  # noqa: E402
+from penstock.engines.sglang.weight_payload import FlatBucket  # noqa: E402
 from penstock.engines.weights.buckets import split_into_buckets  # noqa: E402
 
 NUM_NEW_TOKENS = 6
@@ -135,7 +135,9 @@ def update(runner: Any, checkpoint: Path) -> None:
     updater = runner.weight_updater
     updater.begin_weight_update()
     for bucket, _ in split_into_buckets(load_file(checkpoint / "model.safetensors").items(), BUCKET_BYTES):
-        done, message = updater.update_weights_from_tensor(FlatBucket(bucket).content, load_format="flattened_bucket")
+        flat = FlatBucket(bucket)
+        content = {"flattened_tensor": flat.flat, "metadata": flat.metadata}
+        done, message = updater.update_weights_from_tensor(content, load_format="flattened_bucket")
         assert done, message
     updater.end_weight_update(run_post_load=False)
 

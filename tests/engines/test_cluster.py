@@ -17,7 +17,7 @@ import pytest
 
 import penstock.engines.cluster
 from penstock.engines.backends import engine_backend
-from penstock.engines.cluster import Cluster, ClusterLost, Slot, cpu_count, cpu_threads
+from penstock.engines.cluster import Cluster, ClusterLost, Slot, cpu_count, cpu_threads_per_process
 from penstock.engines.serving.replica import RayReplica
 from penstock.engines.serving.server import ServerSpec
 
@@ -114,9 +114,9 @@ def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
 
 
 def test_cpu_threads_are_as_configured_or_an_even_share() -> None:
-    assert cpu_threads(3, sharers=8) == 3
-    assert cpu_threads(None) == cpu_count()
-    assert cpu_threads(None, sharers=10_000) == 1
+    assert cpu_threads_per_process(3, num_processes=8) == 3
+    assert cpu_threads_per_process(None) == cpu_count()
+    assert cpu_threads_per_process(None, num_processes=10_000) == 1
 
 
 @pytest.mark.integration
@@ -155,12 +155,12 @@ signal.signal(signal.SIGTERM, stop)
 cluster = Cluster.start(num_cpus=2, num_gpus=4)
 import ray  # after the start, which sets the token that Ray reads when it is imported
 assert signal.getsignal(signal.SIGTERM) is stop, "ray.init replaced the handler of SIGTERM"
-ranks, engines = cluster.place_processes(2), cluster.place_processes(1, gpus_each=2)
+ranks, engines = cluster.place_processes(2), cluster.place_processes(1, gpus_per_process=2)
 assert [slot.gpu_ids for slot in ranks] == [("0",), ("1",)], ranks
 assert [slot.gpu_ids for slot in engines] == [("0", "1")], engines
 actors = [ray.remote(Rank).options(**slot.options).remote() for slot in [*ranks, *engines]]
 assert ray.get([actor.gpu.remote() for actor in actors], timeout=60) == [["0"], ["1"], ["0"]]
-behind = cluster.place_processes(1, gpus_each=2, offset=2)
+behind = cluster.place_processes(1, gpus_per_process=2, offset=2)
 assert behind[0].gpu_ids == ("2", "3"), behind
 try:
     cluster.place_processes(5)

@@ -222,12 +222,12 @@ def test_wrong_option_error_names_the_option(options: dict[str, Any], named: str
 
 
 def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:
-    assert ParallelLayout(tensor=2, context=2).data_parallel(12) == 3
+    assert ParallelLayout(tensor=2, context=2).data_parallel_size(12) == 3
     with pytest.raises(LayoutError, match=r"\b6\b.*\b4\b"):
-        ParallelLayout(tensor=2, context=2).data_parallel(6)
-    assert ParallelLayout(tensor=2, expert=4, expert_tensor=1).data_parallel(4) == 2
+        ParallelLayout(tensor=2, context=2).data_parallel_size(6)
+    assert ParallelLayout(tensor=2, expert=4, expert_tensor=1).data_parallel_size(4) == 2
     with pytest.raises(LayoutError, match=r"\b4\b.*\b8\b.*experts"):
-        ParallelLayout(tensor=2, expert=4).data_parallel(4)
+        ParallelLayout(tensor=2, expert=4).data_parallel_size(4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL supports it")

@@ -58,7 +58,7 @@ def train(engine: Any, seeds: range) -> tuple[list[tuple[float, float]], dict[st
         engine.zero_grad()
         outputs = engine.forward_backward([make_pack(LENGTHS, seed), make_pack([9, 30], seed)], cross_entropy)
         results.append((sum(output["loss"].item() for output in outputs), engine.optimizer_step()[1]))
-    return results, engine.digest(), engine.state_digest()
+    return results, engine.digest(), engine.optimizer_state_digest()
 
 
 def moments(engine: Any) -> list[Tensor]:

@@ -62,7 +62,7 @@ def test_training_with_offloads_between_steps_gives_identical_bits(
 def test_offload_frees_all_storages_and_is_idempotent(dtype: str) -> None:
     engine = make_engine(MIXTURE, dtype)
     train(engine, range(1))
-    before, digests = sizes(engine), (engine.digest(), engine.state_digest())
+    before, digests = sizes(engine), (engine.digest(), engine.optimizer_state_digest())
     assert all(0 not in of_kind for of_kind in before.values())
 
     switch = engine.offload(STATE_KINDS)
@@ -74,7 +74,7 @@ def test_offload_frees_all_storages_and_is_idempotent(dtype: str) -> None:
     assert engine.onload(STATE_KINDS).name == "policy: onload weights, gradients, optimizer"
     assert engine.onload(STATE_KINDS) is None
     assert sizes(engine) == before
-    assert (engine.digest(), engine.state_digest()) == digests
+    assert (engine.digest(), engine.optimizer_state_digest()) == digests
 
 
 def test_reloaded_gradients_are_zero() -> None:
@@ -92,7 +92,7 @@ def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
     engine = make_engine(MIXTURE, dtype)
     train(engine, range(1))
     expected = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    state = engine.state_digest()
+    state = engine.optimizer_state_digest()
     assert engine.offload([OPTIMIZER, GRADIENTS]).name == "policy: offload gradients, optimizer"
     assert sizes(engine) == {**sizes(make_engine(MIXTURE, dtype)), GRADIENTS: {0}, OPTIMIZER: {0}}
     assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
@@ -101,9 +101,9 @@ def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
     assert engine.onload([WEIGHTS]).name == "policy: onload weights"
     assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
     with pytest.raises(AssertionError, match=r"optimizer .*are offloaded"):
-        engine.state_digest()
+        engine.optimizer_state_digest()
     engine.onload(STATE_KINDS)
-    assert engine.state_digest() == state
+    assert engine.optimizer_state_digest() == state
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])

@@ -12,13 +12,13 @@ import pytest
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import shape_from_config
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.local_gpus import visible_gpus
+from penstock.engines.local_gpus import select_visible_gpus
 from penstock.engines.megatron.memory.plan import (
     GIB,
     RUNTIME,
     TrainerMemory,
     TrainerOptions,
-    colocated_peak,
+    colocated_peak_bytes,
     stage_layers,
     trainer_memory,
 )
@@ -154,16 +154,16 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
 
 def test_colocated_peak_is_the_larger_phase() -> None:
     trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7)
-    assert colocated_peak(trainer, 50) == trainer.total + 50
-    assert colocated_peak(trainer, 50, offload_train=True) == trainer.total + 50
-    assert colocated_peak(trainer, 50, offload_rollout=True) == trainer.total
-    assert colocated_peak(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.fixed
-    assert colocated_peak(trainer, 500, offload_train=True, offload_rollout=True) == 500 + RUNTIME
+    assert colocated_peak_bytes(trainer, 50) == trainer.total + 50
+    assert colocated_peak_bytes(trainer, 50, offload_train=True) == trainer.total + 50
+    assert colocated_peak_bytes(trainer, 50, offload_rollout=True) == trainer.total
+    assert colocated_peak_bytes(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.fixed
+    assert colocated_peak_bytes(trainer, 500, offload_train=True, offload_rollout=True) == 500 + RUNTIME
 
 
 def engine_plan(name: str, gpus: int, **args: Any) -> Any:
     options = EngineOptions(ServerSpec(model_path="/model", args=args), gpus_per_engine=gpus)
-    return engine_backend().memory(options, real_shape(name), 80 * GIB)
+    return engine_backend().estimate_memory(options, real_shape(name), 80 * GIB)
 
 
 def test_engine_memory_of_known_models() -> None:
@@ -189,9 +189,9 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"": [], "-1": [], "1": [20], "2,0": [30, 10], "0,7": [10], "GPU-aa,GPU-bb": [10, 20]}
     for setting, expected in settings.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-        assert visible_gpus([10, 20, 30]) == expected
+        assert select_visible_gpus([10, 20, 30]) == expected
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_gpus([10, 20, 30]) == [10, 20, 30]
+    assert select_visible_gpus([10, 20, 30]) == [10, 20, 30]
 
 
 def test_plan_is_made_without_torch() -> None:

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from penstock.engines import scratch
-from penstock.engines.scratch import abandoned_directories, remove_abandoned
+from penstock.engines.scratch import abandoned_temp_directories, remove_if_abandoned
 
 PROGRAM = """
 import sys, tempfile
 from pathlib import Path
-from penstock.engines.scratch import keep_at_exit, own_temp_directory
+from penstock.engines.scratch import keep_temp_directory_at_exit, own_temp_directory
 directory = own_temp_directory()
 assert own_temp_directory() == directory and tempfile.gettempdir() == str(directory)
 (directory / "left").write_text("a socket, say")
 if "fail" in sys.argv:
-    keep_at_exit()
+    keep_temp_directory_at_exit()
 print(directory, flush=True)
 sys.stdin.read()
 """
@@ -57,14 +57,14 @@ def tmp_path() -> Iterator[Path]:
 def test_a_process_that_ends_removes_its_directory(tmp_path: Path) -> None:
     with owner(tmp_path) as (_, directory):
         assert directory.parent == tmp_path and (directory / "left").exists()
-        assert abandoned_directories(tmp_path) == [] and not remove_abandoned(directory), "its owner is alive"
+        assert abandoned_temp_directories(tmp_path) == [] and not remove_if_abandoned(directory), "its owner is alive"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_directory_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, first):
         process.kill()
-    assert abandoned_directories(tmp_path) == [first]
+    assert abandoned_temp_directories(tmp_path) == [first]
     with owner(tmp_path) as (_, second):
         assert sorted(tmp_path.iterdir()) == [second]
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +75,7 @@ def test_the_logs_of_a_failed_process_are_kept_for_a_day_and_gc_finds_them(tmp_p
         pass
     with owner(tmp_path):
         assert (failed / "left").exists()
-    assert abandoned_directories(tmp_path) == [failed]
+    assert abandoned_temp_directories(tmp_path) == [failed]
     os.utime(failed / scratch.KEPT, (0, 0))
     with owner(tmp_path):
         assert not failed.exists()
@@ -103,11 +103,11 @@ def test_other_directories_are_never_abandoned(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / scratch.LOCK).touch()
     (tmp_path / "penstock-link").symlink_to(tmp_path / "elsewhere")
-    assert abandoned_directories(tmp_path) == []
+    assert abandoned_temp_directories(tmp_path) == []
 
 
 def test_directories_of_other_users_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with owner(tmp_path) as (process, _):
         process.kill()
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
-    assert abandoned_directories(tmp_path) == []
+    assert abandoned_temp_directories(tmp_path) == []

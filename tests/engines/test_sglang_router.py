@@ -20,7 +20,7 @@ from penstock.engines.sglang import control
 from penstock.engines.sglang.args import check_router_args, command_line, router_flags
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.router import SGLangRouter
-from penstock.engines.sglang.sampling import DROPPED_BY_ROUTER, sampling_names
+from penstock.engines.sglang.sampling import DROPPED_BY_ROUTER, sampling_parameter_names
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_flags_are_checked_against_the_installed_router() -> None:
 
 def test_the_router_drops_exactly_the_listed_sampling_parameters(tmp_path: Path) -> None:
     """Checks the list in sampling.py."""
-    values: dict[str, Any] = {name: 1 for name in sampling_names()}
+    values: dict[str, Any] = {name: 1 for name in sampling_parameter_names()}
     values |= {
         name: True for name in values if name in ("ignore_eos", "no_stop_trim") or name.endswith("special_tokens")
     }

@@ -8,22 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.sampling import biased_sampling, check_sampling, check_sampling_seeds, sampling_names
+from penstock.engines.sglang.sampling import (
+    check_sampling,
+    check_sampling_seeds,
+    find_biasing_params,
+    sampling_parameter_names,
+)
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.storage.errors import EngineError, InputError
 
 
 def test_sampling_names_of_the_installed_sglang() -> None:
-    assert {"min_p", "frequency_penalty", "logit_bias", "stop_regex", "ignore_eos"} <= sampling_names()
-    assert not any(name.startswith(("stop_str", "is_")) for name in sampling_names()), "SGLang fills these in itself"
+    assert {"min_p", "frequency_penalty", "logit_bias", "stop_regex", "ignore_eos"} <= sampling_parameter_names()
+    assert not any(name.startswith(("stop_str", "is_")) for name in sampling_parameter_names()), (
+        "SGLang fills these in itself"
+    )
 
 
 def test_sampling_names_of_an_older_release(tmp_path: Path) -> None:
     (tmp_path / "srt/sampling").mkdir(parents=True)
     source = "class SamplingParams:\n    def __init__(self, max_new_tokens=128, min_p=0.0, *, n=1):\n        pass\n"
     (tmp_path / "srt/sampling/sampling_params.py").write_text(source)
-    assert sampling_names(tmp_path) == {"max_new_tokens", "min_p", "n"}
+    assert sampling_parameter_names(tmp_path) == {"max_new_tokens", "min_p", "n"}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +59,8 @@ def test_sampling_seeds_and_deterministic_engines_require_each_other() -> None:
 
 
 def test_biased_sampling_lists_only_parameters_that_change_the_distribution() -> None:
-    assert biased_sampling({"top_p": 1.0, "top_k": -1, "min_p": 0, "ignore_eos": True, "temperature": 0.5}) == []
-    assert biased_sampling({"top_p": 0.9, "repetition_penalty": 1.1}) == ["top_p=0.9", "repetition_penalty=1.1"]
+    assert find_biasing_params({"top_p": 1.0, "top_k": -1, "min_p": 0, "ignore_eos": True, "temperature": 0.5}) == []
+    assert find_biasing_params({"top_p": 0.9, "repetition_penalty": 1.1}) == ["top_p=0.9", "repetition_penalty=1.1"]
 
 
 def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: Path, tiny_model: Path) -> None:

@@ -166,13 +166,13 @@ def test_a_failed_update_does_not_set_the_version(engine_pool: EnginePool, tiny_
 
 
 def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path) -> None:
-    assert not engine_pool.ensure_alive()
+    assert not engine_pool.restart_dead()
     old = engine_pool.pids()[0]
     family = psutil.Process(old).children(recursive=True)
     os.kill(old, signal.SIGKILL)
     psutil.wait_procs(family, timeout=10)
     assert not any(child.is_running() for child in family)
-    assert engine_pool.ensure_alive()
+    assert engine_pool.restart_dead()
     assert engine_pool.weight_versions() == ["default"]
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 

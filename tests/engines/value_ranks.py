@@ -42,7 +42,7 @@ def critic(shape: ModelShape, layout: ParallelLayout) -> Any:
 
 def step(engine: Any) -> tuple[float, float]:
     """Return the loss over all ranks, and the gradient's norm."""
-    rank, size = engine.data_parallel
+    rank, size = engine.data_parallel_rank_and_size
 
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
         targets, rows = (

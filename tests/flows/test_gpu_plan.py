@@ -115,7 +115,7 @@ def test_large_model_fits_with_a_layout_and_not_without(
 def test_doctor_prints_the_plan_of_the_recipe(
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.flows.commands.plan.gpu_memory", list)
+    monkeypatch.setattr("penstock.flows.commands.plan.visible_gpu_bytes", list)
     words = [*recipe_words("qwen3-0.6b-1gpu"), "--hf-checkpoint", model_dir("qwen3-0.6B")]
     assert main(["doctor", "--plan", *words]) == 0
     text = capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_doctor_prints_the_plan_of_the_recipe(
     assert text.splitlines()[-1].startswith("fits: a GPU shared by trainer and engines needs an estimated 62.7 of 80.0")
     assert main(["doctor", "--plan", *words, "--gpu-memory-gib", "40"]) == 1
     assert "does not fit: " in capsys.readouterr().out
-    monkeypatch.setattr("penstock.flows.commands.plan.gpu_memory", lambda: [40 * GIB, 24 * GIB])
+    monkeypatch.setattr("penstock.flows.commands.plan.visible_gpu_bytes", lambda: [40 * GIB, 24 * GIB])
     assert main(["doctor", "--plan", *words]) == 1
     assert "24.0 GiB" in capsys.readouterr().out
 
@@ -151,7 +151,7 @@ def config_of(model: str, *words: str) -> PostTrainConfig:
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
-    monkeypatch.setattr(preflight, "gpu_memory", lambda: [size * GIB for size in sizes])
+    monkeypatch.setattr(preflight, "visible_gpu_bytes", lambda: [size * GIB for size in sizes])
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
     second = EnginePool(cluster, first.spec, num_engines=2)
     adopted = (second.urls and second.adopted, second.pids() == pids)
     try:
-        first.ensure_alive()
+        first.restart_dead()
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)

@@ -262,7 +262,7 @@ class Trainer:
         assert resume_models(self.models, directory) == {"version": 1}
 
     def digests(self) -> tuple[dict[str, str], dict[str, str]]:
-        return self.models.digest(), self.models.state_digest()
+        return self.models.digest(), self.models.optimizer_state_digest()
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:

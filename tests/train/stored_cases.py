@@ -110,7 +110,10 @@ def _engine(group: dist.ProcessGroup | None) -> Any:
         return None if group is None else torch.nonzero(packed.position_ids // 2 % 2 == dist.get_rank(group))[:, 0]
 
     return SimpleNamespace(
-        data_parallel=(0, 1), device=torch.device("cpu"), loss_token_indices=loss_token_indices, context_group=group
+        data_parallel_rank_and_size=(0, 1),
+        device=torch.device("cpu"),
+        loss_token_indices=loss_token_indices,
+        context_group=group,
     )
 
 

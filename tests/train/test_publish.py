@@ -115,7 +115,7 @@ def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, 
         with pytest.raises(EngineGone):
             group.publish(before, f"{keys.run}/0", transport_of(kind, pool, group, before))
     assert group.state() == incarnation
-    assert pool.ensure_alive()
+    assert pool.restart_dead()
     group.publish(pool.urls, f"{keys.run}/0", transport_of("nccl", pool, group, pool.urls))
     for url in pool.urls:
         check_weights(url, model, f"{keys.run}/0")

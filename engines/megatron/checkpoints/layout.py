@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,27 +103,27 @@ class CheckpointLayout:
             return self
         return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
 
-    def with_checkpoint_keys(self, checkpoint_keys: Container[str]) -> CheckpointLayout:
+    def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
         TransformerEngine, layers stacked or one tensor per layer. Slices that are missing there stay unchanged.
 
         Args:
-            checkpoint_keys: keys of the checkpoint's tensors.
+            stored_keys: keys of the checkpoint's tensors.
         """
         local_keys = {te: local for local, te in self.te_keys.items()}
 
-        def stored(piece: ShardSlice) -> ShardSlice:
+        def find_stored_slice(piece: ShardSlice) -> ShardSlice:
             for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
                 if key is not None:
                     named = replace(piece, key=key)
                     for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
-                        if candidate.key in checkpoint_keys:
+                        if candidate.key in stored_keys:
                             return candidate
             return piece
 
-        return self._map_slices(stored)
+        return self._map_slices(find_stored_slice)
 
-    def extra_states(self, names: MegatronNames) -> list[str]:
+    def extra_state_keys(self, names: MegatronNames) -> list[str]:
         """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
         may have extra state.
 
@@ -145,7 +145,7 @@ class CheckpointLayout:
             keys |= {f"{module}._extra_state/{shard}" for module in modules}
         return sorted(keys)
 
-    def _map_slices(self, change: Any) -> CheckpointLayout:
+    def _map_slices(self, change: Callable[[ShardSlice], ShardSlice]) -> CheckpointLayout:
         """Return this layout with every slice replaced by `change(slice)`."""
         slices = {name: [change(piece) for piece in pieces] for name, pieces in self.slices.items()}
         return replace(self, slices=slices)
@@ -154,7 +154,7 @@ class CheckpointLayout:
 def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:
     """Return the checkpoint layout of a model of this shape, with the keys of Megatron's local modules. Builds the
     model on the meta device, for which process groups of one rank are initialized temporarily if there are none."""
-    with _single_rank():
+    with _single_rank_process_groups():
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         from penstock.engines.megatron.model.gpt import build_meta_model
@@ -166,11 +166,11 @@ def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:
                 f"{name} is not saved as ShardedTensors"
             )
             slices[name] = [_to_shard_slice(tensor) for tensor in tensors]
-    te_keys = {piece.key: te_key(shape, piece.key) for pieces in slices.values() for piece in pieces}
+    te_keys = {piece.key: to_transformer_engine_key(shape, piece.key) for pieces in slices.values() for piece in pieces}
     return CheckpointLayout(slices, te_keys, shape.num_layers)
 
 
-def te_key(shape: ModelShape, key: str) -> str:
+def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
     """Return TransformerEngine's key of the tensor that Megatron's local layers store under `key`."""
     match = LAYER.match(key)
     if match is None:
@@ -218,7 +218,7 @@ def _to_shard_slice(tensor: Any) -> ShardSlice:
 
 
 @contextmanager
-def _single_rank() -> Iterator[None]:
+def _single_rank_process_groups() -> Iterator[None]:
     """Initialize process groups of one rank, which Megatron needs to build a model. Existing process groups are
     kept."""
     if dist.is_initialized():

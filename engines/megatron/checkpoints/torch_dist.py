@@ -38,12 +38,17 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.checkpoints.layout import te_key
+from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.memory.optimizer_offload import main_param
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
 from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
-from penstock.engines.megatron.optimizer import inner_optimizers, load_state, reset_state, set_schedule
+from penstock.engines.megatron.optimizer import (
+    inner_optimizers,
+    load_moments_and_steps,
+    set_scheduler_to_step,
+    zero_adam_state,
+)
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.engines.megatron.weights import host_bytes
 from penstock.storage.errors import ModelError, PenstockError
@@ -142,7 +147,7 @@ class RankState:
         dist.barrier()
         state = self._training_state(is_loading=False)
         state["num_scheduled_steps"] = self.scheduler.num_steps
-        state["random_layout"] = self._rng_layout()
+        state["random_layout"] = self._describe_ranks_and_devices()
         state["step_state"] = json.dumps(step_state)
         state["random"] = _sharded_rng_states(_rng_states())
         dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_content_metadata())
@@ -168,13 +173,13 @@ class RankState:
                 f"{directory} has model weights but no optimizer state (a converted model): load it with `load_weights`"
             )
         state = self._training_state(is_loading=True)
-        same_layout = common["random_layout"] == self._rng_layout()
+        same_layout = common["random_layout"] == self._describe_ranks_and_devices()
         if same_layout:
             state["random"] = _sharded_rng_states(None)
         loaded = _load_sharded(state, directory)
         self._load_model(loaded)
-        load_state(self.optimizer, loaded["optimizer"])
-        set_schedule(self.scheduler, loaded["num_scheduled_steps"])
+        load_moments_and_steps(self.optimizer, loaded["optimizer"])
+        set_scheduler_to_step(self.scheduler, loaded["num_scheduled_steps"])
         if same_layout:  # RNG states are per rank; with dropout 0 no operation uses them
             tensor_parallel.get_cuda_rng_tracker().set_states(loaded["random"]["trackers"])
             if loaded["random"]["cuda"] is not None:
@@ -191,7 +196,7 @@ class RankState:
         _check_complete(directory)
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
         for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):
-            entry.key = te_key(self.shape, entry.key)  # the checkpoint has TransformerEngine's keys
+            entry.key = to_transformer_engine_key(self.shape, entry.key)  # the checkpoint has TransformerEngine's keys
         heads: dict[str, torch.Tensor] = {}  # initial value heads, if a critic starts from a policy's weights
         if self.role == "value" and VALUE_HEAD not in keys:
             for key, chunk in self._chunks_by_key().items():
@@ -203,8 +208,8 @@ class RankState:
             loaded[key][HEAD] = head
         self._load_model(loaded)
         self.optimizer.reload_model_params()  # update the fp32 copies of the bf16 weights
-        reset_state(self.optimizer)
-        set_schedule(self.scheduler, 0)
+        zero_adam_state(self.optimizer)
+        set_scheduler_to_step(self.scheduler, 0)
 
     def digest(self) -> dict[str, str]:
         """Return hashes (xxh3-64) of this rank's training state except the model weights, keyed `name@rank/world_size`.
@@ -256,9 +261,9 @@ class RankState:
             missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
             missing = [name for name in missing if not name.endswith("_extra_state")]
             assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
-            chunk.zero_padding()  # the checkpoint may have less vocabulary padding
+            chunk.zero_vocab_padding()  # the checkpoint may have less vocabulary padding
 
-    def _rng_layout(self) -> str:
+    def _describe_ranks_and_devices(self) -> str:
         """Return a description of ranks and devices. RNG states are restored only from a checkpoint with the same
         description."""
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"

@@ -36,7 +36,7 @@ class LayerActivations:
 
 
 def layer_activations(
-    shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, num_bytes: int, megatron: dict[str, Any]
+    shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
 ) -> LayerActivations:
     """Return the activations of the layers of a pipeline stage.
 
@@ -44,10 +44,10 @@ def layer_activations(
         shape: shape of the model.
         layers: indices of the layers.
         layout: parallel sizes.
-        num_bytes: bytes of an activation's element.
+        bytes_per_element: bytes of an activation's element.
         megatron: Megatron's options under the names of their fields; those of recomputation are used.
     """
-    parts = {layer: layer_parts(shape, layer, layout, num_bytes) for layer in layers}
+    parts = {layer: layer_parts(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
     largest = max(full, default=0.0)
     granularity, group = megatron.get("recompute_granularity"), megatron.get("recompute_num_layers") or 1
@@ -64,30 +64,34 @@ def layer_activations(
     return LayerActivations(sum(full), 0.0, largest)
 
 
-def layer_parts(shape: ModelShape, layer: int, layout: ParallelLayout, num_bytes: int) -> dict[str, float]:
+def layer_parts(shape: ModelShape, layer: int, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
     """Return the activations of one layer by the module of --recompute-modules that recomputes them ("input" and
     "attention": none does), in bytes per token."""
-    residual = num_bytes * shape.hidden_size / _sequence_ranks(layout)
+    residual = bytes_per_element * shape.hidden_size / _sequence_ranks(layout)
     parts = {"input": residual, "residual": residual, "layernorm": 2 * residual}
     if shape.sandwich_norms:
         parts["sandwich"] = 2 * residual
-    parts |= _latent_parts(shape, layout, num_bytes) if shape.latent else _attention_parts(shape, layout, num_bytes)
+    parts |= (
+        _latent_parts(shape, layout, bytes_per_element)
+        if shape.latent
+        else _attention_parts(shape, layout, bytes_per_element)
+    )
     if shape.experts is None or layer < shape.experts.num_dense_layers:
-        return {**parts, "mlp": 3 * num_bytes * shape.ffn_hidden_size / layout.tensor}
-    return {**parts, **_expert_parts(shape, layout, num_bytes)}
+        return {**parts, "mlp": 3 * bytes_per_element * shape.ffn_hidden_size / layout.tensor}
+    return {**parts, **_expert_parts(shape, layout, bytes_per_element)}
 
 
-def _attention_parts(shape: ModelShape, layout: ParallelLayout, num_bytes: int) -> dict[str, float]:
+def _attention_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
     """Return the activations of grouped-query attention, in bytes per token."""
     query = shape.num_attention_heads * shape.head_dim / layout.tensor
     key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
     stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
     gathered = 2 * key * layout.context - key if layout.context > 1 else 0.0  # keys and values of all context ranks
     log_sums = FP32 * shape.num_attention_heads / layout.tensor
-    return {"attention": num_bytes * stored, "core_attn": num_bytes * gathered + log_sums}
+    return {"attention": bytes_per_element * stored, "core_attn": bytes_per_element * gathered + log_sums}
 
 
-def _latent_parts(shape: ModelShape, layout: ParallelLayout, num_bytes: int) -> dict[str, float]:
+def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
     """Return the activations of latent attention, in bytes per token. Flash attention pads values to the width of
     queries and keys."""
     latent, heads = shape.latent, shape.num_attention_heads / layout.tensor
@@ -97,13 +101,13 @@ def _latent_parts(shape: ModelShape, layout: ParallelLayout, num_bytes: int) -> 
     padded = padding + (width if padding else 0)  # values, and the output before it is cut
     gathered = 2 * width * (layout.context - 1)
     return {
-        "attention": num_bytes * (low_rank / _sequence_ranks(layout) + heads * latent.v_head_dim),
-        "mla_up_proj": num_bytes * heads * (2 * width + latent.v_head_dim),
-        "core_attn": num_bytes * heads * (padded + gathered) + FP32 * heads,
+        "attention": bytes_per_element * (low_rank / _sequence_ranks(layout) + heads * latent.v_head_dim),
+        "mla_up_proj": bytes_per_element * heads * (2 * width + latent.v_head_dim),
+        "core_attn": bytes_per_element * heads * (padded + gathered) + FP32 * heads,
     }
 
 
-def _expert_parts(shape: ModelShape, layout: ParallelLayout, num_bytes: int) -> dict[str, float]:
+def _expert_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
     """Return the activations of a mixture of experts, in bytes per token, if all experts get equally many tokens."""
     experts, sequence = shape.experts, _sequence_ranks(layout)
     assert experts is not None
@@ -112,9 +116,9 @@ def _expert_parts(shape: ModelShape, layout: ParallelLayout, num_bytes: int) -> 
     width = experts.ffn_hidden_size / ranks
     return {
         "router": 3 * FP32 * experts.num_experts / sequence,
-        "moe": num_bytes * copies * (shape.hidden_size + 2 * width),
-        "moe_act": num_bytes * copies * width,
-        "shared_experts": 3 * num_bytes * experts.shared_ffn_hidden_size / layout.tensor,
+        "moe": bytes_per_element * copies * (shape.hidden_size + 2 * width),
+        "moe_act": bytes_per_element * copies * width,
+        "shared_experts": 3 * bytes_per_element * experts.shared_ffn_hidden_size / layout.tensor,
     }
 
 

@@ -106,7 +106,7 @@ class OptimizerOffload:
             if param in self.moments:
                 self.inner.state[param] |= {name: torch.empty_like(param) for name in MOMENTS}
         with _on_stream(self._upload_stream):
-            for on_device, on_host in self._copies(chunk):
+            for on_device, on_host in self._device_host_pairs(chunk):
                 on_device.copy_(on_host, non_blocking=True)
 
     def _download(self, chunk: list[Tensor]) -> None:
@@ -115,7 +115,7 @@ class OptimizerOffload:
             if param in self.main_params:
                 self._weights[param].copy_(param)
         with _on_stream(self._download_stream):
-            for on_device, on_host in self._copies(chunk):
+            for on_device, on_host in self._device_host_pairs(chunk):
                 on_host.copy_(on_device, non_blocking=True)
 
     def _release(self, chunk: list[Tensor]) -> None:
@@ -128,7 +128,7 @@ class OptimizerOffload:
             if param in self.moments:
                 self.inner.state[param] |= self.moments[param]
 
-    def _copies(self, chunk: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _device_host_pairs(self, chunk: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the offloaded tensors of a chunk whose state is on the device: (on device, in host memory)."""
         for param in chunk:
             if param in self.main_params:
@@ -182,7 +182,7 @@ def main_param(inner: torch.optim.Optimizer, param: Tensor) -> Tensor:
     return offload.main_params.get(param, param) if offload else param
 
 
-def zero_moments(inner: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+def make_zero_moments(inner: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     """Return moments of zero for a parameter, in host memory if they are offloaded."""
     offload: OptimizerOffload | None = getattr(inner, "offload", None)
     if offload and param in offload.moments:
@@ -190,7 +190,7 @@ def zero_moments(inner: torch.optim.Optimizer, param: Tensor) -> dict[str, Tenso
     return {name: torch.zeros_like(param) for name in MOMENTS}
 
 
-def device_tensors(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+def optimizer_tensors_on_device(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the main parameters and moments that `OptimizerOffload` does not keep in host memory."""
     offload: OptimizerOffload | None = getattr(inner, "offload", None)
     for param in (param for group in inner.param_groups for param in group["params"]):

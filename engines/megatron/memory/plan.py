@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, rank_parameters
+from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, count_rank_parameters
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.check_parallelism import split_layers
 from penstock.engines.megatron.memory.activations import FP32, layer_activations
@@ -75,7 +75,7 @@ def trainer_memory(
         LayoutError: the ranks cannot be divided by the parallel sizes.
         OptionError: a Megatron option is unknown.
     """
-    layout.data_parallel(num_ranks)  # raises LayoutError
+    layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
     return max((stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
@@ -88,9 +88,9 @@ def stage_memory(
     ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of its weights."""
     megatron, size = normalize_megatron_args(options.megatron), BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
-    models = [stage_parameters(shape, layout, layers, stage)]
+    models = [count_stage_parameters(shape, layout, layers, stage)]
     if options.critic:
-        models.append(stage_parameters(shape, layout, layers, stage, critic=True))
+        models.append(count_stage_parameters(shape, layout, layers, stage, critic=True))
     dense, expert = sum(model.dense for model in models), sum(model.expert for model in models)
     weights = size * (dense + expert)
     gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
@@ -110,7 +110,7 @@ def stage_memory(
     )
 
 
-def stage_parameters(
+def count_stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
 ) -> RankParameters:
     """Return the number of parameters of a rank of a pipeline stage.
@@ -129,7 +129,7 @@ def stage_parameters(
         outer.add("decoder.final_layernorm.weight")
         if not critic:
             outer.add(EMBEDDING if shape.tied_embeddings else HEAD)
-    count = rank_parameters(
+    count = count_rank_parameters(
         shape,
         layers,
         tensor=layout.tensor,
@@ -192,17 +192,17 @@ def activation_bytes(
     return stored, temporary
 
 
-def colocated_peak(
-    trainer: TrainerMemory, engine: int, *, offload_train: bool = False, offload_rollout: bool = False
+def colocated_peak_bytes(
+    trainer: TrainerMemory, engine_bytes: int, *, offload_train: bool = False, offload_rollout: bool = False
 ) -> int:
     """Return the peak in bytes of a GPU that trainer and engine share.
 
     Args:
         trainer: memory of the trainer's rank.
-        engine: bytes of the engine's weights and KV cache.
+        engine_bytes: bytes of the engine's weights and KV cache.
         offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
         offload_rollout: whether the engine's weights and KV cache are released during training.
     """
-    training = trainer.total + (0 if offload_rollout else engine)
-    rollout = engine + RUNTIME + (0 if offload_train else trainer.fixed)
+    training = trainer.total + (0 if offload_rollout else engine_bytes)
+    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.fixed)
     return max(training, rollout)

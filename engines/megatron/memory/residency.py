@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from penstock.engines.megatron.memory.optimizer_offload import device_tensors
+from penstock.engines.megatron.memory.optimizer_offload import optimizer_tensors_on_device
 from penstock.engines.megatron.optimizer import inner_optimizers
 from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 
@@ -46,27 +46,31 @@ class DeviceMemory:
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory; the content of gradients is discarded. Return the measurement, or
         None if all of them were offloaded before."""
-        return self._switch("offload", [kind for kind in kinds if kind not in self._offloaded], self._move_to_host)
+        return self._move_and_measure(
+            "offload", [kind for kind in kinds if kind not in self._offloaded], self._move_to_host
+        )
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the measurement, or None
         if none of them was offloaded."""
-        return self._switch("onload", [kind for kind in kinds if kind in self._offloaded], self._move_to_device)
+        return self._move_and_measure(
+            "onload", [kind for kind in kinds if kind in self._offloaded], self._move_to_device
+        )
 
-    def require(self, *kinds: StateKind) -> None:
+    def require_on_device(self, *kinds: StateKind) -> None:
         """Check that these kinds of state are on the device."""
         missing = [kind for kind in kinds if kind in self._offloaded]
         assert not missing, f"{', '.join(missing)} of the {self._name} model are offloaded: call `onload` first"
 
-    def _switch(
+    def _move_and_measure(
         self, action: str, kinds: list[StateKind], move: Callable[[list[StateKind]], None]
     ) -> MemorySwitch | None:
         if not kinds:
             return None
         ordered = [kind for kind in STATE_KINDS if kind in kinds]
-        start, (device_before, host_before) = time.perf_counter(), memory_use()
+        start, (device_before, host_before) = time.perf_counter(), device_and_host_bytes_used()
         move(ordered)
-        seconds, (device_after, host_after) = time.perf_counter() - start, memory_use()
+        seconds, (device_after, host_after) = time.perf_counter() - start, device_and_host_bytes_used()
         return MemorySwitch(
             name=f"{self._name}: {action} {', '.join(ordered)}",
             seconds=seconds,
@@ -80,10 +84,10 @@ class DeviceMemory:
         if "gradients" in kinds:
             self._optimizer.zero_grad()  # frees the fp32 copies of gradients that are reduced in bf16
         moved = {kind: [(storage, storage.nbytes()) for storage in self._storages(kind)] for kind in kinds}
-        with self._copying():
+        with self._copies_on_side_stream():
             for kind in kinds:
                 if kind != "gradients":
-                    for on_device, on_host in self._spans(kind, moved[kind]):
+                    for on_device, on_host in self._device_and_host_bytes(kind, moved[kind]):
                         on_host.copy_(on_device, non_blocking=True)
         for storages in moved.values():
             for storage, _ in storages:
@@ -95,19 +99,19 @@ class DeviceMemory:
         for kind in kinds:
             for storage, num_bytes in self._offloaded[kind]:
                 storage.resize_(num_bytes)
-        with self._copying():
+        with self._copies_on_side_stream():
             for kind in kinds:
                 if kind == "gradients":
                     for storage, _ in self._offloaded[kind]:
-                        _as_bytes(storage).zero_()
+                        _view_as_bytes(storage).zero_()
                 else:
-                    for on_device, on_host in self._spans(kind, self._offloaded[kind]):
+                    for on_device, on_host in self._device_and_host_bytes(kind, self._offloaded[kind]):
                         on_device.copy_(on_host, non_blocking=True)
         for kind in kinds:
             del self._offloaded[kind]
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copies_on_side_stream(self) -> Iterator[None]:
         """Run the block's copies on the side stream, after all earlier work, and wait until they are finished."""
         if self._stream is None:
             yield
@@ -128,18 +132,20 @@ class DeviceMemory:
             tensors = [
                 tensor
                 for inner in inner_optimizers(self._optimizer)
-                for tensor in device_tensors(inner)
+                for tensor in optimizer_tensors_on_device(inner)
                 if tensor.untyped_storage().data_ptr() not in weights  # fp32 models train views of the weights
             ]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
-    def _spans(self, kind: StateKind, storages: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _device_and_host_bytes(
+        self, kind: StateKind, storages: list[tuple[UntypedStorage, int]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the bytes of the storages, in order, with their place in host memory: (device, host), both uint8 [n].
         A storage may lie in several host buffers."""
         buffers, offset = self._host_buffers(kind, sum(num_bytes for _, num_bytes in storages)), 0
         for storage, _ in storages:
-            rest = _as_bytes(storage)
+            rest = _view_as_bytes(storage)
             while len(rest):
                 place = buffers[offset // BUFFER_BYTES][offset % BUFFER_BYTES :]
                 count = min(len(place), len(rest))
@@ -158,12 +164,12 @@ class DeviceMemory:
         return self._host[kind]
 
 
-def _as_bytes(storage: UntypedStorage) -> Tensor:
+def _view_as_bytes(storage: UntypedStorage) -> Tensor:
     """Return the storage as a uint8 tensor, [size in bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def memory_use() -> tuple[int, int]:
+def device_and_host_bytes_used() -> tuple[int, int]:
     """Return the used bytes of the whole device (0 without CUDA), and the resident set size of this process."""
     used = 0
     if torch.cuda.is_available():

@@ -70,7 +70,7 @@ class PolicyModel(GPTModel):
         return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
     @torch.no_grad()
-    def zero_padding(self) -> None:
+    def zero_vocab_padding(self) -> None:
         """Set the padding rows of the vocabulary in embedding and LM head to zero: they are unused, but are part of
         checkpoints and weight digests, which must be reproducible."""
         for weight in self._vocabulary_weights() if self.num_padded else ():
@@ -112,7 +112,7 @@ def build_model(
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None, chunk_class) for stage in stages]
     for chunk in chunks:
-        chunk.zero_padding()
+        chunk.zero_vocab_padding()
     return [chunk.cuda() if torch.cuda.is_available() else chunk for chunk in chunks]
 
 

@@ -66,7 +66,7 @@ def check_option_values(options: dict[str, Any]) -> None:
     for spelling, value in options.items():
         known = flags.get(spelling.lstrip("-").replace("-", "_"))
         if known is not None and known.owner == "alias" and known.annotation == "bool" and not isinstance(value, bool):
-            raise OptionError(f"{_flag(spelling)} is a switch and takes no value; found {_shorten(value)}")
+            raise OptionError(f"{_to_flag(spelling)} is a switch and takes no value; found {_shorten(value)}")
     normalized = normalize_megatron_args(options)
     for name, value in normalized.items():
         _check_type(name, value, flags[name].annotation)
@@ -79,12 +79,12 @@ def check_option_values(options: dict[str, Any]) -> None:
         package = NEEDED_PACKAGES.get((name, value))
         if package and find_spec(package) is None:
             raise OptionError(
-                f"{_flag(name)} {value} needs the package {package}, which is not installed: install {package}, or "
+                f"{_to_flag(name)} {value} needs the package {package}, which is not installed: install {package}, or "
                 "drop the option"
             )
         if reason := UNSUPPORTED.get((name, value)):
-            raise OptionError(f"{_flag(name)} {value} is not supported, because it {reason}: drop it")
-    for is_violated, message in _contradictions(normalized):
+            raise OptionError(f"{_to_flag(name)} {value} is not supported, because it {reason}: drop it")
+    for is_violated, message in _option_rules(normalized):
         if is_violated:
             raise OptionError(message)
 
@@ -99,10 +99,10 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         raise _unknown_choice(name, value, choices)
     if not all(kind in TYPE_TEXTS for kind in alternatives):
         raise OptionError(
-            f"{_flag(name)} takes {annotation}, which cannot be written on a command line or in TOML: drop it"
+            f"{_to_flag(name)} takes {annotation}, which cannot be written on a command line or in TOML: drop it"
         )
     types = " or ".join(TYPE_TEXTS[kind] for kind in alternatives if kind != "None")
-    raise OptionError(f"{_flag(name)} takes {types}; found {_shorten(value)}")
+    raise OptionError(f"{_to_flag(name)} takes {types}; found {_shorten(value)}")
 
 
 def _allowed_types(node: ast.expr) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def _has_type(value: Any, kind: Any) -> bool:
     return kind == "Any" or (kind in ("str", "AttnBackend") and isinstance(value, str))
 
 
-def _contradictions(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
+def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     """Yield (whether the rule is violated, error message) for every rule about option values and combinations."""
     granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
     layers, modules = options.get("recompute_num_layers"), options.get("recompute_modules") or []
@@ -165,7 +165,7 @@ def _contradictions(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     for name in ("hidden_dropout", "attention_dropout"):
         yield (
             not 0 <= options.get(name, 0.0) < 1,
-            f"{_flag(name)} {options.get(name)} is not a probability in [0, 1): change it",
+            f"{_to_flag(name)} {options.get(name)} is not a probability in [0, 1): change it",
         )
 
 
@@ -174,10 +174,10 @@ def _unknown_choice(name: str, value: Any, choices: Any) -> OptionError:
     known = [str(choice) for choice in choices]
     near = difflib.get_close_matches(str(value)[:64], known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "choose one of these"
-    return OptionError(f"{_flag(name)} takes {', '.join(known)}; found {_shorten(value)}: {hint}")
+    return OptionError(f"{_to_flag(name)} takes {', '.join(known)}; found {_shorten(value)}: {hint}")
 
 
-def _flag(name: str) -> str:
+def _to_flag(name: str) -> str:
     """Return an option's spelling on the command line."""
     return "--" + name.lstrip("-").replace("_", "-")
 

@@ -279,12 +279,12 @@ def _is_size_list(value: Any) -> TypeGuard[list[int]]:
 def _parse_json(data: bytes) -> Any:
     """Return the value of a JSON text; None if the text is invalid or an object has duplicate keys."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) < len(pairs):
             raise ValueError("duplicate name")
         return dict(pairs)
 
     try:
-        return json.loads(data, object_pairs_hook=unique)
+        return json.loads(data, object_pairs_hook=refuse_duplicate_names)
     except (ValueError, RecursionError):
         return None

@@ -81,7 +81,7 @@ class HFWeights:
             name: TensorInfo(DTYPES.get(tensor.location.dtype, torch.bfloat16), tensor.shape)
             for name, tensor in stored.items()
         }
-        self._scales = self._pop_scales(block)
+        self._scales = self._pop_fp8_scales(block)
         self._open: dict[Path, mmap.mmap] = {}
         self._opening = threading.Lock()
 
@@ -167,7 +167,7 @@ class HFWeights:
                     self._open[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             return self._open[path]
 
-    def _pop_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
+    def _pop_fp8_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
         """Remove the scales of fp8 weights from `info`, and return their dtype, shape and location by weight name.
         Raises ModelError for other quantizations."""
         quantized = [name for name, location in self.locations.items() if location.dtype not in DTYPES]
