@@ -19,7 +19,7 @@ import penstock
 from penstock.flows.config import PostTrainConfig, read_toml, validated
 from penstock.flows.options.argv import penstock_command
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import live_drivers
+from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -132,7 +132,7 @@ def check_removable(directory: Path) -> None:
     if (directory / "store" / "runs").is_dir():
         store = Store(str(directory / "store"), probe=False)
         for run in store.list("runs"):
-            if drivers := live_drivers(store, RunKeys(run)):
+            if drivers := describe_live_drivers(store, RunKeys(run)):
                 raise RunError(
                     f"run {run!r} in {directory / 'store'} is driven by {drivers[0]}: stop it before --fresh removes it"
                 )

@@ -27,9 +27,9 @@ from penstock.flows.runtime.runs import create_record, open_store, read_flow_and
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import in_parallel
 from penstock.storage.errors import OptionError, RunError, StoreError
-from penstock.storage.maintenance.removal import describe_remover, is_removed
-from penstock.storage.maintenance.retention import fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, digest_matches
+from penstock.storage.maintenance.removal import describe_removing_process, is_removed
+from penstock.storage.maintenance.retention import unfinished_fork_key
+from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
 from penstock.storage.store import Store
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -97,8 +97,8 @@ def fork(
     check_trained(store, old, at)
     entry = parent_field(store, parent, at, restart_data)
     reserve_name(store, new, {"flow": flow, "config": _recorded_values(config), "parent": entry})
-    if is_removed(store, old) or describe_remover(store, old):
-        store.delete([fork_key(new)])
+    if is_removed(store, old) or describe_removing_process(store, old):
+        store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
         prefixes = [prefix for prefix in committed_prefixes(store, old) if _is_shared(old, prefix, at)]
@@ -108,7 +108,7 @@ def fork(
             if model := store.read(old.origin(name)):  # missing if the parent has not converted its model yet
                 store.create(new.origin(name), model)
         create_record(store, flow, config, parent=entry)
-    store.delete([fork_key(new)])
+    store.delete([unfinished_fork_key(new)])
     shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _is_shared(new, prefix, at)]
     return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
 
@@ -193,10 +193,10 @@ def reserve_name(store: Store, new: RunKeys, plan: dict[str, Any]) -> None:
             f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or give another --name"
         )
     if existing is None:
-        if store.list(new.prefix) and store.read(fork_key(new)) is None:
+        if store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
             raise RunError(f"{store.path(new.prefix)} contains files that are not of a fork: give another --name")
-        store.create(fork_key(new), json.dumps(plan, indent=1).encode())
-        existing = store.read_json(fork_key(new)) or store.read_json(new.record) or {}
+        store.create(unfinished_fork_key(new), json.dumps(plan, indent=1).encode())
+        existing = store.read_json(unfinished_fork_key(new)) or store.read_json(new.record) or {}
     if {key: existing.get(key) for key in plan} != json.loads(json.dumps(plan)):
         state = "exists already" if store.read(new.record) else "is another unfinished fork (`penstock gc` removes it)"
         raise RunError(f"run {new.run!r} {state}: give another --name")
@@ -215,7 +215,7 @@ def share_commit(store: Store, old: RunKeys, new: RunKeys, prefix: str) -> None:
     if data is None:
         return  # a checkpoint that has expired meanwhile
     commit = decode_record(Commit, commit_key(prefix), data)
-    if digest_matches(data) is False:  # the copy gets a new digest, so the damage could not be detected
+    if has_matching_digest(data) is False:  # the copy gets a new digest, so the damage could not be detected
         raise StoreError(
             f"{commit_key(prefix)} has changed since it was written: restore it from a backup "
             f"(`penstock verify {old.run}` lists the damage)"

@@ -17,7 +17,7 @@ from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.leases import store_time
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.removal import translate_write_errors
-from penstock.storage.maintenance.retention import finish_expiries
+from penstock.storage.maintenance.retention import finish_interrupted_expiries
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 def delete_orphans(store: Store, found: list[Orphan], run: str | None, older_than: float) -> set[str]:
     """Delete the orphans in `found`, except those that came into use since. Return the keys of the deleted ones."""
     for name in [run] if run else store.list("runs"):
-        finish_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
+        finish_interrupted_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
     now = store_time(store)
     remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=older_than, now=now)}
     # Unfinished attempts last: removing one writes a claim file, which needs disk space.

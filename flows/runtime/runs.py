@@ -27,9 +27,9 @@ from penstock.flows.options.paths import with_absolute_paths, with_relative_path
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.keys import is_run_name
-from penstock.storage.maintenance.leases import Lease, live_drivers
-from penstock.storage.maintenance.removal import describe_remover, is_removed, remove_run
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.leases import Lease, describe_live_drivers
+from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
@@ -168,7 +168,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: st
         driver; or the run has commits but no record; or it is being removed.
     """
     keys, config = run_keys(config.run.run), with_absolute_paths(config)
-    if other := describe_remover(store, keys):
+    if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
         return
@@ -185,7 +185,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: st
         steps = [prefix for prefix in prefixes if "/steps/" in prefix]
         advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
         raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
-    if drivers := live_drivers(store, keys, own_lease=own_lease):
+    if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
         raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
 
 
@@ -215,7 +215,7 @@ def check_unrecorded(store: Store, keys: RunKeys, flow: str, config: PostTrainCo
     prefixes = committed_prefixes(store, keys)
     if not prefixes:
         return
-    if store.read(fork_key(keys)) is not None:
+    if store.read(unfinished_fork_key(keys)) is not None:
         raise RunError(
             f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
         )

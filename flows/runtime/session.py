@@ -27,7 +27,7 @@ from penstock.flows.runtime.schedule import with_target
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.tracking import tracking_directory, tracking_uri
@@ -70,7 +70,7 @@ class Session:
 
     def _open_run(self, flow: str) -> RunKeys:
         """Hold the run's driver lease until the session ends, and create or check the run's record (`open_run`)."""
-        lease = Lease(self.store, driver_key(run_keys(self.config.run.run)))
+        lease = Lease(self.store, new_driver_lease_key(run_keys(self.config.run.run)))
         try:
             keys = open_run(self.store, flow, self.config, lease=lease)
         except BaseException:
@@ -202,7 +202,7 @@ class Session:
             metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
             metrics["perf/host_memory_gib"] = max(switch.host_bytes_after for switch in switches) / GIB
         if version > 0:  # one point per step, also if a version is published again after a fault or a resume
-            self.tracker.log(f"publish-{version}", metrics, step=version - 1)
+            self.tracker.enqueue_metrics(f"publish-{version}", metrics, step=version - 1)
 
     # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
 

@@ -71,7 +71,7 @@ class Stage:
         return self._prepared_task(session).submit(session, *args)
 
     def _prepared_task(self, session: Session) -> Task[..., Any]:
-        session.stop.check()
+        session.stop.raise_if_requested()
         if self.after_save:
             session.wait_for_checkpoint()
         return self._task.with_options(retries=session.config.run.stage_retries)

@@ -9,7 +9,7 @@ from penstock.flows.cli import main
 from penstock.flows.commands import demo
 from penstock.flows.commands.demo import MARKER, MARKER_TEXT, mark_directory, remove_demo
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -88,7 +88,7 @@ def test_fresh_refuses_links_home_and_the_current_directory(
 
 
 def test_fresh_refuses_a_running_demo(made: Path) -> None:
-    lease = Lease(Store(str(made / "store")), driver_key(RunKeys("demo-sft-seed0")))
+    lease = Lease(Store(str(made / "store")), new_driver_lease_key(RunKeys("demo-sft-seed0")))
     with pytest.raises(RunError, match=f"process {os.getpid()}"):
         remove_demo(made)
     lease.release()

@@ -15,7 +15,7 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime.runs import config_of_round, open_run, read_flow_and_config, unmaterialized_fork
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -60,7 +60,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
     }
     assert "store_options" not in record["parent"]["config"]["run"], "credentials are not written down"
-    assert not store.exists(fork_key(keys))
+    assert not store.exists(unfinished_fork_key(keys))
     go_on(store, "f", ROUNDS + 2)
     assert audit(store, keys).problems == audit(store, old).problems == []
     flow, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
@@ -127,7 +127,7 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
     assert command(store, "r", "--at", "4", "--name", "f") == 0
     with pytest.raises(ValueError, match="run 'f' exists already"):
         command(store, "r", "--at", "3", "--name", "f")
-    store.create(fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
+    store.create(unfinished_fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
     store.delete([RunKeys("f").record])
     with pytest.raises(ValueError, match="run 'f' is another unfinished fork"):
         command(store, "r", "--at", "3", "--name", "f")

@@ -17,7 +17,7 @@ from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
 from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -244,7 +244,7 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
     check_run(store, "sft", second)
-    lease = Lease(store, driver_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS))
     open_run(store, "sft", second, lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
@@ -258,9 +258,9 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
 def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
-    driver = Lease(store, driver_key(KEYS))
+    driver = Lease(store, new_driver_lease_key(KEYS))
     open_run(store, "post_train", first, lease=driver)
-    other = Lease(store, driver_key(KEYS))
+    other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
         lambda: check_run(store, "post_train", second),
         lambda: open_run(store, "post_train", second, lease=other),
@@ -282,7 +282,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
         barrier, won = threading.Barrier(2), []
 
         def start(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
-            lease = Lease(store, driver_key(KEYS))
+            lease = Lease(store, new_driver_lease_key(KEYS))
             barrier.wait()
             try:
                 open_run(store, "post_train", config(tmp_path, "--lr", lr), lease=lease)
