@@ -155,11 +155,11 @@ def rescore_evaluation(
 ) -> Commit:
     """Score one evaluation again. Return the commit of the new scores."""
     from penstock.stages.eval.rescore import StoredEval, rescore_stage
-    from penstock.stages.rewards.grading import check_reward
+    from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.group import make_grader
 
     scoring, rollout = scoring_settings(config, given, name)
-    check_reward(rollout)
+    check_reward_options(rollout)
     with make_grader(rollout) as grader:
         return rescore_stage(
             store,

@@ -82,7 +82,8 @@ def rescore_stage(
         source: evaluation whose samples are graded again.
         scoring: new scoring settings; their hash names the new commit.
         grader: grader with the settings of `scoring`.
-        max_response_len: tokens; an ungraded sample with a response of this length counts as truncated.
+        max_response_len: maximum number of response tokens in the evaluation. A sample whose earlier grading failed
+            gets the status TRUNCATED if its response has at least this many tokens, otherwise COMPLETED.
         require_pass_rate: raise an error if the rewards do not define pass@k.
         code_version: recorded in the commit.
 

@@ -203,7 +203,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: buffered groups first, then groups for the next prompts."""
-        groups = self._from_buffer(num_samples)
+        groups = self._take_from_buffer(num_samples)
         return groups + (self.dataset.sample(num_samples - len(groups)) if len(groups) < num_samples else [])
 
     def add_samples(self, samples: list[Group]) -> None:
@@ -221,7 +221,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def restore_buffer(self, samples: Sequence[Sample]) -> None:
         self.buffer = group_samples(samples)
 
-    def _from_buffer(self, num_samples: int) -> list[Group]:
+    def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer:
             return []
         known = {id(entry) for entry in self.buffer}
@@ -341,14 +341,14 @@ class PromptIntake:
                     sample.status = Status.PENDING
         return groups
 
-    def discarded_groups(self, *known: Iterable[Group]) -> list[Group]:
+    def groups_discarded_by_source(self, *used_groups: Iterable[Group]) -> list[Group]:
         """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
-        before, but neither in `known` nor in the buffer."""
-        accounted = {group[0].group_id for groups in (*known, self.buffered) for group in groups}
+        before, but neither in `used_groups` nor in the buffer."""
+        accounted = {group[0].group_id for groups in (*used_groups, self.buffered_groups) for group in groups}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 
     @property
-    def buffered(self) -> list[Group]:
+    def buffered_groups(self) -> list[Group]:
         """The groups in the data source's buffer, for later rounds."""
         return group_samples(self.source.buffered_samples())
 
