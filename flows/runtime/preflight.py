@@ -39,11 +39,11 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
         StoreError: the store cannot be read or written.
     """
     check_rounds(flow, config)
-    _check_once(flow, config.model_dump_json())
+    _run_checks_once(flow, config.model_dump_json())
 
 
 @cache
-def _check_once(flow: str, config_json: str) -> None:
+def _run_checks_once(flow: str, config_json: str) -> None:
     from penstock.engines.families import read_shape
     from penstock.stages.convert.hf.headers import check_weights
 

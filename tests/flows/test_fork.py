@@ -13,7 +13,7 @@ from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import config_of_round, open_run, read_flow_and_config, unmaterialized_fork
+from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.storage.maintenance.audit import audit
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys, commit_key
@@ -183,15 +183,15 @@ def test_shared_rounds_are_replayed_with_the_config_that_trained_them(store: Sto
     assert command(store, "f", "--at", "4", "--name", "g", "--lr", "1e-2") == 0
     record = store.read_json(RunKeys("g").record)
     assert [config_of_round(record, r).train.lr for r in (0, 2, 3, 4, 9)] == [1e-6, 1e-6, 1e-3, 1e-2, 1e-2]
-    version, before = unmaterialized_fork(store, record) or (None, None)
+    version, before = missing_fork_checkpoint(store, record) or (None, None)
     assert version == 4 and before is not None and before.train.lr == 1e-3
     assert command(store, "f", "--at", "2", "--name", "h", "--lr", "1e-2") == 0, "before the parent's own beginning"
     record = store.read_json(RunKeys("h").record)
     assert config_of_round(record, 1).train.lr == 1e-6
-    assert unmaterialized_fork(store, record) is None, "checkpoint 2 exists"
+    assert missing_fork_checkpoint(store, record) is None, "checkpoint 2 exists"
     assert command(store, "r", "--at", "3", "--name", "same", "--num-engines", "2") == 0
-    assert unmaterialized_fork(store, store.read_json(RunKeys("same").record)) is None, "same training options"
-    assert unmaterialized_fork(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
+    assert missing_fork_checkpoint(store, store.read_json(RunKeys("same").record)) is None, "same training options"
+    assert missing_fork_checkpoint(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
 
 
 def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
     assert "0 rollouts, 0 steps, 0 checkpoints, 1 evals" in capsys.readouterr().out
     keys = go_on(store, "f", 2)
     assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
-    assert unmaterialized_fork(store, store.read_json(keys.record)) is None
+    assert missing_fork_checkpoint(store, store.read_json(keys.record)) is None
     assert audit(store, keys).problems == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
-from penstock.flows.commands.resume import resumed_config
+from penstock.flows.commands.resume import read_flow_and_resumed_config
 from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.flags import parse
@@ -209,7 +209,9 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     open_run(store, "post_train", first)
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
-    flow, again = resumed_config("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
+    flow, again = read_flow_and_resumed_config(
+        "r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"]
+    )
     assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (
         "post_train",
         40,
@@ -225,13 +227,13 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         ["--global-batch-size", "64"],
         ["--rollout-shuffle"],
     ):
-        flow, other = resumed_config("r", [*where, *words])
+        flow, other = read_flow_and_resumed_config("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
             check_run(store, flow, other)
     with pytest.raises(OptionError, match="--run"):
-        resumed_config("r", [*where, "--run", "s"])
+        read_flow_and_resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
-        resumed_config("r", [*where, "--num-rollout", "-1"])
+        read_flow_and_resumed_config("r", [*where, "--num-rollout", "-1"])
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     commit_round(store, first)
     here = str(tmp_path / "project")
     typed("elsewhere")
-    flow, again = resumed_config("r", ["--store", store.root])
+    flow, again = read_flow_and_resumed_config("r", ["--store", store.root])
     assert again.convert.hf_checkpoint == f"{here}/model"
     assert again.rollout.prompt_data == [f"{here}/data/*.jsonl@[0:5]", "s3://bucket/x.jsonl"]
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
