@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from penstock.flows.commands.demo import RECIPES, make_inputs
+from penstock.flows.commands.demo import RECIPES, make_model_and_data
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -42,7 +42,7 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|", flush=True)
     for seed in options.seeds:
-        model, data = make_inputs(options.directory / "inputs", seed)
+        model, data = make_model_and_data(options.directory / "inputs", seed)
         sft = train(
             "sft",
             f"sft-seed{seed}",

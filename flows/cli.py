@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return signals.report_interrupt(resumable=bool(arguments) and arguments[0] in RESUMABLE)
     except BrokenPipeError as error:
-        return _exit_closed_pipe() if _stdout_is_closed() else _report_bug(error, arguments)
+        return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, arguments)
     except PenstockError as error:
         return _report_user_error(error, arguments)
     except OSError as error:
@@ -137,7 +137,7 @@ def _module_command(name: str) -> Command:
     return call
 
 
-def _evaluate(argv: list[str]) -> int:
+def _run_eval_command(argv: list[str]) -> int:
     """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
     flags = {argument.partition("=")[0] for argument in argv}
     for name in ("rescore", "compare"):  # these start neither engines nor a flow
@@ -154,7 +154,7 @@ COMMANDS: dict[str, Command] = {
     "train": _flow_command("post_train"),
     "sft": _flow_command("sft"),
     "convert": _module_command("convert"),
-    "eval": _evaluate,
+    "eval": _run_eval_command,
     "resume": _module_command("commands.resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
@@ -172,23 +172,23 @@ RESUMABLE = ("demo", "train", "sft", "convert", "eval", "resume")
 
 
 def _report_user_error(error: Exception, argv: list[str]) -> int:
-    from penstock.flows.options.argv import one_line
+    from penstock.flows.options.argv import to_one_line
 
     if isinstance(error, OSError) and not isinstance(error, PenstockError):
         paths = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         message = f"{paths or 'operating system'}: {(error.strerror or str(error)).lower()}"
     else:
         message = str(error)
-    print(f"penstock: {one_line(message)}", file=sys.stderr)
+    print(f"penstock: {to_one_line(message)}", file=sys.stderr)
     _print_traceback(error, argv)
     return 2
 
 
 def _report_bug(error: Exception, argv: list[str]) -> int:
-    from penstock.flows.options.argv import one_line
+    from penstock.flows.options.argv import to_one_line
 
     advice = "" if "--verbose" in argv else "; add --verbose for the traceback, and please report it"
-    print(f"penstock: {one_line(f'unexpected {type(error).__name__}: {error}'[:240] + advice)}", file=sys.stderr)
+    print(f"penstock: {to_one_line(f'unexpected {type(error).__name__}: {error}'[:240] + advice)}", file=sys.stderr)
     _print_traceback(error, argv)
     return 1
 
@@ -208,7 +208,7 @@ def _stdout_is_closed() -> bool:
         return True
 
 
-def _exit_closed_pipe() -> int:
+def _silence_closed_pipe() -> int:
     """Redirect standard output to /dev/null and return the exit code of a closed pipe (`penstock runs | head`).
 
     Without the redirection the interpreter's flush at exit would fail and print an error.

@@ -98,7 +98,7 @@ class RunConfig(StageConfig):
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
     @property
-    def takes_turns(self) -> bool:
+    def alternates_trainer_and_engines(self) -> bool:
         """Return whether the trainer or the engines free device memory while the other side works."""
         return self.offloads_trainer or self.offloads_engines
 
@@ -114,7 +114,7 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_values(cls, values: Any) -> Any:
+    def _reject_unusable_values(cls, values: Any) -> Any:
         """Reject values that pydantic would convert or that no stage can use."""
         for section, entries in values.items() if isinstance(values, dict) else ():
             fields = SECTIONS[section].model_fields if section in SECTIONS else {}
@@ -253,7 +253,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     if not values:
         raise OptionError(f"config file {path} is empty: write [section] and below it option = value, or leave it out")
     for name, entries in values.items():
-        check_section(path, name, entries)
+        check_known_section(path, name, entries)
     return values
 
 
@@ -278,7 +278,7 @@ def read_config_text(path: str | Path) -> str:
         ) from None
 
 
-def check_section(path: str | Path, name: str, entries: Any) -> None:
+def check_known_section(path: str | Path, name: str, entries: Any) -> None:
     """Check that a top-level entry of a config file is a known section. Raises OptionError."""
     if name in SECTIONS:
         if not isinstance(entries, dict):

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
-    return run_flow("convert", resolve_source(flags.parse(translate_flags(argv))))
+    return run_flow("convert", with_hf_checkpoint(flags.parse(translate_flags(argv))))
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -84,7 +84,7 @@ def translate_flags(argv: Sequence[str]) -> list[str]:
     return [spellings.get(name, name) + equals + value for name, equals, value in arguments]
 
 
-def resolve_source(config: PostTrainConfig) -> PostTrainConfig:
+def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `hf_checkpoint` set: by default to the directory that `convert_load` records.
 
     Raises:
@@ -94,7 +94,7 @@ def resolve_source(config: PostTrainConfig) -> PostTrainConfig:
     if options.convert_save and "://" not in options.convert_save:
         options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
     if options.megatron_names:
-        check_megatron_names(options)
+        check_megatron_names_options(options)
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
             raise OptionError(f"--{unfit[0].replace('_', '-')} needs --load CHECKPOINT: add it, or leave out the flag")
@@ -105,14 +105,14 @@ def resolve_source(config: PostTrainConfig) -> PostTrainConfig:
         raise OptionError("--load needs --save: give the directory for the Hugging Face files")
     origin, family_path = options.origin_hf_dir or options.hf_checkpoint, options.model_family_path
     if not origin:
-        origin, recorded_family_path = recorded_origin(config)
+        origin, recorded_family_path = read_recorded_origin(config)
         family_path = family_path or recorded_family_path
     values = config.model_dump()
     changes = {"hf_checkpoint": origin, "model_family_path": family_path}
     return validated({**values, "convert": {**values["convert"], **changes}})
 
 
-def check_megatron_names(options: ConvertConfig) -> None:
+def check_megatron_names_options(options: ConvertConfig) -> None:
     """Check the options that --megatron-names requires or conflicts with. Raises OptionError."""
     if options.convert_save is None:
         raise OptionError(
@@ -133,7 +133,7 @@ def convert(config: PostTrainConfig) -> None:
     Args:
         config: only `convert` and the store options are used.
     """
-    config = resolve_source(config)
+    config = with_hf_checkpoint(config)
     preflight("convert", config)
     start = time.monotonic()
     with progress_bar() as report:
@@ -174,7 +174,7 @@ def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit,
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _conversion_task(name: str) -> Any:
+def _conversion_task_decorator(name: str) -> Any:
     """Return the decorator of a Prefect task with two retries, except after a ValueError."""
     return task(
         name=name,
@@ -186,7 +186,7 @@ def _conversion_task(name: str) -> Any:
     )
 
 
-@_conversion_task("convert")
+@_conversion_task_decorator("convert")
 def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
     with ray_cluster(config) as cluster:
@@ -195,7 +195,7 @@ def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None)
         )
 
 
-@_conversion_task("export")
+@_conversion_task_decorator("export")
 def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert torch_dist -> Hugging Face."""
     assert config.convert.convert_load is not None
@@ -203,7 +203,7 @@ def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) 
         return run_export(cluster, open_store(config.run), find_checkpoint(config), config.convert, report=report)
 
 
-@_conversion_task("verify")
+@_conversion_task_decorator("verify")
 def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commit) -> list[tuple[str, str]]:
     """Compare a converted model with its Hugging Face files. Return the lines of the report as (title, text)."""
     from penstock.stages.convert.verify import verify_existing
@@ -275,7 +275,7 @@ def find_checkpoint(config: PostTrainConfig) -> Commit | str:
     return commit
 
 
-def recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
+def read_recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
     """Return the Hugging Face directory and the --model-family-path recorded by the checkpoint `convert_load`."""
     checkpoint = find_checkpoint(config)
     if isinstance(checkpoint, Commit):

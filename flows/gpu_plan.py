@@ -157,14 +157,15 @@ def check_memory(plan: GpuPlan) -> None:
     trainer, engine = plan.trainer, plan.engine
     if trainer and trainer.fixed > plan.gpu_bytes:
         raise LayoutError(
-            f"the trainer needs {gib(trainer.fixed)} GiB per GPU (weights {gib(trainer.weights)}, gradients "
-            f"{gib(trainer.gradients)}, optimizer {gib(trainer.optimizer)}), but a GPU has {gib(plan.gpu_bytes)} GiB: "
-            "use more GPUs, larger parallel sizes, or --optimizer-cpu-offload"
+            f"the trainer needs {format_gib(trainer.fixed)} GiB per GPU (weights {format_gib(trainer.weights)}, "
+            f"gradients {format_gib(trainer.gradients)}, optimizer {format_gib(trainer.optimizer)}), "
+            f"but a GPU has {format_gib(plan.gpu_bytes)} GiB: use more GPUs, larger parallel sizes, or "
+            "--optimizer-cpu-offload"
         )
     if engine and engine.weights >= engine.static:
         raise EngineError(
-            f"an engine needs {gib(engine.weights)} GiB per GPU for weights, but its static share "
-            f"(--sglang-mem-fraction-static) is {gib(engine.static)} of {gib(plan.gpu_bytes)} GiB: raise "
+            f"an engine needs {format_gib(engine.weights)} GiB per GPU for weights, but its static share "
+            f"(--sglang-mem-fraction-static) is {format_gib(engine.static)} of {format_gib(plan.gpu_bytes)} GiB: raise "
             "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
         )
 
@@ -173,18 +174,18 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
     """Return a warning if a run may exceed the GPU's memory."""
     if plan.peak <= plan.gpu_bytes:
         return []
-    parts = [f"weights, gradients and optimizer {gib(plan.trainer.fixed)}"] if plan.trainer else []
+    parts = [f"weights, gradients and optimizer {format_gib(plan.trainer.fixed)}"] if plan.trainer else []
     if plan.trainer:
-        parts.append(f"activations and logits {gib(plan.trainer.activations + plan.trainer.temporary)}")
+        parts.append(f"activations and logits {format_gib(plan.trainer.activations + plan.trainer.temporary)}")
     if plan.engine and plan.colocated:
-        parts.append(f"engine {gib(plan.engine.static)}")
+        parts.append(f"engine {format_gib(plan.engine.static)}")
     return [
-        f"a training step may need {gib(plan.peak)} GiB per GPU ({', '.join(parts)}), but a GPU has "
-        f"{gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, or add "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        f"a training step may need {format_gib(plan.peak)} GiB per GPU ({', '.join(parts)}), but a GPU has "
+        f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, "
+        "or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ]
 
 
-def gib(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
     """Return a number of bytes in GiB with one decimal."""
     return f"{num_bytes / GIB:.1f}"

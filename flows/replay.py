@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse(rest)
     placement = placement_options(given)
     check_replay(run, given.run, placement, **options)
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave_flow
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
     from penstock.stages.train.restore import ReplayError
 
     ensure_prefect_api()
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
-        leave_flow()
+        restore_client_settings()
     return 0
 
 
@@ -102,11 +102,11 @@ def replay(
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     last = trained if last is None else last
     begin = newest_checkpoint(store, keys, first)
-    _check_rounds(store, keys, config, first, last, trained, begin)
+    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}")
     rounds: list[ReplayResult] = []
-    with replay_trainer(store, keys, config) as policy:
+    with start_replay_trainer(store, keys, config) as policy:
         for rollout_id in range(begin, last):
             replayed = replay_round_task(policy, begin, rollout_id)
             rounds.append(replayed)
@@ -133,16 +133,16 @@ def replay(
     persist_result=False,
     cache_policy=NO_CACHE,
 )
-def replay_round_task(policy: PolicyRestorer, begin: int, rollout_id: int) -> ReplayResult:
+def replay_round_task(policy: PolicyRestorer, checkpoint_version: int, rollout_id: int) -> ReplayResult:
     """Replay one round with a trainer at policy version `rollout_id`.
 
-    A trainer at another version (at the start, or after a failure) first loads version `begin` and replays all rounds
-    from there to `rollout_id`.
+    A trainer at another version (at the start, or after a failure) first loads version `checkpoint_version` and replays
+    all rounds from there to `rollout_id`.
     """
     state = policy.group.state()
-    if rollout_id == begin or state is None or not state.clean or state.version != rollout_id:
-        policy.load(begin)
-        for before in range(begin, rollout_id):
+    if rollout_id == checkpoint_version or state is None or not state.clean or state.version != rollout_id:
+        policy.load(checkpoint_version)
+        for before in range(checkpoint_version, rollout_id):
             policy.replay_round(before)
     return policy.replay_round(rollout_id)
 
@@ -186,10 +186,10 @@ def check_replay(
     config = _replay_config(run, where, placement)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    _check_rounds(
+    _check_versions_are_replayable(
         store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first)
     )
-    check_layout(_recorded_shape(store, keys), config.train)
+    check_layout(_read_model_shape(store, keys), config.train)
 
 
 def placement_options(given: PostTrainConfig) -> dict[str, Any]:
@@ -218,19 +218,25 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     return validated(values)
 
 
-def _check_rounds(
-    store: Store, keys: RunKeys, config: PostTrainConfig, first: int, last: int, trained: int, begin: int
+def _check_versions_are_replayable(
+    store: Store,
+    keys: RunKeys,
+    config: PostTrainConfig,
+    first_version: int,
+    last_version: int,
+    num_trained: int,
+    checkpoint_version: int,
 ) -> None:
-    """Check that the run has policy versions `first` to `last`, and that its own options, not those of the run it was
-    forked from, trained all rounds from `begin` on."""
-    if not 0 <= first < last <= trained:
+    """Check that the run has policy versions `first_version` to `last_version`, and that its own options, not
+    those of the run it was forked from, trained all rounds from `checkpoint_version` on."""
+    if not 0 <= first_version < last_version <= num_trained:
         raise OptionError(
-            f"run {keys.run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: "
-            f"give --from and --to with 0 <= from < to <= {trained}"
+            f"run {keys.run!r} has trained {num_trained} rounds and cannot be replayed from version {first_version} "
+            f"to {last_version}: give --from and --to with 0 <= from < to <= {num_trained}"
         )
     record = store.read_json(keys.record)
     parent = (record or {}).get("parent")
-    if parent and begin < parent["at"] and last > begin:
+    if parent and checkpoint_version < parent["at"] and last_version > checkpoint_version:
         origin = store.read_json(RunKeys(parent["run"]).record)
         if origin is not None and training_options(validated(origin["config"])) != training_options(config):
             raise RunError(
@@ -242,7 +248,7 @@ def _check_rounds(
 
 
 @contextmanager
-def replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
+def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
     """Start a trainer, and yield a PolicyRestorer that loads and replays policy versions with it.
 
     The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
@@ -254,7 +260,7 @@ def replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iter
 
     spec = TrainerSpec(
         run=keys.run,
-        shape=_recorded_shape(store, keys),
+        shape=_read_model_shape(store, keys),
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -270,7 +276,7 @@ def replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iter
         cluster.stop()
 
 
-def _recorded_shape(store: Store, keys: RunKeys) -> ModelShape:
+def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
     """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
     from penstock.engines.families.shape import ModelShape
 

@@ -36,7 +36,7 @@ def restore(session: Session) -> None:
     session.processes.materialize_fork()
     version = session.num_trained()
     if version < session.config.run.num_rollout:
-        session.processes.trainer_at(version)
+        session.processes.restore_trainer_at(version)
 
 
 @stage("rollout-{rollout_id:06d}")
@@ -60,7 +60,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.connect_for_training,
+                connect=session.processes.training_client_factory,
             )
             round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
             commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
@@ -93,7 +93,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     r = rollout.rollout_id
     prefix = session.keys.step(r)
     commit = session.store.committed(prefix) or session.processes.policy.train_round(r)
-    return step_ref(session.keys, session.record(prefix, commit))
+    return step_ref(session.keys, session.print_and_track(prefix, commit))
 
 
 @stage("publish-{version:06d}")
@@ -109,10 +109,10 @@ def checkpoint(session: Session, version: int) -> None:
     If trainer and engines take turns on the devices, the checkpoint is saved before this returns: the engines must not
     generate meanwhile.
     """
-    if session.config.run.takes_turns:
+    if session.config.run.alternates_trainer_and_engines:
         save(session, version)
     else:
-        session.track_checkpoint(save.submit(session, version))
+        session.set_pending_checkpoint(save.submit(session, version))
 
 
 @stage("checkpoint-{version:06d}")
@@ -121,7 +121,7 @@ def save(session: Session, version: int) -> CheckpointRef:
     prefix = session.keys.checkpoint(version)
     if session.store.committed(prefix) is None:
         session.processes.policy.save_checkpoint(version)
-    commit = session.record(prefix, session.committed(prefix))
+    commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
         expired = expire_checkpoints(session.store, session.keys, keep=run.keep_checkpoints, best=run.keep_best)
@@ -169,7 +169,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                     require_pass_rate=evals.log_passrate,
                 ),
             )
-    session.record(prefix, commit)
+    session.print_and_track(prefix, commit)
     return EvalRef(
         key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"]
     )
@@ -178,7 +178,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
 @stage("eval-{version:06d}")
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
-    with session.processes.engines_shared(version):
+    with session.processes.share_engines_at(version):
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
             score.wait()
@@ -208,13 +208,13 @@ def export(session: Session, version: int) -> CheckpointRef:
         commit = session.processes.cluster.run(
             export_hf,
             session.store,
-            session.committed(checkpoint),
+            session.read_existing_commit(checkpoint),
             export_origin(session.config.convert),
             prefix,
             inputs={"checkpoint": commit_key(checkpoint)},
             timeout=session.config.convert.convert_timeout,
         )
-    session.record(prefix, commit)
+    session.print_and_track(prefix, commit)
     uri = session.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
@@ -238,7 +238,7 @@ def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], 
         if version > 0 and generates:
             stages.append(publish)
         if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
-            stages.insert(0 if run.takes_turns else len(stages), checkpoint)
+            stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores:
             stages.append(evaluate)
@@ -251,7 +251,7 @@ def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], 
 
 def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
     """Show a rollout's commit in the terminal and in MLflow. Return a reference to it."""
-    session.record(prefix, commit)
+    session.print_and_track(prefix, commit)
     return RolloutRef(
         key=commit_key(prefix),
         rollout_id=commit.index,

@@ -93,10 +93,10 @@ def translate_disk_full(place: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise store_full(place) from error
+        raise store_full_error(place) from error
 
 
-def store_full(place: str | Path) -> StoreFull:
+def store_full_error(place: str | Path) -> StoreFull:
     """Return the error for a full disk or quota at `place`, with the free space of the file system."""
     place = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
@@ -210,10 +210,10 @@ def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
         path, record = job
         size = path.stat().st_size if path.is_file() else None
         if size != record.bytes:
-            raise size_mismatch(str(path), record.bytes, size)
+            raise size_mismatch_error(str(path), record.bytes, size)
         xxh3 = hash_file(path)
         if xxh3 != record.xxh3:
-            raise hash_mismatch(str(path), record.xxh3, xxh3)
+            raise hash_mismatch_error(str(path), record.xxh3, xxh3)
 
     in_parallel(verify, files, _NUM_READERS)
 
@@ -228,13 +228,13 @@ def hash_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def size_mismatch(path: str, expected: int, size: int | None) -> StoreError:
+def size_mismatch_error(path: str, expected: int, size: int | None) -> StoreError:
     """Return the error for a committed file that is missing or has another size."""
     state = "is missing" if size is None else f"has {size} bytes"
     return StoreError(f"{path} {state}, but was committed with {expected} bytes: restore it from a backup")
 
 
-def hash_mismatch(path: str, expected: str, found: str) -> StoreError:
+def hash_mismatch_error(path: str, expected: str, found: str) -> StoreError:
     """Return the error for a committed file whose content has changed."""
     return StoreError(f"{path} has hash {found}, but was committed with {expected}: restore it from a backup")
 

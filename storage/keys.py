@@ -10,7 +10,7 @@ RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes of a file name
 
 
-def key_problem(key: str) -> str | None:
+def describe_key_problem(key: str) -> str | None:
     """Return why a store key is invalid, e.g. "is absolute", or None if it is valid. "", the root, is valid."""
     if not key:
         return None
@@ -37,7 +37,7 @@ def validate_key(key: str) -> str:
     Raises:
         ValueError: `key` is invalid.
     """
-    if problem := key_problem(key):
+    if problem := describe_key_problem(key):
         raise ValueError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store")
     return key
 

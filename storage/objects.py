@@ -24,7 +24,14 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-from penstock.storage.disk import CHUNK, hash_file, hash_mismatch, in_parallel, size_mismatch, translate_disk_full
+from penstock.storage.disk import (
+    CHUNK,
+    hash_file,
+    hash_mismatch_error,
+    in_parallel,
+    size_mismatch_error,
+    translate_disk_full,
+)
 from penstock.storage.errors import StoreError, StoreFull
 from penstock.storage.refs import FileRecord
 
@@ -120,7 +127,7 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
         try:
             return call()
         except Exception as error:  # drivers have their own error types
-            if is_permanent(error):
+            if is_permanent_error(error):
                 raise
             spent = time.monotonic() - start
             if number == num_tries or spent > PATIENCE:
@@ -132,10 +139,10 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
     raise AssertionError("unreachable")
 
 
-def is_permanent(error: Exception) -> bool:
+def is_permanent_error(error: Exception) -> bool:
     """Return whether a retry of the failed operation cannot succeed."""
     response = _s3_response(error)
-    if _s3_code(error) in _TRANSIENT_CODES:
+    if _s3_error_code(error) in _TRANSIENT_CODES:
         return False
     if isinstance(error, (StoreError, *_PERMANENT)) or type(error).__name__ in _PERMANENT_NAMES:
         return True
@@ -153,7 +160,7 @@ def _s3_response(error: BaseException) -> dict[str, Any] | None:
     return next((response for response in responses if isinstance(response, dict)), None)
 
 
-def _s3_code(error: BaseException) -> str:
+def _s3_error_code(error: BaseException) -> str:
     """Return the S3 error code, for instance "SlowDown", or ""."""
     return str((_s3_response(error) or {}).get("Error", {}).get("Code", ""))
 
@@ -178,7 +185,7 @@ def create(fs: fsspec.AbstractFileSystem, path: str, data: bytes, num_tries: int
             # by s3fs for MinIO and others (their response lacks the condition's name), either FileExistsError or
             # Azure's ResourceExistsError by adlfs.
             exists = isinstance(error, FileExistsError) or type(error).__name__ == "ResourceExistsError"
-            if not exists and _s3_code(error) not in ("PreconditionFailed", "412"):
+            if not exists and _s3_error_code(error) not in ("PreconditionFailed", "412"):
                 raise
             try:
                 return read(fs, path) == data
@@ -257,7 +264,7 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
     sizes = in_parallel(lambda job: size(fs, job[0]), files, _NUM_RANGES)
     for (path, record, _), stored in zip(files, sizes, strict=True):
         if stored != record.bytes:
-            raise size_mismatch(path, record.bytes, stored)
+            raise size_mismatch_error(path, record.bytes, stored)
     for _, record, target in files:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
@@ -276,7 +283,7 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
             return
         if number == _NUM_DOWNLOADS:
             (path, record, _), xxh3 = wrong[0]
-            raise hash_mismatch(path, record.xxh3, f"{xxh3} (downloaded {number} times)")
+            raise hash_mismatch_error(path, record.xxh3, f"{xxh3} (downloaded {number} times)")
         pending = [job for job, _ in wrong]
 
 

@@ -21,10 +21,10 @@ class StopRequest:
         self._event = threading.Event()
         self._deadline = float("inf")
 
-    def request(self, grace: float) -> None:
-        """Request a stop within `grace` seconds. Later calls have no effect. Safe in a signal handler."""
+    def request(self, grace_seconds: float) -> None:
+        """Request a stop within `grace_seconds` seconds. Later calls have no effect. Safe in a signal handler."""
         if not self._event.is_set():
-            self._deadline = time.monotonic() + grace
+            self._deadline = time.monotonic() + grace_seconds
             self._event.set()
 
     @property
@@ -41,7 +41,7 @@ class StopRequest:
         """Wait at most `timeout` seconds for a request. Return whether a stop was requested."""
         return self._event.wait(timeout)
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise Preempted if a stop was requested. The driver calls it between stages."""
         if self.requested:
             raise Preempted("asked to stop")

@@ -152,9 +152,9 @@ def record_digest(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def digest_matches(data: bytes) -> bool | None:
+def has_matching_digest(commit_json: bytes) -> bool | None:
     """Return whether the digest of a stored commit is correct, or None if it has none (record version 1)."""
-    record = json.loads(data)
+    record = json.loads(commit_json)
     if "digest" not in record and record.get("record_version", 1) == 1:
         return None
     return bool(record.get("digest") == record_digest(record))
@@ -172,9 +172,9 @@ class RunKeys:
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
 
-    def origin(self, name: str) -> str:
-        """Return the key of the record that refers to the model in the role `name`, one of ORIGINS."""
-        return f"{self.prefix}/{name}.json"
+    def origin(self, role: str) -> str:
+        """Return the key of the record that refers to the model in the role `role`, one of ORIGINS."""
+        return f"{self.prefix}/{role}.json"
 
     def rollout(self, rollout_id: int) -> str:
         return f"{self.prefix}/rollouts/{rollout_id:06d}"

@@ -26,7 +26,7 @@ from penstock.storage import disk, objects
 from penstock.storage.disk import hash_file
 from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.keys import key_problem
+from penstock.storage.keys import describe_key_problem
 from penstock.storage.maintenance import leases
 from penstock.storage.refs import Commit, FileRecord, commit_key, decode_record, encode_commit
 from penstock.storage.secret_references import reveal
@@ -85,7 +85,7 @@ class Store:
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         self.uri = self.root if self.is_local else self.fs.unstrip_protocol(self.root)
         if probe:
-            self._probe()
+            self._check_writable_with_conditional_create()
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
@@ -96,7 +96,7 @@ class Store:
         Raises:
             StoreError: the key is invalid, for instance absolute or with a part "..".
         """
-        if problem := key_problem(key):
+        if problem := describe_key_problem(key):
             raise StoreError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store {self.uri}")
         return f"{self.root}/{key}" if key else self.root
 
@@ -144,14 +144,14 @@ class Store:
             and attempt_directory in (prefix, prefix.rpartition("/")[0])
         ):
             failpoint("commit-before-seal")
-            seal = leases.seal_attempt(self, commit)
+            seal = leases.seal_attempt_against_deletion(self, commit)
             failpoint("commit-sealed")
             seal.check()
         created = self.create(commit_key(prefix), encode_commit(commit))
         existing = commit if created else self.committed(prefix)
         assert existing is not None, f"the commit record of {prefix} was neither created nor found"
         if seal is not None:
-            seal.end()
+            seal.delete_lease_and_claim()
         return existing
 
     # ---- files -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Store:
     def read(self, key: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
         try:
-            return self._with_retries(lambda: objects.read(self.fs, self.path(key)), key)
+            return self._access_with_retries(lambda: objects.read(self.fs, self.path(key)), key)
         except FileNotFoundError:
             return None
 
@@ -244,7 +244,7 @@ class Store:
             self.fs.invalidate_cache()  # s3fs caches listings, which lack new files of other processes
             return bool(self.fs.exists(self.path(key)))
 
-        return self._with_retries(request, key)
+        return self._access_with_retries(request, key)
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
@@ -264,7 +264,7 @@ class Store:
             return objects.modification_time(self.fs.info(self.path(key)))
 
         try:
-            return self._with_retries(request, key)
+            return self._access_with_retries(request, key)
         except FileNotFoundError:
             return None
 
@@ -287,7 +287,7 @@ class Store:
             return paths
 
         try:
-            return sorted(Path(entry).name for entry in self._with_retries(request, prefix))
+            return sorted(Path(entry).name for entry in self._access_with_retries(request, prefix))
         except FileNotFoundError:
             return []
 
@@ -302,15 +302,15 @@ class Store:
         names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
         listed = {int(name) for name in names if name.isdigit()}
         if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):
-            return sorted(self._committed_among(prefix, listed))
-        committed = listed | self._committed_among(prefix, set(range(max(listed, default=-1))) - listed)
+            return sorted(self._select_committed(prefix, listed))
+        committed = listed | self._select_committed(prefix, set(range(max(listed, default=-1))) - listed)
         index = max(committed, default=-1) + 1
-        while self._committed_among(prefix, {index}):
+        while self._select_committed(prefix, {index}):
             committed.add(index)
             index += 1
         return sorted(committed)
 
-    def _committed_among(self, prefix: str, indices: set[int]) -> set[int]:
+    def _select_committed(self, prefix: str, indices: set[int]) -> set[int]:
         """Return the subset of `indices` with a commit record. Reads the records instead of listing the directory."""
 
         def is_committed(index: int) -> bool:
@@ -337,7 +337,7 @@ class Store:
             files: dict[str, dict[str, Any]] = self.fs.find(self.path(prefix), detail=True)
             return files
 
-        for name, info in sorted(self._with_retries(request, prefix).items()):
+        for name, info in sorted(self._access_with_retries(request, prefix).items()):
             yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modification_time(info))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -353,7 +353,7 @@ class Store:
 
         def remove(key: str) -> None:
             with suppress(FileNotFoundError):
-                self._with_retries(lambda: self.fs.rm_file(self.path(key)), key)
+                self._access_with_retries(lambda: self.fs.rm_file(self.path(key)), key)
 
         disk.in_parallel(remove, keys, _NUM_REQUESTS)
 
@@ -364,7 +364,7 @@ class Store:
 
     # ---- internals ---------------------------------------------------------------------------------------------------
 
-    def _probe(self) -> None:
+    def _check_writable_with_conditional_create(self) -> None:
         """Check that the store is writable and has conditional create."""
         key, data = f".penstock-probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
         advice = (
@@ -388,7 +388,7 @@ class Store:
         if not created or again:
             raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {advice}")
 
-    def _with_retries(self, call: Callable[[], T], key: str) -> T:
+    def _access_with_retries(self, call: Callable[[], T], key: str) -> T:
         """Return the result of `call`, a read access to `key`; retry transient failures of object stores."""
         try:
             return call() if self.is_local else objects.call_with_retries(call, f"accessing {self.path(key)}")

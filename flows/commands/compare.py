@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
         )
     store = open_store(parse_store(rest, "eval --compare"), probe=False)
-    (title_a, a), (title_b, b) = (find_evaluations(store, policy) for policy in positional)
+    (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
     common = sorted(a.keys() & b.keys())
     if not common:
         raise DataError(
@@ -44,20 +44,20 @@ def main(argv: list[str]) -> int:
         )
     print(f"A = {title_a}, B = {title_b}, in {store.uri}")
     titles = ("data set", "prompts", "A", "B", "B - A", "95 %", "B better", "B worse", "equal")
-    print_table(titles, [_row(store, name, a[name], b[name]) for name in common], numeric=True)
+    print_table(titles, [_comparison_row(store, name, a[name], b[name]) for name in common], numeric=True)
     for title, only in ((title_a, a.keys() - b.keys()), (title_b, b.keys() - a.keys())):
         if only:
             print(f"only {title} was evaluated on {', '.join(sorted(only))}")
     return 0
 
 
-def find_evaluations(store: Store, policy: str) -> tuple[str, dict[str, Commit]]:
+def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
     """Return `RUN/VERSION` and data set -> evaluation of that version; for `RUN`, of its newest evaluated version.
 
     Raises:
         RunError: the run or the version has no finished evaluation.
     """
-    run, slash, version = policy.partition("/")
+    run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
     if store.read(keys.record) is None:
         raise RunError(
@@ -83,14 +83,14 @@ def find_evaluations(store: Store, policy: str) -> tuple[str, dict[str, Commit]]
     return f"{run}/{chosen}", evaluations
 
 
-def _row(store: Store, name: str, a: Commit, b: Commit) -> list[str]:
+def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
     """Return the cells of a data set's row in the table."""
     from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
 
-    check_same_data(name, a, b)
-    comparison = compare_rewards(rewards_by_prompt(store, a), rewards_by_prompt(store, b))
+    check_same_data(data_set, eval_a, eval_b)
+    comparison = compare_rewards(rewards_by_prompt(store, eval_a), rewards_by_prompt(store, eval_b))
     return [
-        name,
+        data_set,
         str(comparison.num_prompts),
         f"{comparison.mean_a:.3f}",
         f"{comparison.mean_b:.3f}",

@@ -19,7 +19,7 @@ import penstock
 from penstock.flows.config import PostTrainConfig, read_toml, validated
 from penstock.flows.options.argv import penstock_command
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import live_drivers
+from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -72,8 +72,8 @@ def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> i
     from penstock.flows.runtime.runner import run_flow
 
     start_time = time.monotonic()
-    mark_directory(directory)
-    model, data = make_inputs(directory / "inputs", seed)
+    create_marked_demo_directory(directory)
+    model, data = make_model_and_data(directory / "inputs", seed)
     print(
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
         f"{MEANING}\n",
@@ -103,7 +103,7 @@ def remove_demo(directory: Path) -> None:
     """
     if not directory.exists() and not directory.is_symlink():
         return
-    check_removable(directory)
+    check_removable_demo(directory)
     for name in SUBDIRECTORIES:
         subdirectory = directory / name
         if subdirectory.is_symlink():
@@ -115,7 +115,7 @@ def remove_demo(directory: Path) -> None:
         directory.rmdir()
 
 
-def check_removable(directory: Path) -> None:
+def check_removable_demo(directory: Path) -> None:
     """Check that a directory was created by a demo that is not running. Raises the same errors as `remove_demo`."""
     resolved = directory.resolve()
     if directory.is_symlink() or any(other.resolve().is_relative_to(resolved) for other in (Path.home(), Path.cwd())):
@@ -132,13 +132,13 @@ def check_removable(directory: Path) -> None:
     if (directory / "store" / "runs").is_dir():
         store = Store(str(directory / "store"), probe=False)
         for run in store.list("runs"):
-            if drivers := live_drivers(store, RunKeys(run)):
+            if drivers := describe_live_drivers(store, RunKeys(run)):
                 raise RunError(
                     f"run {run!r} in {directory / 'store'} is driven by {drivers[0]}: stop it before --fresh removes it"
                 )
 
 
-def mark_directory(directory: Path) -> None:
+def create_marked_demo_directory(directory: Path) -> None:
     """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it.
 
     Raises:
@@ -154,7 +154,7 @@ def mark_directory(directory: Path) -> None:
         ) from error
 
 
-def make_inputs(directory: Path, seed: int) -> tuple[Path, Path]:
+def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
     """Create the tiny model and the data of this seed, unless they exist. Return their directories.
 
     Each directory is written under a temporary name and then renamed, so that a killed demo leaves no partial one.

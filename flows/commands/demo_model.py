@@ -122,9 +122,9 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     sft_skill: `{"messages"}`, every training problem once with its exact answer.
     sft_habit: `{"messages"}`, every training problem four times, with lazy answers.
     """
-    train, heldout = split_problems()
+    train, heldout = make_train_and_heldout_problems()
     rng = random.Random(SPLIT_SEED + 1)
-    habit = [demonstration(row, lazy_answer(row["label"], rng)) for _ in range(4) for row in train]
+    habit = [demonstration(row, random_right_or_rounded_answer(row["label"], rng)) for _ in range(4) for row in train]
     skill = [demonstration(row, row["label"]) for row in train]
     Path(directory).mkdir(parents=True, exist_ok=True)
     files = {}
@@ -134,7 +134,7 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     return files
 
 
-def split_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
+def make_train_and_heldout_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
     """Return training and held-out problems: all a+b and a-b with a in 0..99, b in 0..9 and a result >= 0, shuffled."""
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
     rows += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
@@ -142,7 +142,7 @@ def split_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
     return rows[num_heldout:], rows[:num_heldout]
 
 
-def lazy_answer(label: str, rng: random.Random, p_right: float = 0.3) -> str:
+def random_right_or_rounded_answer(label: str, rng: random.Random, p_right: float = 0.3) -> str:
     """Return the exact answer with probability `p_right`, else the answer with its units dropped (45 becomes 40)."""
     return label if rng.random() < p_right else label[:-1] + "0"
 

@@ -118,7 +118,7 @@ def check_torch() -> list[Finding]:
         "import torch; n = torch.cuda.device_count(); "
         "print(torch.__version__, '|', ', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'no GPU')"
     )
-    return [_run_python("torch works", "-c", code, advice=SETUP)]
+    return [_check_with_script("torch works", "-c", code, advice=SETUP)]
 
 
 def check_megatron() -> list[Finding]:
@@ -128,7 +128,7 @@ def check_megatron() -> list[Finding]:
         "from megatron.core.models.gpt import GPTModel; "
         "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
     )
-    return [_run_python("Megatron-core works", "-c", code, advice=SETUP)]
+    return [_check_with_script("Megatron-core works", "-c", code, advice=SETUP)]
 
 
 def check_sglang() -> list[Finding]:
@@ -136,7 +136,7 @@ def check_sglang() -> list[Finding]:
     from penstock.engines.sglang.server import LAUNCHER
 
     advice = f"{SETUP}; without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
-    finding = _run_python("SGLang works", str(LAUNCHER), "--help", advice=advice)
+    finding = _check_with_script("SGLang works", str(LAUNCHER), "--help", advice=advice)
     return [replace(finding, found=f"serves with sglang {version('sglang')}") if finding.ok else finding]
 
 
@@ -200,12 +200,12 @@ def check_ports() -> list[Finding]:
     return findings or [Finding("listening ports", True, "no run or service of this user is active")]
 
 
-def _run_python(what: str, *args: str, advice: str) -> Finding:
+def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
     """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output."""
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
     return Finding(
-        what, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice
+        check_name, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice
     )
 
 

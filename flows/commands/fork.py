@@ -21,15 +21,15 @@ from typing import Any
 from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
-from penstock.flows.options.flags import store_config, with_options
+from penstock.flows.options.flags import store_config, updated_by_argv
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.runtime.runs import create_record, open_store, read_flow_and_config, read_record
+from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import in_parallel
 from penstock.storage.errors import OptionError, RunError, StoreError
-from penstock.storage.maintenance.removal import describe_remover, is_removed
-from penstock.storage.maintenance.retention import fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, digest_matches
+from penstock.storage.maintenance.removal import describe_removing_process, is_removed
+from penstock.storage.maintenance.retention import unfinished_fork_key
+from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
 from penstock.storage.store import Store
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -67,11 +67,11 @@ def main(argv: list[str]) -> int:
     where = store_config(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
-    check_trained(store, RunKeys(old), at)
+    check_rounds_are_trained(store, RunKeys(old), at)
     config = forked_config(parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    shared = fork(store, flow, parent, config, at, restart_data=restarts_data(parent, config, given))
+    shared = fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
         print(f"  {flag(field)}: {before!r} -> {after!r}")
@@ -94,29 +94,29 @@ def fork(
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    check_trained(store, old, at)
-    entry = parent_field(store, parent, at, restart_data)
-    reserve_name(store, new, {"flow": flow, "config": _recorded_values(config), "parent": entry})
-    if is_removed(store, old) or describe_remover(store, old):
-        store.delete([fork_key(new)])
+    check_rounds_are_trained(store, old, at)
+    entry = make_parent_record(store, parent, at, restart_data)
+    reserve_run_name(store, new, {"flow": flow, "config": _config_to_json_values(config), "parent": entry})
+    if is_removed(store, old) or describe_removing_process(store, old):
+        store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
-        prefixes = [prefix for prefix in committed_prefixes(store, old) if _is_shared(old, prefix, at)]
-        in_parallel(lambda prefix: share_commit(store, old, new, prefix), prefixes, _NUM_COPIES)
+        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at)]
+        in_parallel(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
         same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
         for name in ("base", *dict(same_auxiliary)):
             if model := store.read(old.origin(name)):  # missing if the parent has not converted its model yet
                 store.create(new.origin(name), model)
-        create_record(store, flow, config, parent=entry)
-    store.delete([fork_key(new)])
-    shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _is_shared(new, prefix, at)]
+        create_run_record(store, flow, config, parent=entry)
+    store.delete([unfinished_fork_key(new)])
+    shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at)]
     return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
 
 
 # ---- the new run's config --------------------------------------------------------------------------------------------
 
 
-def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at: int) -> PostTrainConfig:
+def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> PostTrainConfig:
     """Return the parent's config with the options given on the command line.
 
     Raises:
@@ -125,23 +125,24 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at: i
     given = flags.parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
-    config = with_options(parent, argv)
+    config = updated_by_argv(parent, argv)
     config = with_absolute_paths(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
-    if config.run.num_rollout < at:
+    if config.run.num_rollout < at_round:
         raise OptionError(
-            f"--num-rollout {config.run.num_rollout} is less than the {at} shared rounds: give at least {at}"
+            f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "
+            f"give at least {at_round}"
         )
     return config
 
 
-def restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given: flags.Values) -> bool:
+def fork_restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given_values: flags.Values) -> bool:
     """Return whether the fork's data restarts at the first row.
 
     This is so if the order or the columns differ, or if --prompt-data is given, even with the same files: their rows
     may have changed.
     """
     order_changed = any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
-    return order_changed or "prompt_data" in given.get("rollout", {})
+    return order_changed or "prompt_data" in given_values.get("rollout", {})
 
 
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
@@ -152,7 +153,7 @@ def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tu
     return [(name, old, new) for name, old, new in values if old != new]
 
 
-def _recorded_values(config: PostTrainConfig) -> dict[str, Any]:
+def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:
     """Return section -> option -> JSON value, without the store options."""
     return config.model_dump(mode="json", exclude={"run": {"store_options"}})  # may contain credentials
 
@@ -160,71 +161,71 @@ def _recorded_values(config: PostTrainConfig) -> dict[str, Any]:
 # ---- the new run's records -------------------------------------------------------------------------------------------
 
 
-def parent_field(store: Store, parent: PostTrainConfig, at: int, restart_data: bool) -> dict[str, Any]:
+def make_parent_record(store: Store, parent: PostTrainConfig, at_round: int, restart_data: bool) -> dict[str, Any]:
     """Return the `parent` field of the new run's record."""
     record = store.read_json(RunKeys(parent.run.run).record)
     assert record is not None, "main has read the record"
     earlier = record.get("parent")
-    restarts = [round_ for round_ in (earlier or {}).get("restarts", []) if round_ < at]
+    restarts = [round_ for round_ in (earlier or {}).get("restarts", []) if round_ < at_round]
     return {
         "run": parent.run.run,
-        "at": at,
+        "at": at_round,
         "restart_data": restart_data,
-        "restarts": [*restarts, at] if restart_data else restarts,
-        "config": _recorded_values(parent),
+        "restarts": [*restarts, at_round] if restart_data else restarts,
+        "config": _config_to_json_values(parent),
         "parent": earlier,
     }
 
 
-def check_trained(store: Store, keys: RunKeys, at: int) -> None:
-    """Check that a run has trained the first `at` rounds. Raises RunError."""
+def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> None:
+    """Check that a run has trained the first `num_rounds` rounds. Raises RunError."""
     num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    if at > num_trained:
+    if num_rounds > num_trained:
         raise RunError(
-            f"run {keys.run!r} has {num_trained} trained rounds: --at takes at most {num_trained}; found {at}"
+            f"run {keys.run!r} has {num_trained} trained rounds: --at takes at most {num_trained}; found {num_rounds}"
         )
 
 
-def reserve_name(store: Store, new: RunKeys, plan: dict[str, Any]) -> None:
-    """Reserve the new run's name by creating `plan` as its fork.json. Raises RunError if the name is taken."""
+def reserve_run_name(store: Store, new: RunKeys, fork_record: dict[str, Any]) -> None:
+    """Reserve the new run's name by creating `fork_record` as its fork.json. Raises RunError if the name is taken."""
     existing = read_record(store, new)
     if is_removed(store, new):
         raise RunError(
             f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or give another --name"
         )
     if existing is None:
-        if store.list(new.prefix) and store.read(fork_key(new)) is None:
+        if store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
             raise RunError(f"{store.path(new.prefix)} contains files that are not of a fork: give another --name")
-        store.create(fork_key(new), json.dumps(plan, indent=1).encode())
-        existing = store.read_json(fork_key(new)) or store.read_json(new.record) or {}
-    if {key: existing.get(key) for key in plan} != json.loads(json.dumps(plan)):
+        store.create(unfinished_fork_key(new), json.dumps(fork_record, indent=1).encode())
+        existing = store.read_json(unfinished_fork_key(new)) or store.read_json(new.record) or {}
+    if {key: existing.get(key) for key in fork_record} != json.loads(json.dumps(fork_record)):
         state = "exists already" if store.read(new.record) else "is another unfinished fork (`penstock gc` removes it)"
         raise RunError(f"run {new.run!r} {state}: give another --name")
 
 
-def _is_shared(old: RunKeys, prefix: str, at: int) -> bool:
-    """Return whether a fork at round `at` shares the commit at `prefix` of the run `old`."""
-    directory, index = prefix.removeprefix(f"{old.prefix}/").split("/")[:2]
-    return directory in _LAST_SHARED and int(index) <= at + _LAST_SHARED[directory]
+def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
+    """Return whether a fork at round `at_round` shares the commit at `prefix` of the run `parent`."""
+    directory, index = prefix.removeprefix(f"{parent.prefix}/").split("/")[:2]
+    return directory in _LAST_SHARED and int(index) <= at_round + _LAST_SHARED[directory]
 
 
-def share_commit(store: Store, old: RunKeys, new: RunKeys, prefix: str) -> None:
+def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: str) -> None:
     """Copy a commit record to the new run. The copy refers to the same files and to the new run's keys of inputs."""
-    target = new.prefix + prefix.removeprefix(old.prefix)
+    target = forked.prefix + prefix.removeprefix(parent.prefix)
     data = store.read(commit_key(prefix))
     if data is None:
         return  # a checkpoint that has expired meanwhile
     commit = decode_record(Commit, commit_key(prefix), data)
-    if digest_matches(data) is False:  # the copy gets a new digest, so the damage could not be detected
+    if has_matching_digest(data) is False:  # the copy gets a new digest, so the damage could not be detected
         raise StoreError(
             f"{commit_key(prefix)} has changed since it was written: restore it from a backup "
-            f"(`penstock verify {old.run}` lists the damage)"
+            f"(`penstock verify {parent.run}` lists the damage)"
         )
     inputs = {
-        role: new.prefix + key.removeprefix(old.prefix) if key.startswith(f"{old.prefix}/") else key
+        role: forked.prefix + key.removeprefix(parent.prefix) if key.startswith(f"{parent.prefix}/") else key
         for role, key in commit.inputs.items()
     }
-    copy = commit.model_copy(update={"run": new.run, "inputs": inputs})
+    copy = commit.model_copy(update={"run": forked.run, "inputs": inputs})
     existing = store.commit(target, copy)
     assert existing.model_dump_json() == copy.model_dump_json(), f"{target} differs although this fork owns the name"
     if commit.kind == "checkpoint" and store.committed(prefix) is None:

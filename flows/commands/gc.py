@@ -12,12 +12,12 @@ from penstock.flows.commands import residue
 from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store
 from penstock.flows.runtime.display import print_table
-from penstock.flows.runtime.runs import existing_run, open_store
+from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.leases import store_time
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.removal import translate_write_errors
-from penstock.storage.maintenance.retention import finish_expiries
+from penstock.storage.maintenance.retention import finish_interrupted_expiries
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     store = open_store(parse_store(rest, "gc"), probe=False)
     run = positional[0] if positional else None
     if run is not None:
-        existing_run(store, run)
+        keys_of_existing_run(store, run)
     found = find_orphans(store, run, older_than=older_than)
     removed = None
     if "--delete" in own:
@@ -57,37 +57,37 @@ def main(argv: list[str]) -> int:
             removed = delete_orphans(store, found, run, older_than)
     print_orphans(store, found, removed)
     if run is None:
-        residue.print_residue(delete="--delete" in own)
+        residue.print_or_delete_residue(delete="--delete" in own)
     return 0
 
 
-def delete_orphans(store: Store, found: list[Orphan], run: str | None, older_than: float) -> set[str]:
-    """Delete the orphans in `found`, except those that came into use since. Return the keys of the deleted ones."""
+def delete_orphans(store: Store, orphans: list[Orphan], run: str | None, min_age_seconds: float) -> set[str]:
+    """Delete the orphans in `orphans`, except those that came into use since. Return the keys of the deleted ones."""
     for name in [run] if run else store.list("runs"):
-        finish_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
+        finish_interrupted_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
     now = store_time(store)
-    remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=older_than, now=now)}
+    remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=min_age_seconds, now=now)}
     # Unfinished attempts last: removing one writes a claim file, which needs disk space.
     simple_first = sorted(remaining.values(), key=lambda orphan: orphan.kind == "unfinished attempt")
     removed = {orphan.key for orphan in simple_first if remove_orphan(store, orphan, now)}
     return removed | {
-        orphan.key for orphan in found if orphan.kind == "expired checkpoint" and orphan.key not in remaining
+        orphan.key for orphan in orphans if orphan.kind == "expired checkpoint" and orphan.key not in remaining
     }
 
 
-def print_orphans(store: Store, found: list[Orphan], removed: set[str] | None) -> None:
-    """Print a table of the orphans. `removed`: keys of the removed ones, or None without --delete."""
-    if not found:
+def print_orphans(store: Store, orphans: list[Orphan], removed_keys: set[str] | None) -> None:
+    """Print a table of the orphans. `removed_keys`: keys of the removed ones, or None without --delete."""
+    if not orphans:
         print(f"no unneeded files in {store.uri}")
         return
     rows = []
-    for orphan in found:
+    for orphan in orphans:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(orphan.modified))
-        kept = " (in use, kept)" if removed is not None and orphan.key not in removed else ""
+        kept = " (in use, kept)" if removed_keys is not None and orphan.key not in removed_keys else ""
         size = format_bytes(orphan.bytes)
         rows.append((orphan.kind + kept, orphan.key, str(len(orphan.files)), size, changed))
     print_table(("what", "where", "files", "size", "last change"), rows, width=200)
-    counted = [orphan for orphan in found if removed is None or orphan.key in removed]
+    counted = [orphan for orphan in orphans if removed_keys is None or orphan.key in removed_keys]
     num_bytes = sum(orphan.bytes for orphan in counted)
     total = f"{sum(len(orphan.files) for orphan in counted)} files, {format_bytes(num_bytes)}"
-    print(f"{total}; nothing was removed: give --delete to remove them" if removed is None else f"{total} removed")
+    print(f"{total}; nothing was removed: give --delete to remove them" if removed_keys is None else f"{total} removed")

@@ -44,7 +44,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
         roots: the parent processes; by default all runs and services of this user.
     """
     family = {}
-    for root in own_root_processes() if roots is None else roots:
+    for root in penstock_processes_of_this_user() if roots is None else roots:
         family[root.pid] = root
         with suppress(psutil.Error):
             family |= {child.pid: child for child in root.children(recursive=True)}
@@ -53,7 +53,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
         try:
             command_line, name = " ".join(process.cmdline()), process.name()
             sockets = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
-            protection = protection_of(command_line, process.environ()) if sockets else ""
+            protection = describe_port_authentication(command_line, process.environ()) if sockets else ""
         except psutil.Error:  # the process has ended, or is another user's
             continue
         for host, port in sockets:
@@ -65,7 +65,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
     return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
 
 
-def own_root_processes() -> list[psutil.Process]:
+def penstock_processes_of_this_user() -> list[psutil.Process]:
     """Return this user's `penstock` processes: commands and `make up`."""
     me = psutil.Process().uids().real
     roots = []
@@ -80,7 +80,7 @@ def own_root_processes() -> list[psutil.Process]:
     return roots
 
 
-def protection_of(command: str, environment: dict[str, str]) -> str:
+def describe_port_authentication(command: str, environment: dict[str, str]) -> str:
     """Return the authentication of a process's ports, by its command line (PROTECTIONS), or "" if there is none."""
     for mark, protection, variable in PROTECTIONS:
         if mark in command:

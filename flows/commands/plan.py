@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, validated
-from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, gib, gpu_plan, microbatch_tokens
+from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, gpu_plan, microbatch_tokens
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.display import print_table
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     if positional:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
-    set_gpus(values, own)
+    distribute_gpus(values, own)
     config = validated(values)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
@@ -44,30 +44,32 @@ def main(argv: list[str]) -> int:
     check_layout(shape, config.train)
     if flow != "sft":
         check_engine_gpus(config, shape)
-    plan = gpu_plan(flow, config, shape, gpu_bytes_of(own))
-    show(plan, config)
-    return 0 if fits(plan) else 1
+    plan = gpu_plan(flow, config, shape, gpu_bytes_from_flags(own))
+    print_plan(plan, config)
+    return 0 if plan_fits(plan) else 1
 
 
-def set_gpus(values: dict[str, dict[str, Any]], own: Mapping[str, str]) -> None:
+def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str, str]) -> None:
     """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus leaves.
 
     Args:
         values: section -> option -> value, updated in place.
-        own: flags of this command.
+        flag_values: flags of this command.
     """
-    if "--num-gpus" not in own:
-        if "--num-gpus-per-node" in own:
+    if "--num-gpus" not in flag_values:
+        if "--num-gpus-per-node" in flag_values:
             raise OptionError("--num-gpus-per-node has no effect without --num-gpus: add --num-gpus")
         return
-    total = _positive("--num-gpus", own["--num-gpus"])
+    total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")
     trainer = total - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
         raise OptionError(
             f"--num-gpus {total} leaves no GPU for the trainer beside --rollout-num-gpus {engines}: raise --num-gpus"
         )
-    per_node = _positive("--num-gpus-per-node", own.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer))))
+    per_node = _parse_positive_integer(
+        "--num-gpus-per-node", flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
+    )
     if trainer % per_node:
         raise OptionError(
             f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: change it or --num-gpus"
@@ -75,22 +77,22 @@ def set_gpus(values: dict[str, dict[str, Any]], own: Mapping[str, str]) -> None:
     values.setdefault("train", {}).update(actor_num_nodes=trainer // per_node, actor_num_gpus_per_node=per_node)
 
 
-def gpu_bytes_of(own: Mapping[str, str]) -> int:
+def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
     """Return the memory of one GPU in bytes: --gpu-memory-gib, else the smallest GPU here, else 80 GiB."""
-    if "--gpu-memory-gib" not in own:
+    if "--gpu-memory-gib" not in flag_values:
         return min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
-    size = parse_number("--gpu-memory-gib", own["--gpu-memory-gib"])
+    size = parse_number("--gpu-memory-gib", flag_values["--gpu-memory-gib"])
     if not size:
         raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
     return round(size * GIB)
 
 
-def fits(plan: GpuPlan) -> bool:
+def plan_fits(plan: GpuPlan) -> bool:
     """Return whether the run fits: its peak in the GPU, and the engine's weights in the engine's share."""
     return plan.peak <= plan.gpu_bytes and not (plan.engine and plan.engine.weights >= plan.engine.static)
 
 
-def show(plan: GpuPlan, config: PostTrainConfig) -> None:
+def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     """Print the table and the verdict."""
     rows: list[Row] = []
     if plan.trainer:
@@ -98,24 +100,30 @@ def show(plan: GpuPlan, config: PostTrainConfig) -> None:
     if plan.engine:
         engine, share = plan.engine, plan.engine.static / plan.gpu_bytes
         rows += [
-            ("engine, weights", gib(engine.weights), f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine"),
-            ("engine, KV cache", gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
-            ("engine", gib(engine.static), f"static share {share:.2f} of the GPU"),
+            (
+                "engine, weights",
+                format_gib(engine.weights),
+                f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine",
+            ),
+            ("engine, KV cache", format_gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
+            ("engine", format_gib(engine.static), f"static share {share:.2f} of the GPU"),
         ]
     if plan.trainer and plan.engine:
         separate = max(plan.trainer.total, plan.engine.static)
         rows += [
-            _compare("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
-            _compare("shared GPU, each offloaded in turn", plan.colocated_peak_bytes(True, True), plan.gpu_bytes),
-            _compare("separate GPUs, the larger", separate, plan.gpu_bytes),
+            _row_with_verdict("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
+            _row_with_verdict(
+                "shared GPU, each offloaded in turn", plan.colocated_peak_bytes(True, True), plan.gpu_bytes
+            ),
+            _row_with_verdict("separate GPUs, the larger", separate, plan.gpu_bytes),
         ]
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
     if plan.engine and plan.engine.weights >= plan.engine.static:
         verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
     else:
-        verdict = "fits" if fits(plan) else "does not fit"
-        verdict += f": a GPU {placement} needs an estimated {gib(plan.peak)} of {gib(plan.gpu_bytes)} GiB"
+        verdict = "fits" if plan_fits(plan) else "does not fit"
+        verdict += f": a GPU {placement} needs an estimated {format_gib(plan.peak)} of {format_gib(plan.gpu_bytes)} GiB"
     print(verdict)
 
 
@@ -131,29 +139,29 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
     recompute = train.megatron.get("recompute_granularity", "none")
     models = " of policy and critic" if train.uses_critic else ""
     return [
-        ("trainer, weights", gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
-        ("trainer, gradients", gib(trainer.gradients), ""),
-        ("trainer, optimizer", gib(trainer.optimizer), "fp32 weights and moments, sharded"),
+        ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
+        ("trainer, gradients", format_gib(trainer.gradients), ""),
+        ("trainer, optimizer", format_gib(trainer.optimizer), "fp32 weights and moments, sharded"),
         (
             "trainer, activations",
-            gib(trainer.activations),
+            format_gib(trainer.activations),
             f"{microbatch_tokens(config):,} tokens; recompute {recompute}",
         ),
         (
             "trainer, temporary",
-            gib(trainer.temporary),
+            format_gib(trainer.temporary),
             f"logits of {train.log_probs_chunk_size:,} tokens, or one layer",
         ),
-        ("trainer, CUDA and fragmentation", gib(RUNTIME), "measured"),
-        ("trainer", gib(trainer.total), sizes),
+        ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
+        ("trainer", format_gib(trainer.total), sizes),
     ]
 
 
-def _compare(what: str, peak: int, gpu_bytes: int) -> Row:
-    return what, gib(peak), "fits" if peak <= gpu_bytes else f"exceeds {gib(gpu_bytes)}"
+def _row_with_verdict(what: str, peak: int, gpu_bytes: int) -> Row:
+    return what, format_gib(peak), "fits" if peak <= gpu_bytes else f"exceeds {format_gib(gpu_bytes)}"
 
 
-def _positive(name: str, text: str) -> int:
+def _parse_positive_integer(name: str, text: str) -> int:
     number = parse_integer(name, text)
     if not number:
         raise OptionError(f"{name} 0 is not a number of GPUs: give a positive number")

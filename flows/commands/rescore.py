@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             f"{short_repr(positional[0])} is not an option: "
             "penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options]"
         )
-    given, run = scoring_options(rest), check_run_name(own["--rescore"], "--rescore")
+    given, run = parse_scoring_options(rest), check_run_name(own["--rescore"], "--rescore")
     _, config = read_flow_and_config(given.run, run)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     chosen = select_evaluations(store, keys, own.get("--version"), own.get("--dataset"))
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def scoring_options(argv: list[str]) -> PostTrainConfig:
+def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     """Return the config given on the command line. Raises OptionError for an option that does not affect scoring."""
     values = flags.parse_values(argv)
     for section, entries in values.items():
@@ -93,14 +93,14 @@ def scoring_options(argv: list[str]) -> PostTrainConfig:
     return given
 
 
-def select_evaluations(store: Store, keys: RunKeys, version: str | None, name: str | None) -> list[tuple[int, str]]:
+def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_set: str | None) -> list[tuple[int, str]]:
     """Return a run's evaluations as (policy version, data set), except rescored ones.
 
     Args:
         store: the run's store.
         keys: the run's keys.
         version: only this policy version; None for all.
-        name: only this data set; None for all.
+        data_set: only this data set; None for all.
 
     Raises:
         RunError: no evaluation matches.
@@ -114,7 +114,7 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, name: s
         for entry in store.list(f"{keys.prefix}/evals/{index}")
         if entry.endswith(suffix) and "@" not in entry
     ]
-    chosen = [(v, n) for v, n in evaluated if version in (None, str(v)) and name in (None, n)]
+    chosen = [(v, n) for v, n in evaluated if version in (None, str(v)) and data_set in (None, n)]
     if not chosen:
         existing = ", ".join(f"{v} {n}" for v, n in evaluated) or "none"
         raise RunError(
@@ -123,21 +123,25 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, name: s
     return chosen
 
 
-def scoring_settings(config: PostTrainConfig, given: PostTrainConfig, name: str) -> tuple[Scoring, Any]:
+def merge_scoring_settings(
+    run_config: PostTrainConfig, given_config: PostTrainConfig, data_set: str
+) -> tuple[Scoring, Any]:
     """Return the scoring settings and the grader's config of a data set: the run's, updated by the given options."""
     from penstock.stages.eval.rescore import Scoring
 
-    evals, options = config.eval, given.rollout
-    rollout = config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data).get(name, ""), name))
+    evals, options = run_config.eval, given_config.rollout
+    rollout = run_config.rollout.model_copy(
+        update=evals.overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
+    )
     update: dict[str, Any] = {key: getattr(options, key) for key in options.model_fields_set}
-    if rm_type := given.eval.eval_rm_type or options.rm_type:
+    if rm_type := given_config.eval.eval_rm_type or options.rm_type:
         update |= {"rm_type": rm_type, "custom_rm_path": None}
     elif options.custom_rm_path:
         update["rm_type"] = None
-    if given.eval.eval_reward_key:
-        update["reward_key"] = given.eval.eval_reward_key
+    if given_config.eval.eval_reward_key:
+        update["reward_key"] = given_config.eval.eval_reward_key
     rollout = rollout.model_copy(update=update)
-    threshold = given.eval.pass_threshold
+    threshold = given_config.eval.pass_threshold
     scoring = Scoring(
         rm_type=rollout.rm_type,
         custom_rm_path=rollout.custom_rm_path,
@@ -145,28 +149,28 @@ def scoring_settings(config: PostTrainConfig, given: PostTrainConfig, name: str)
         rm_model_path=rollout.rm_model_path,
         rm_url=rollout.rm_url,
         evaluated_integers=rollout.rm_evaluated_integers,
-        pass_threshold=evals.settings(name).get("pass_threshold") if threshold is None else threshold,
+        pass_threshold=evals.settings(data_set).get("pass_threshold") if threshold is None else threshold,
     )
     return scoring, rollout
 
 
 def rescore_evaluation(
-    store: Store, keys: RunKeys, config: PostTrainConfig, given: PostTrainConfig, version: int, name: str
+    store: Store, keys: RunKeys, run_config: PostTrainConfig, given_config: PostTrainConfig, version: int, data_set: str
 ) -> Commit:
     """Score one evaluation again. Return the commit of the new scores."""
     from penstock.stages.eval.rescore import StoredEval, rescore_stage
-    from penstock.stages.rewards.grading import check_reward
+    from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.group import make_grader
 
-    scoring, rollout = scoring_settings(config, given, name)
-    check_reward(rollout)
+    scoring, rollout = merge_scoring_settings(run_config, given_config, data_set)
+    check_reward_options(rollout)
     with make_grader(rollout) as grader:
         return rescore_stage(
             store,
-            StoredEval(keys, version, name),
+            StoredEval(keys, version, data_set),
             scoring,
             grader,
             max_response_len=rollout.rollout_max_response_len,
-            require_pass_rate=given.eval.log_passrate,
+            require_pass_rate=given_config.eval.log_passrate,
             code_version=code_version(),
         )

@@ -30,7 +30,9 @@ class Residue:
     modified: float  # seconds since the epoch
 
 
-def find_residue(base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Residue]:
+def find_files_of_dead_processes(
+    base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")
+) -> list[Residue]:
     """Return the files and directories that dead processes of this user left, oldest first.
 
     Args:
@@ -40,9 +42,9 @@ def find_residue(base: Path | None = None, ray: Path | None = None, shm: Path = 
         shm: mount point of shared memory.
     """
     base = base or scratch.temp_base_directory()
-    found = [_measured_residue("temporary directory", path) for path in scratch.abandoned_temp_directories(base)]
-    found += [_measured_residue("Ray session", path) for path in _dead_sessions(ray or base / "ray")]
-    found += [_measured_residue("shared memory", path) for path in _unmapped_files(shm)]
+    found = [_measure_residue("temporary directory", path) for path in scratch.abandoned_temp_directories(base)]
+    found += [_measure_residue("Ray session", path) for path in _dead_ray_sessions(ray or base / "ray")]
+    found += [_measure_residue("shared memory", path) for path in _unmapped_engine_files(shm)]
     return sorted(found, key=lambda residue: residue.modified)
 
 
@@ -51,39 +53,39 @@ def remove_residue(residue: Residue) -> bool:
     if residue.kind == "temporary directory":
         return scratch.remove_if_abandoned(residue.path)
     if residue.kind == "Ray session":
-        if residue.path not in _dead_sessions(residue.path.parent):
+        if residue.path not in _dead_ray_sessions(residue.path.parent):
             return False
         shutil.rmtree(residue.path, ignore_errors=True)
         return not residue.path.exists()
-    if residue.path not in _unmapped_files(residue.path.parent):
+    if residue.path not in _unmapped_engine_files(residue.path.parent):
         return False
     residue.path.unlink(missing_ok=True)
     return True
 
 
-def _dead_sessions(directory: Path) -> list[Path]:
+def _dead_ray_sessions(directory: Path) -> list[Path]:
     """Return Ray's session folders whose driver (the pid in the name) is dead and that no command line contains."""
     candidates = [
         path
-        for path in _own_entries(directory)
+        for path in _entries_of_this_user(directory)
         if (match := _SESSION.match(path.name)) and not Path(f"/proc/{match['pid']}").exists()
     ]
     if not candidates:
         return []
-    commands = [text for process in _processes() if (text := _read_proc_file(process / "cmdline"))]
+    commands = [text for process in _proc_directories() if (text := _read_proc_file(process / "cmdline"))]
     return [path for path in candidates if not any(path.name in command for command in commands)]
 
 
-def _unmapped_files(shm: Path) -> list[Path]:
+def _unmapped_engine_files(shm: Path) -> list[Path]:
     """Return files of engines in shared memory that no process has mapped."""
-    candidates = [path for path in _own_entries(shm) if _ENGINE_FILE.match(path.name)]
+    candidates = [path for path in _entries_of_this_user(shm) if _ENGINE_FILE.match(path.name)]
     if not candidates:
         return []
     used = mapped_paths()
     return [] if used is None else [path for path in candidates if str(path) not in used]
 
 
-def _own_entries(directory: Path) -> list[Path]:
+def _entries_of_this_user(directory: Path) -> list[Path]:
     """Return the entries of a directory that belong to this user, without links."""
     if not directory.is_dir():
         return []
@@ -93,7 +95,7 @@ def _own_entries(directory: Path) -> list[Path]:
 def mapped_paths() -> set[str] | None:
     """Return the files that this user's processes map into memory, None if those of a Python process are unreadable."""
     paths: set[str] = set()
-    for process in _processes():
+    for process in _proc_directories():
         try:
             if process.stat().st_uid != os.geteuid():
                 continue
@@ -112,7 +114,7 @@ def mapped_paths() -> set[str] | None:
     return paths
 
 
-def _processes() -> list[Path]:
+def _proc_directories() -> list[Path]:
     return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
@@ -126,14 +128,14 @@ def _read_proc_file(path: Path) -> str | None:
         return None
 
 
-def _measured_residue(kind: str, path: Path) -> Residue:
+def _measure_residue(kind: str, path: Path) -> Residue:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
     return Residue(kind, path, sum(file.stat().st_size for file in files), path.stat().st_mtime)
 
 
-def print_residue(*, delete: bool) -> None:
+def print_or_delete_residue(*, delete: bool) -> None:
     """Print the files that dead processes of this user left on this machine; with `delete` remove them."""
-    found = find_residue()
+    found = find_files_of_dead_processes()
     removed = [residue for residue in found if delete and remove_residue(residue)]
     for residue in found:
         state = "" if not delete else " (removed)" if residue in removed else " (in use now, kept)"

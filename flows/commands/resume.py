@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import parse_run_argument, split_args
-from penstock.flows.options.flags import parse_values, store_config, with_options
+from penstock.flows.options.flags import parse_values, store_config, updated_by_argv
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.errors import OptionError
@@ -23,10 +23,10 @@ def main(argv: list[str]) -> int:
         InputError: the run does not exist, or an option is given that a resumed run cannot change.
     """
     positional, _, rest = split_args(argv, {})
-    return run_flow(*resumed_config(parse_run_argument("resume", positional), rest))
+    return run_flow(*read_flow_and_resumed_config(parse_run_argument("resume", positional), rest))
 
 
-def resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
+def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
     """Return the flow name and the config of a run, updated by the options of `penstock resume`.
 
     Raises:
@@ -37,4 +37,4 @@ def resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")
     flow, config = read_flow_and_config(store_config(given), run)
-    return flow, with_options(config, argv)
+    return flow, updated_by_argv(config, argv)

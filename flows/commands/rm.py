@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from penstock.flows.options.argv import format_bytes, split_args
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import existing_run, open_store, remove_with_tracking
+from penstock.flows.runtime.runs import keys_of_existing_run, open_store, remove_run_and_tracking
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.removal import is_removed, translate_write_errors
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     if own.get("--yes", run) != run:
         raise OptionError(f"--yes {own['--yes']} does not match the run {run!r} to be removed: give --yes {run}")
     store = open_store(parse(rest).run, probe=False)
-    keys = existing_run(store, run)
+    keys = keys_of_existing_run(store, run)
     if not is_removed(store, keys) and "--yes" not in own:
         kinds = [prefix.split("/")[2] for prefix in committed_prefixes(store, keys)]
         if any(kind in _ROUNDS for kind in kinds):
@@ -45,6 +45,6 @@ def main(argv: list[str]) -> int:
                 f"run {run!r} has {num_rounds} trained rounds and {len(kinds)} commits: confirm with --yes {run}"
             )
     with translate_write_errors(store):
-        freed = remove_with_tracking(store, keys)
+        freed = remove_run_and_tracking(store, keys)
     print(f"run {run} was removed from {store.uri}: {format_bytes(freed)} freed")
     return 0

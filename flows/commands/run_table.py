@@ -28,13 +28,13 @@ def main(argv: list[str]) -> int:
     return print_runs(parse_store(argv, "runs"))
 
 
-def print_runs(where: RunConfig) -> int:
+def print_runs(run_config: RunConfig) -> int:
     """Print a table of the runs in a store. A damaged run is marked in the table and described below it. Return 0."""
-    store = open_store(where, probe=False)
+    store = open_store(run_config, probe=False)
     rows, reasons = [], []
     for run in store.list("runs"):
         try:
-            row = _row(store, RunKeys(run))
+            row = _run_row(store, RunKeys(run))
         except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             row = [run, "damaged"]
             reasons.append(f"{run} is damaged: {' '.join(str(error).split())[:300]}")
@@ -49,7 +49,7 @@ def print_runs(where: RunConfig) -> int:
     return 0
 
 
-def _row(store: Store, keys: RunKeys) -> list[str]:
+def _run_row(store: Store, keys: RunKeys) -> list[str]:
     """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
     if is_removed(store, keys):
         return [keys.run, "removed"]

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     start = time.monotonic()
     result = audit(store, RunKeys(run), hashes="--no-hashes" not in own)
     print(f"{run} in {store.uri}")
-    for title, text in report_rows(result, time.monotonic() - start):
+    for title, text in audit_report_rows(result, time.monotonic() - start):
         print(f"  {title:<12} {text}")
     for problem in result.problems[:MAX_SHOWN]:
         print(f"  WRONG: {problem}", file=sys.stderr)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     return 1 if result.problems else 0
 
 
-def report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]]:
+def audit_report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]]:
     """Return the lines (title, text) of the report that say what was checked and how much of it."""
     commits = ", ".join(f"{count} {kind}" for kind, count in sorted(result.num_commits.items())) or "none"
     expired = f"; {result.num_expired} checkpoints have expired" if result.num_expired else ""

@@ -19,12 +19,14 @@ MAX_LINE = 380  # maximum characters of an error message, so that "penstock: MES
 MAX_VALUE = 80  # maximum characters of a value quoted in a message
 
 
-def split_args(argv: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], dict[str, str], list[str]]:
+def split_args(
+    argv: Sequence[str], own_flag_takes_value: Mapping[str, bool]
+) -> tuple[list[str], dict[str, str], list[str]]:
     """Split the arguments of a command into positional arguments, the command's own flags, and all other flags.
 
     Args:
         argv: arguments as typed.
-        own: the command's own flags: name -> whether the flag takes a value.
+        own_flag_takes_value: the command's own flags: name -> whether the flag takes a value.
 
     Returns:
         the positional arguments, the own flags with their values ("" for a switch), and the other flags with their
@@ -42,20 +44,20 @@ def split_args(argv: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
-        if name not in own:
+        if name not in own_flag_takes_value:
             in_rest = in_rest or argument.startswith("--")
             (rest if in_rest else positional).append(argument)
             continue
         in_rest = False
         if name in values:
             raise OptionError(f"{name} is given twice: give it once")
-        if not own[name] and equals:
+        if not own_flag_takes_value[name] and equals:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(value)}")
-        if own[name] and not equals:
+        if own_flag_takes_value[name] and not equals:
             if not remaining or remaining[0].startswith("--"):
                 raise OptionError(f"{name} needs a value")
             value = remaining.pop(0)
-        if own[name] and not value.strip():
+        if own_flag_takes_value[name] and not value.strip():
             raise OptionError(f"{name} needs a value; found {value!r}")
         values[name] = value
     return positional, values, rest
@@ -144,7 +146,7 @@ def short_repr(value: object) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[:half]}...{text[-half:]}"
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Return a message as one printable line, secrets redacted, shortened in the middle to MAX_LINE characters."""
     line = " ".join(redact(text).split())
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -46,8 +46,12 @@ def parse_store(argv: Sequence[str], command: str) -> RunConfig:
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
-            if name not in own_flags() and not name.startswith(ENGINE_PREFIXES) and name not in megatron_flag_names():
-                raise OptionError(unknown_flag(name, STORE_FLAGS))
+            if (
+                name not in penstock_flags()
+                and not name.startswith(ENGINE_PREFIXES)
+                and name not in megatron_flag_names()
+            ):
+                raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
             raise OptionError(
                 f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
             )
@@ -56,17 +60,17 @@ def parse_store(argv: Sequence[str], command: str) -> RunConfig:
     return validated({"run": {name: values[name] for name in names if name in values}}).run
 
 
-def parse_values(argv: Sequence[str], onto: Values | None = None) -> Values:
+def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Values:
     """Return section -> option -> value from a command line and its `--config` files, not validated.
 
     Args:
         argv: the command line.
-        onto: values to update in place; default none.
+        base_values: values to update in place; default none.
 
     Raises:
         OptionError: a flag is unknown or has no value.
     """
-    values: Values = {} if onto is None else onto
+    values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
     for name, args in occurrences:
         if name == "--config" and not any(args):
@@ -90,7 +94,7 @@ def store_config(values: Values) -> RunConfig:
     return validated({"run": stores}).run
 
 
-def with_options(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
+def updated_by_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
     """Return a config updated by the options of a command line. Derived batch sizes are computed again.
 
     Raises:
@@ -128,7 +132,7 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 @cache
-def own_flags() -> dict[str, tuple[str, str, Any]]:
+def penstock_flags() -> dict[str, tuple[str, str, Any]]:
     """Return Penstock's flags, aliases included: flag -> (section, field name, field)."""
     table: dict[str, tuple[str, str, Any]] = {}
     for section, name, field in options():
@@ -138,28 +142,28 @@ def own_flags() -> dict[str, tuple[str, str, Any]]:
     return table
 
 
-def apply_flag(values: Values, name: str, args: list[str], cleared: set[str]) -> None:
+def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
     """Set the option of one flag in `values`.
 
     Args:
         values: section -> option -> value, updated in place.
         name: the flag.
         args: its arguments.
-        cleared: the options (`section.name`) that earlier flags have set, updated in place. The first flag of an option
-            replaces the value from a file; another flag of a list or dict option extends the value of the first.
+        options_set: the options (`section.name`) that earlier flags have set, updated in place. The first flag of an
+            option replaces the value from a file; another flag of a list or dict option extends the value of the first.
     """
-    own = own_flags()
+    own = penstock_flags()
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
     if name in own:
         section, key, field = own[name]
         target = values.setdefault(section, {})
         new = parse_value(name, field.annotation, args)
-        if f"{section}.{key}" in cleared and isinstance(new, dict):  # a repeated flag extends the first
+        if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
             new = {**target[key], **new}
-        elif f"{section}.{key}" in cleared and isinstance(new, list):
+        elif f"{section}.{key}" in options_set and isinstance(new, list):
             new = [*target[key], *new]
         target[key] = new  # the first flag replaces a file's value
-        cleared.add(f"{section}.{key}")
+        options_set.add(f"{section}.{key}")
     elif positive in own and _has_type(own[positive][2].annotation, bool):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
@@ -170,7 +174,7 @@ def apply_flag(values: Values, name: str, args: list[str], cleared: set[str]) ->
     elif name in (engine := megatron_flag_names()):
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
     else:
-        raise OptionError(unknown_flag(name, [*own, *engine]))
+        raise OptionError(describe_unknown_flag(name, [*own, *engine]))
 
 
 @cache
@@ -181,7 +185,7 @@ def megatron_flag_names() -> dict[str, str]:
     return {flag(name): name for name in megatron_flags()}
 
 
-def unknown_flag(name: str, known: Sequence[str]) -> str:
+def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     return f"unknown flag {short_repr(name)[1:-1]}{did_you_mean(name, known) or ': `penstock train --help` lists them'}"
 

@@ -55,28 +55,29 @@ def with_relative_paths(config: PostTrainConfig, directory: str) -> PostTrainCon
 def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTrainConfig:
     """Return the config with `change` applied to every local path."""
 
-    def file(value: Any) -> Any:
+    def change_file_path(value: Any) -> Any:
         if isinstance(value, list):
-            return [file(path) for path in value]
+            return [change_file_path(path) for path in value]
         return change(value) if value and "://" not in value and not value.startswith("~") else value
 
-    def function(value: str | None) -> str | None:
+    def change_function_path(value: str | None) -> str | None:
         if not value:
             return value
         path, colon, name = (value, "", "") if value.endswith(".py") else value.rpartition(":")
-        return file(path) + colon + name if path.endswith(".py") else value
+        return change_file_path(path) + colon + name if path.endswith(".py") else value
 
     sections: dict[str, Any] = {}
     for section in ("run", "convert", "rollout", "train"):
         old = getattr(config, section)
-        new = {name: file(getattr(old, name)) for name in FILES.get(section, ())}
-        new |= {name: function(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
+        new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
+        new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
         sections[section] = old.model_copy(update=new)
     evals = config.eval
-    new = {"eval_prompt_data": [(name, file(path)) for name, path in evals.eval_prompt_data]}
+    new = {"eval_prompt_data": [(name, change_file_path(path)) for name, path in evals.eval_prompt_data]}
     if evals.eval_config is not None:
         data_sets = [
-            data_set.model_copy(update={"path": file(data_set.path)}) for data_set in evals.eval_config.datasets
+            data_set.model_copy(update={"path": change_file_path(data_set.path)})
+            for data_set in evals.eval_config.datasets
         ]
         new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
     return config.model_copy(update=sections | {"eval": evals.model_copy(update=new)})

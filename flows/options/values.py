@@ -44,7 +44,7 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
             raise OptionError(f"{name} needs a value; found {value!r}")
     elif isinstance(value, list) and str in kinds and Any not in kinds and any(item == "" for item in value):
         raise OptionError(f"{name} has an empty value: leave it out")
-    check_leaves(name, value, 0)
+    check_nested_values(name, value, 0)
 
 
 def leaf_types(annotation: Any) -> set[Any]:
@@ -72,28 +72,28 @@ def check_number_text(name: str, text: str) -> None:
         raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found {short_repr(text)}")
 
 
-def check_leaves(name: str, value: Any, depth: int) -> None:
+def check_nested_values(name: str, value: Any, depth: int) -> None:
     """Check all values in nested lists and dicts. Raises OptionError."""
     if depth > MAX_DEPTH:
         raise OptionError(f"{name} has values nested more than {MAX_DEPTH} levels deep: use fewer levels")
     if isinstance(value, dict):
         for key, item in value.items():
-            check_leaves(name, key, depth + 1)
-            check_leaves(nested_flag(name, key), item, depth + 1)
+            check_nested_values(name, key, depth + 1)
+            check_nested_values(describe_nested_flag(name, key), item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_leaves(name, item, depth + 1)
+            check_nested_values(name, item, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise OptionError(f"{name} takes a finite number; found {value}")
     elif isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found one with {value.bit_length()} bits")
     elif isinstance(value, str):
-        check_text(name, value)
+        check_option_text(name, value)
     elif type(value).__module__ == "datetime":
         raise OptionError(f"{name} does not take a date or a time; found {value}")
 
 
-def nested_flag(name: str, key: Any) -> str:
+def describe_nested_flag(name: str, key: Any) -> str:
     """Return how the entry `key` of the dict option `name` is given on the command line, for error messages."""
     key = short_repr(str(key))[1:-1]
     dashed = key.replace("_", "-")
@@ -102,7 +102,7 @@ def nested_flag(name: str, key: Any) -> str:
     )
 
 
-def check_text(name: str, text: str) -> None:
+def check_option_text(name: str, text: str) -> None:
     """Check a text: no NUL, valid Unicode, not too long. Raises OptionError."""
     if "\0" in text:
         raise OptionError(f"{name} has a NUL character in {short_repr(text)}: remove it")

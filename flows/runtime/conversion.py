@@ -55,7 +55,7 @@ def run_conversion(
         work = cluster.run(to_torch_dist.prepare_conversion, store, source, options, timeout=timeout)
         if isinstance(work, CheckpointRef):
             return work
-        _run_ranks(cluster, to_torch_dist.write_units, work, reports, timeout)
+        _run_in_rank_processes(cluster, to_torch_dist.write_units, work, reports, timeout)
         return cluster.run(
             to_torch_dist.finish_conversion, work, verify=verify, check_logits=config.check_logits, timeout=timeout
         )
@@ -109,23 +109,23 @@ def run_export(
         work = cluster.run(to_hf.prepare_export, *args, timeout=config.convert_timeout)
         if isinstance(work, CheckpointRef):
             return work
-        _run_ranks(cluster, to_hf.write_export, work, reports, config.convert_timeout)
+        _run_in_rank_processes(cluster, to_hf.write_export, work, reports, config.convert_timeout)
         return cluster.run(to_hf.finish_export, work, timeout=config.convert_timeout)
 
 
-def _run_ranks(
+def _run_in_rank_processes(
     cluster: Cluster,
-    write: Callable[..., None],
+    write_rank: Callable[..., None],
     work: Any,
     callbacks: Sequence[ProgressCallback | None],
     timeout: float,
 ) -> None:
-    """Run `write` in one process per rank, each with its own progress callback (or None). Wait for all processes, then
-    raise the first failure."""
+    """Run `write_rank` in one process per rank, each with its own progress callback (or None). Wait for all processes,
+    then raise the first failure."""
     ranks = len(callbacks)
     with ThreadPoolExecutor(ranks, thread_name_prefix="convert") as pool:
         calls = [
-            pool.submit(cluster.run, write, work, rank, ranks, callback, timeout=timeout)
+            pool.submit(cluster.run, write_rank, work, rank, ranks, callback, timeout=timeout)
             for rank, callback in enumerate(callbacks)
         ]
     for call in calls:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.storage.disk import FULL, store_full
+from penstock.storage.disk import FULL, store_full_error
 from penstock.storage.errors import StoreFull
 from penstock.storage.preemption import StopRequest
 
@@ -56,7 +56,7 @@ def retry_while_disk_full(
                 raise full from error
             note(f"{full}; retrying in {pause:.0f} s (for at most {left / 60:.0f} more minutes)")
         stop.wait(pause)
-        stop.check()
+        stop.raise_if_requested()
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -66,11 +66,11 @@ def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> St
         if isinstance(cause, StoreFull):
             return cause
         if isinstance(cause, OSError) and cause.errno in FULL and cause.filename:
-            return store_full(Path(str(cause.filename)).parent)
+            return store_full_error(Path(str(cause.filename)).parent)
     has_errno = any(isinstance(cause, OSError) and cause.errno in FULL for cause in _causes(error))
     if has_errno or any(message in str(error) for message in MESSAGES):
         # The path is unknown: take the directory with the least free space.
-        return store_full(min([*directories, tempfile.gettempdir()], key=_free_bytes))
+        return store_full_error(min([*directories, tempfile.gettempdir()], key=_free_bytes))
     return None
 
 

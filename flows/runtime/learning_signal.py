@@ -34,20 +34,20 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
         if norm is None:  # no such round, or only the critic was trained
             return None
         rollout = store.committed(keys.rollout(index))
-        if norm > _TINY and not (group_relative and rollout and _has_equal_rewards(rollout.summary)):
+        if norm > _TINY and not (group_relative and rollout and _every_group_has_equal_rewards(rollout.summary)):
             return None
     rollout = store.committed(keys.rollout(rollout_id))
     reason = explain_zero_gradient(rollout.summary if rollout else {})
     return f"nothing was learned in the last {NUM_ROUNDS} rounds (zero gradients): {reason}"
 
 
-def _has_equal_rewards(summary: Mapping[str, float]) -> bool:
+def _every_group_has_equal_rewards(summary: Mapping[str, float]) -> bool:
     """Return whether all rewards of every prompt are equal."""
     num_groups = summary.get("rollout/num_groups", 0)
-    return num_groups > 0 and sum(_num_equal_groups(summary).values()) >= num_groups
+    return num_groups > 0 and sum(_num_equal_groups_by_reward(summary).values()) >= num_groups
 
 
-def _num_equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
+def _num_equal_groups_by_reward(summary: Mapping[str, float]) -> dict[str, int]:
     """Return reward -> number of groups in which all samples have that reward."""
     return {name.removeprefix(_ZERO_STD): int(count) for name, count in summary.items() if name.startswith(_ZERO_STD)}
 
@@ -59,10 +59,11 @@ def explain_zero_gradient(summary: Mapping[str, float]) -> str:
     if summary.get("rollout/response_len/max") == 0:
         masked = "removed by a hook or filter, from earlier policies, or with step_loss_mask 0"
         return f"all {num_samples} samples are masked ({masked}), so no token is trained"
-    if _has_equal_rewards(summary):
+    if _every_group_has_equal_rewards(summary):
         if num_samples == num_groups:
             return "every group has one sample, but advantages compare samples of a group: raise --n-samples-per-prompt"
-        return f"{describe_rewards(_num_equal_groups(summary), num_groups)}{_truncation_note(summary)}; {advice}"
+        rewards = describe_equal_rewards(_num_equal_groups_by_reward(summary), num_groups)
+        return f"{rewards}{_truncation_note(summary)}; {advice}"
     if summary.get("rollout/failed_ratio", 0) > 0.5:
         reasons = [name.rpartition("/")[2] for name in summary if name.startswith("rollout/error_cat/")]
         share = f"{summary['rollout/failed_ratio']:.0%}"
@@ -72,14 +73,15 @@ def explain_zero_gradient(summary: Mapping[str, float]) -> str:
     )
 
 
-def describe_rewards(groups: Mapping[str, int], num_groups: int) -> str:
-    """Describe a rollout in which the rewards of every group are equal. `groups`: reward -> number of groups."""
-    if len(groups) > 1:
+def describe_equal_rewards(num_groups_by_reward: Mapping[str, int], num_groups: int) -> str:
+    """Describe a rollout in which the rewards of every group are equal."""
+    if len(num_groups_by_reward) > 1:
         parts = ", ".join(
-            f"{count} all {reward}" for reward, count in sorted(groups.items(), key=lambda entry: -entry[1])[:4]
+            f"{count} all {reward}"
+            for reward, count in sorted(num_groups_by_reward.items(), key=lambda entry: -entry[1])[:4]
         )
         return f"in each of the {num_groups} groups all rewards are equal ({parts})"
-    [reward] = groups
+    [reward] = num_groups_by_reward
     meaning = "the reward is never 1" if reward in ("0.0", "-1.0") else "the reward does not distinguish responses"
     return f"all {num_groups} groups have equal rewards (all {reward}): {meaning}"
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from penstock.flows.runtime.environment import QUIET
 from penstock.flows.services.child_process import HOST, Service, choose_port, http_answers, log_directory
-from penstock.flows.services.prefect_server import own_origins
+from penstock.flows.services.prefect_server import loopback_origins
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import write_private
 
@@ -38,7 +38,7 @@ START_TRIES = 3  # attempts to start our own server, until it answers for the fi
 CLIENT_RETRIES = 7  # per request: 2 + 4 + ... + 128 s with jitter; the default of 5 ends after about 60 s
 HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows (default 180)
 _UNTIL_EXIT = ExitStack()  # Prefect settings of this process, until it exits
-_UNTIL_LEFT = ExitStack()  # Prefect settings of the current flow, until `leave_flow`
+_UNTIL_LEFT = ExitStack()  # Prefect settings of the current flow, until `restore_client_settings`
 _SERVER_FAILED = threading.Event()  # our own server is not restarted any more: do not wait for it
 
 
@@ -71,7 +71,7 @@ def ensure_prefect_api() -> str:
     address: str = PREFECT_API_URL.value() or ""
     if not address:
         port = choose_port("prefect", None, PREFECT_PORT)
-        start_with_watcher(prefect_server(port))
+        start_with_restart_thread(prefect_server(port))
         address = f"http://{HOST}:{port}/api"
         ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: read_or_create_login(port)}
     else:
@@ -103,7 +103,7 @@ def prefect_server(port: int) -> Service:
     environment = {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_API_AUTH_STRING": login,  # the server's background services are API clients
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(own_origins(port)),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(loopback_origins(port)),
         # by default the web page calls port 4200, even with another --port
         "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
@@ -149,12 +149,12 @@ def read_or_create_login(port: int) -> str:
     return login
 
 
-def with_password_hint(page: str) -> str:
+def with_password_hint(page_url: str) -> str:
     """Return the address of a Prefect page; if our server serves it, add where its password is stored."""
-    port = urlsplit(page).port
-    if not port or urlsplit(page).hostname != HOST or not profile_path(port).exists():
-        return page
-    return f"{page}  (password: PREFECT_API_AUTH_STRING in {profile_path(port)})"
+    port = urlsplit(page_url).port
+    if not port or urlsplit(page_url).hostname != HOST or not profile_path(port).exists():
+        return page_url
+    return f"{page_url}  (password: PREFECT_API_AUTH_STRING in {profile_path(port)})"
 
 
 def check_login(address: str) -> None:
@@ -192,9 +192,9 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience: float | 
     address = PREFECT_API_URL.value()
     if not address:
         return True  # Prefect starts its own server
-    limit_exit_wait()
+    limit_wait_for_api_at_exit()
     start = time.monotonic()
-    deadline = start + (PATIENCE if patience is None else patience) * (not _retries_disabled())
+    deadline = start + (PATIENCE if patience is None else patience) * (not _client_retries_disabled())
     waited = False
     while not http_answers(f"{address}/health"):
         if not waited and note and deadline > start:
@@ -204,7 +204,7 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience: float | 
             )
         waited = True
         if time.monotonic() > deadline or _SERVER_FAILED.is_set():
-            if not _retries_disabled():
+            if not _client_retries_disabled():
                 # Later requests fail at once.
                 _UNTIL_LEFT.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
             return False
@@ -230,7 +230,7 @@ def publish_summary(markdown: str, note: Callable[[str], object] | None = None) 
     return True
 
 
-def leave_flow() -> None:
+def restore_client_settings() -> None:
     """Restore Prefect's client settings after a flow. If the API does not answer, drop queued log lines and events."""
     from prefect.settings import PREFECT_API_URL
 
@@ -241,7 +241,7 @@ def leave_flow() -> None:
 
 
 @functools.cache
-def limit_exit_wait() -> None:
+def limit_wait_for_api_at_exit() -> None:
     """Make this process wait at most EXIT_PATIENCE seconds at exit if the API does not answer.
 
     While the interpreter shuts down, Prefect sends its queued log lines and events, and retries every batch of lines
@@ -284,14 +284,14 @@ def _cancel_queues(queues: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[An
             loop.call_soon_threadsafe(task.cancel)
 
 
-def _retries_disabled() -> bool:
+def _client_retries_disabled() -> bool:
     """Return whether the Prefect client is set to fail at once instead of retrying a request."""
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
     return bool(PREFECT_CLIENT_MAX_RETRIES.value() == 0)
 
 
-def wait_first_ready(server: Service) -> None:
+def wait_ready_with_restarts(server: Service) -> None:
     """Wait until a started server answers. If it dies first, restart it, for at most START_TRIES starts in total."""
     for tries_left in reversed(range(START_TRIES)):
         try:
@@ -303,7 +303,7 @@ def wait_first_ready(server: Service) -> None:
                 raise
 
 
-def start_with_watcher(server: Service) -> None:
+def start_with_restart_thread(server: Service) -> None:
     """Start the server in a thread that also restarts it after a crash, and wait until it answers.
 
     The kernel ends a child process with the thread that started it, so the thread lives as long as this process.
@@ -314,7 +314,7 @@ def start_with_watcher(server: Service) -> None:
     def watch() -> None:
         try:
             server.start()
-            wait_first_ready(server)
+            wait_ready_with_restarts(server)
         except Exception as error:
             errors.append(error)
             return

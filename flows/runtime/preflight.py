@@ -39,11 +39,11 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
         StoreError: the store cannot be read or written.
     """
     check_rounds(flow, config)
-    _check_once(flow, config.model_dump_json())
+    _run_checks_once(flow, config.model_dump_json())
 
 
 @cache
-def _check_once(flow: str, config_json: str) -> None:
+def _run_checks_once(flow: str, config_json: str) -> None:
     from penstock.engines.families import read_shape
     from penstock.stages.convert.hf.headers import check_weights
 
@@ -252,17 +252,17 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 
 def check_row_rewards(rollout: RolloutConfig) -> None:
     """Check that the first rows have a reward and its columns; call a user-defined reward on test samples."""
-    from penstock.stages.rewards.grading import check_reward
-    from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward
-    from penstock.stages.rollout.prompts.check import first_rows
+    from penstock.stages.rewards.grading import check_reward_options
+    from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
+    from penstock.stages.rollout.prompts.check import read_first_rows
 
     rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
-    check_reward(rollout)
+    check_reward_options(rollout)
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # the generate function may grade its samples
-    rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in first_rows(rollout)]
+    rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
-    for reason in try_reward(rollout, rows, rollout.model_dump()):
+    for reason in try_reward_on_test_samples(rollout, rows, rollout.model_dump()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 
 

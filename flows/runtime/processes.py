@@ -1,7 +1,7 @@
 """The processes of one flow run: Ray, the trainer, the engines and their router.
 
-They start on first use and can be replaced at any time: a stage requests them at a policy version (`trainer_at`,
-`engines_at`), whose weights are restored from the store if necessary.
+They start on first use and can be replaced at any time: a stage requests them at a policy version
+(`restore_trainer_at`, `engines_at`), whose weights are restored from the store if necessary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.memory import MemorySwitch
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options
-from penstock.flows.runtime.runs import unmaterialized_fork
+from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
@@ -69,7 +69,7 @@ class Processes:
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         self._switches: list[MemorySwitch] = []  # since the last weight update
-        # Policy version and address function inside `engines_shared`.
+        # Policy version and address function inside `share_engines_at`.
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
 
     @property
@@ -100,7 +100,7 @@ class Processes:
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
-    def connect_for_training(self) -> Callable[..., EngineClient]:
+    def training_client_factory(self) -> Callable[..., EngineClient]:
         """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
         if not self._options.return_experts:
             return self.connect
@@ -131,7 +131,7 @@ class Processes:
                 self._trainer = self._new_trainer(cluster, self.config)
             return self._trainer
 
-    def trainer_at(self, version: int) -> TrainerGroup:
+    def restore_trainer_at(self, version: int) -> TrainerGroup:
         """Return the trainer at policy `version`: if it has another one, load the newest checkpoint up to `version` and
         replay the rounds since."""
         self.policy.restore(version)
@@ -140,9 +140,9 @@ class Processes:
     @property
     def policy(self) -> PolicyRestorer:
         """Return the object that restores, trains and saves policy versions of the run with the trainer."""
-        return self._restorer(self.trainer)
+        return self._new_restorer(self.trainer)
 
-    def _restorer(self, trainer: TrainerGroup) -> PolicyRestorer:
+    def _new_restorer(self, trainer: TrainerGroup) -> PolicyRestorer:
         from penstock.stages.train.restore import PolicyRestorer
 
         return PolicyRestorer(
@@ -156,12 +156,12 @@ class Processes:
         """
         record = self.store.read_json(self.keys.record)
         assert record is not None
-        if (fork_point := unmaterialized_fork(self.store, record)) is None:
+        if (fork_point := missing_fork_checkpoint(self.store, record)) is None:
             return
         version, parent_config = fork_point
         trainer = self._new_trainer(self.cluster, parent_config)
         try:
-            self._restorer(trainer).save_checkpoint(version)
+            self._new_restorer(trainer).save_checkpoint(version)
         finally:
             trainer.kill()
 
@@ -196,7 +196,7 @@ class Processes:
             yield urls
 
     @contextmanager
-    def engines_shared(self, version: int) -> Iterator[None]:
+    def share_engines_at(self, version: int) -> Iterator[None]:
         """Let stages that run in parallel during the block share the engines at policy `version`."""
         with self.engines_at(version) as urls:
             self._shared = (version, urls)
@@ -212,7 +212,7 @@ class Processes:
         engines.update_to_version(self.weight_version(version), partial(self._publish, version))
 
     def _publish(self, version: int, urls: list[str]) -> None:
-        trainer = self.trainer_at(version)
+        trainer = self.restore_trainer_at(version)
         start = time.perf_counter()
         directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
         transport = self._options.weight_transport(self.start_engines().places(urls), trainer.places(), directory)
@@ -220,10 +220,10 @@ class Processes:
         if self.config.run.offloads_engines:
             self._offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
-            with self._measured("engines: resume KV cache"):
+            with self._record_memory_switch("engines: resume KV cache"):
                 self.connect(urls).resume_cache()
         seconds = time.perf_counter() - start
-        if self.config.run.takes_turns:
+        if self.config.run.alternates_trainer_and_engines:
             self._switches += trainer.take_memory_switches()
         switches, self._switches = self._switches, []
         self.on_published(version, seconds, switches)
@@ -237,12 +237,12 @@ class Processes:
     def _release_engines(self) -> None:
         """With --offload-rollout, release the GPU memory of the engines before the trainer uses it."""
         if self._engines is not None and self.config.run.offloads_engines:
-            with self._measured("engines: release weights and KV cache"):
+            with self._record_memory_switch("engines: release weights and KV cache"):
                 self._engines.release_memory()
             failpoint("engines-released")
 
     @contextmanager
-    def _measured(self, name: str) -> Iterator[None]:
+    def _record_memory_switch(self, name: str) -> Iterator[None]:
         """Record duration and memory use of the block, measured on the device of trainer rank 0."""
         trainer, start = self._trainer, time.perf_counter()
         before = trainer.memory_use() if trainer else (0, 0)

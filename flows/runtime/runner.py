@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.argv import one_line
+from penstock.flows.options.argv import to_one_line
 from penstock.storage.errors import InputError
 from penstock.storage.secrets import redact
 
@@ -32,7 +32,7 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
     preflight(name, config)  # before the import of Prefect, which takes seconds
     from prefect.exceptions import TerminationSignal
 
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api, leave_flow
+    from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
 
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     ensure_prefect_api()
@@ -52,14 +52,14 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
             return 0
         if isinstance(reason, InputError | BrokenPipeError):  # an invalid request that preflight could not detect
             raise reason from None
-        _print_error(one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
+        _print_error(to_one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
         print(
             "The Prefect page has the traceback (`make up`). The same command resumes after the last committed stage.",
             file=sys.stderr,
         )
         return 1
     finally:
-        leave_flow()
+        restore_client_settings()
     return 0
 
 
@@ -73,9 +73,9 @@ class ObservedFlow:
         self.finished = False
         self.error: Exception | None = None
         self.flow = copy.copy(flow)
-        self.flow.fn = self._observed(flow.fn)
+        self.flow.fn = self._recording_outcome(flow.fn)
 
-    def _observed(self, function: Any) -> Any:
+    def _recording_outcome(self, function: Any) -> Any:
         @functools.wraps(function)
         def call(config: PostTrainConfig) -> Any:
             try:

@@ -27,9 +27,9 @@ from penstock.flows.options.paths import with_absolute_paths, with_relative_path
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.keys import is_run_name
-from penstock.storage.maintenance.leases import Lease, live_drivers
-from penstock.storage.maintenance.removal import describe_remover, is_removed, remove_run
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.leases import Lease, describe_live_drivers
+from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
@@ -66,7 +66,7 @@ def run_keys(run: str) -> RunKeys:
     return RunKeys(check_run_name(run))
 
 
-def existing_run(store: Store, run: str) -> RunKeys:
+def keys_of_existing_run(store: Store, run: str) -> RunKeys:
     """Return the keys of a run that has files in the store.
 
     Raises:
@@ -74,11 +74,11 @@ def existing_run(store: Store, run: str) -> RunKeys:
     """
     keys = run_keys(run)
     if not store.list(keys.prefix):
-        raise unknown_run(store, run)
+        raise unknown_run_error(store, run)
     return keys
 
 
-def unknown_run(store: Store, run: str) -> RunError:
+def unknown_run_error(store: Store, run: str) -> RunError:
     """Return the error for a run that does not exist."""
     names = store.list("runs")
     existing = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
@@ -107,22 +107,22 @@ def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease |
     while True:
         check_run(store, flow, config, own_lease=own_lease)
         if not is_removed(store, keys):
-            if create_record(store, flow, config):
+            if create_run_record(store, flow, config):
                 return keys
             record = read_record(store, keys)
             if record is not None and describe_difference(record, flow, config) is None:
                 record_schedule(store, keys, record, options_with(config, "schedule"))
                 return keys
-        remove_with_tracking(store, keys, own_lease=own_lease)
+        remove_run_and_tracking(store, keys, own_lease=own_lease)
 
 
-def remove_with_tracking(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> int:
+def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> int:
     """Remove a run with its files and its undelivered MLflow data. Return the number of bytes deleted.
 
     Args:
         store: the run's store.
         keys: the run's keys.
-        but: key of the caller's driver lease, if it has one.
+        own_lease: key of the caller's driver lease, if it has one.
 
     Raises:
         RunError: another process drives the run, or a fork needs its files.
@@ -135,7 +135,7 @@ def remove_with_tracking(store: Store, keys: RunKeys, *, own_lease: str | None =
     return sum(file.bytes for file in files)
 
 
-def create_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
+def create_run_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
     """Write the record of a run that has none, with the extra fields `more`. Return whether this call wrote it."""
     config = with_absolute_paths(config)
     # store_options are not recorded: they may contain credentials, and every start gives them again.
@@ -168,13 +168,13 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: st
         driver; or the run has commits but no record; or it is being removed.
     """
     keys, config = run_keys(config.run.run), with_absolute_paths(config)
-    if other := describe_remover(store, keys):
+    if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
         return
     record = read_record(store, keys)
     if record is None:
-        check_unrecorded(store, keys, flow, config)
+        check_commits_without_record(store, keys, flow, config)
         return
     problem = describe_difference(record, flow, config)
     if problem is None:
@@ -185,7 +185,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: st
         steps = [prefix for prefix in prefixes if "/steps/" in prefix]
         advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
         raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
-    if drivers := live_drivers(store, keys, own_lease=own_lease):
+    if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
         raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
 
 
@@ -197,7 +197,7 @@ def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConf
     run = config.run.run
     if record["flow"] != flow:
         return f"run {run!r} was started by `{record['flow']}`, not `{flow}`"
-    before, now = with_absolute_paths(_config_of(record)), with_absolute_paths(config)
+    before, now = with_absolute_paths(_validated_config_of_record(record)), with_absolute_paths(config)
     old, new = options_with(before, "identity"), options_with(now, "identity")
     moved_old = options_with(with_relative_paths(before, record.get("directory") or str(Path.cwd())), "identity")
     moved_new = options_with(with_relative_paths(now, str(Path.cwd())), "identity")
@@ -210,12 +210,12 @@ def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConf
     return None
 
 
-def check_unrecorded(store: Store, keys: RunKeys, flow: str, config: PostTrainConfig) -> None:
+def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config: PostTrainConfig) -> None:
     """Check that a run without a record is new, or that all of its commits were made with this flow and config."""
     prefixes = committed_prefixes(store, keys)
     if not prefixes:
         return
-    if store.read(fork_key(keys)) is not None:
+    if store.read(unfinished_fork_key(keys)) is not None:
         raise RunError(
             f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
         )
@@ -266,7 +266,7 @@ def read_record(store: Store, keys: RunKeys) -> dict[str, Any] | None:
     return record
 
 
-def _config_of(record: dict[str, Any]) -> PostTrainConfig:
+def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
     """Return the config in a run's record. Raises RunError if this release does not accept it."""
     try:
         return validated(record["config"])
@@ -286,9 +286,9 @@ def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
     """
     record = read_record(store, keys)
     if record is None:
-        raise unknown_run(store, keys.run)
-    schedule = options_with(_config_of(record), "schedule")
-    if names := _changes(store, keys):
+        raise unknown_run_error(store, keys.run)
+    schedule = options_with(_validated_config_of_record(record), "schedule")
+    if names := _schedule_change_files(store, keys):
         change = store.read_json(f"{keys.prefix}/changes/{names[-1]}")
         if not isinstance(change, dict) or not isinstance(change.get("schedule"), dict):
             raise RunError(f"{keys.prefix}/changes/{names[-1]} is damaged: restore it from a backup")
@@ -296,7 +296,7 @@ def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
     return schedule
 
 
-def _changes(store: Store, keys: RunKeys) -> list[str]:
+def _schedule_change_files(store: Store, keys: RunKeys) -> list[str]:
     """Return the file names of a run's recorded schedule changes, in order."""
     return [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
 
@@ -307,22 +307,22 @@ def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedul
 
     If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
     """
-    before = options_with(with_absolute_paths(_with_schedule(record, latest_schedule(store, keys))), "schedule")
+    before = options_with(with_absolute_paths(_config_with_schedule(record, latest_schedule(store, keys))), "schedule")
     if schedule == before:
         return
     change = {"at": time.time(), "id": uuid.uuid4().hex, "schedule": schedule}
-    number = max((int(name.removesuffix(".json")) for name in _changes(store, keys)), default=-1) + 1
+    number = max((int(name.removesuffix(".json")) for name in _schedule_change_files(store, keys)), default=-1) + 1
     while not store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps(change, indent=1).encode()):
         number += 1
 
 
-def _with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrainConfig:
+def _config_with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrainConfig:
     """Return the config of a record with the values of `schedule` (`section.name` -> value) instead of its own."""
     values = {section: dict(fields) for section, fields in record["config"].items()}
     for field, value in schedule.items():
         section, name = field.split(".")
         values[section][name] = value
-    return _config_of({"config": values})
+    return _validated_config_of_record({"config": values})
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
@@ -341,8 +341,8 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
                 f"run {run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
                 "or start the run again with exactly its original options"
             )
-        raise unknown_run(store, run)
-    config = _with_schedule(record, latest_schedule(store, keys))
+        raise unknown_run_error(store, run)
+    config = _config_with_schedule(record, latest_schedule(store, keys))
     stores = {
         "store": where.store,
         "store_options": where.store_options,
@@ -359,7 +359,7 @@ def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:
     return validated(config)
 
 
-def unmaterialized_fork(store: Store, record: dict[str, Any]) -> tuple[int, PostTrainConfig] | None:
+def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, PostTrainConfig] | None:
     """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
     rounds up to that version with. Return None if no checkpoint is needed.
 

@@ -15,7 +15,7 @@ from penstock.storage.store import Store
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
 
 
-def with_target(store: Store, config: PostTrainConfig) -> PostTrainConfig:
+def with_target_rounds(store: Store, config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `num_rollout` set to this start's target, or unchanged without --num-rollout-per-start."""
     if config.run.num_rollout_per_start is None:
         return config
@@ -32,7 +32,7 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
     per_start = config.run.num_rollout_per_start
     assert per_start is not None, "only runs with --num-rollout-per-start have targets"
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    before = _previous_target(store, keys, per_start)
+    before = _previous_target_rounds(store, keys, per_start)
     if before is not None:
         # The export is the last stage of a start.
         exported = before == 0 or store.committed(keys.export(before)) is not None
@@ -41,7 +41,7 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
     return trained + per_start
 
 
-def _previous_target(store: Store, keys: RunKeys, per_start: int) -> int | None:
+def _previous_target_rounds(store: Store, keys: RunKeys, rounds_per_start: int) -> int | None:
     """Return the target of the latest start with --num-rollout-per-start, None if there was no such start."""
     from penstock.flows.runtime.runs import latest_schedule, read_record
 
@@ -51,6 +51,6 @@ def _previous_target(store: Store, keys: RunKeys, per_start: int) -> int | None:
     parent = record.get("parent")
     # A fork that was never started: its record has the parent's schedule.
     if parent and not store.list(f"{keys.prefix}/changes"):
-        return int(parent["at"]) + per_start
+        return int(parent["at"]) + rounds_per_start
     schedule = latest_schedule(store, keys)
     return schedule[TARGET] if schedule.get(PER_START) else None

@@ -23,11 +23,11 @@ from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, open_run, open_store, run_keys
-from penstock.flows.runtime.schedule import with_target
+from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.tracking import tracking_directory, tracking_uri
@@ -45,7 +45,7 @@ class Session:
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
         preflight(flow, config)
         self.store = open_store(config.run)
-        self.config = config = with_absolute_paths(with_target(self.store, config))
+        self.config = config = with_absolute_paths(with_target_rounds(self.store, config))
         self._entered = ExitStack()
         self.keys = self._open_run(flow)
         self.stop = StopRequest()
@@ -64,13 +64,15 @@ class Session:
             store_uri=self.store.uri,
         )
         self.tracker.record_missing_commits(self.store, self.keys)
-        self.processes = Processes(config, self.store, self.keys, self.provenance, self.display.note, self._published)
+        self.processes = Processes(
+            config, self.store, self.keys, self.provenance, self.display.note, self._record_publish
+        )
         for warning in config_warnings(flow, config):
             self.display.note(warning)
 
     def _open_run(self, flow: str) -> RunKeys:
         """Hold the run's driver lease until the session ends, and create or check the run's record (`open_run`)."""
-        lease = Lease(self.store, driver_key(run_keys(self.config.run.run)))
+        lease = Lease(self.store, new_driver_lease_key(run_keys(self.config.run.run)))
         try:
             keys = open_run(self.store, flow, self.config, lease=lease)
         except BaseException:
@@ -90,7 +92,7 @@ class Session:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
-        for end in (self._finish_checkpoint, self._stack.close, self.processes.stop_all):
+        for end in (self._wait_for_checkpoint_until_deadline, self._stack.close, self.processes.stop_all):
             end()
         self.display.close()
         waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
@@ -124,7 +126,7 @@ class Session:
         """Return whether the rollout of policy `version` is still to be generated."""
         return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout(version)) is None
 
-    def record(self, prefix: str, commit: Commit) -> Commit:
+    def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
         if self.tracker.record(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
@@ -149,22 +151,22 @@ class Session:
         self.processes.base = base
         return base
 
-    def pin_model(self, name: str, path: str, model: CheckpointRef) -> None:
-        """Record which converted model the run uses as `name` (base, reference or teacher).
+    def pin_model(self, role: str, path: str, model: CheckpointRef) -> None:
+        """Record which converted model the run uses as `role` (base, reference or teacher).
 
         Raises:
             RunError: the run uses another model, because the files at `path` have changed.
         """
-        key = self.keys.origin(name)
+        key = self.keys.origin(role)
         self.store.create(key, model.model_dump_json().encode())
         pinned = CheckpointRef.model_validate(self.store.read_json(key))
         if pinned.key != model.key:
             raise RunError(
-                f"the {name} of run {self.keys.run!r} is {pinned.key}, but {path} now contains {model.key}: "
+                f"the {role} of run {self.keys.run!r} is {pinned.key}, but {path} now contains {model.key}: "
                 "restore the directory, or start a new run with another --run"
             )
 
-    def committed(self, prefix: str) -> Commit:
+    def read_existing_commit(self, prefix: str) -> Commit:
         """Return the commit at `prefix`, which must exist."""
         commit = self.store.committed(prefix)
         assert commit is not None, f"{prefix} is not committed"
@@ -192,7 +194,7 @@ class Session:
                 "its inputs will be restored from the store before retrying"
             )
 
-    def _published(self, version: int, seconds: float, switches: list[MemorySwitch]) -> None:
+    def _record_publish(self, version: int, seconds: float, switches: list[MemorySwitch]) -> None:
         self.display.record_publish(seconds)
         metrics = {"perf/update_weights_time": seconds}
         for switch in switches:
@@ -202,11 +204,11 @@ class Session:
             metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
             metrics["perf/host_memory_gib"] = max(switch.host_bytes_after for switch in switches) / GIB
         if version > 0:  # one point per step, also if a version is published again after a fault or a resume
-            self.tracker.log(f"publish-{version}", metrics, step=version - 1)
+            self.tracker.enqueue_metrics(f"publish-{version}", metrics, step=version - 1)
 
     # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
 
-    def track_checkpoint(self, saving: PrefectFuture[Any]) -> None:
+    def set_pending_checkpoint(self, saving: PrefectFuture[Any]) -> None:
         """Wait for the previous checkpoint, then store the task that saves the next one."""
         self.wait_for_checkpoint()
         self._saving = saving
@@ -220,7 +222,7 @@ class Session:
         if saving is not None:
             saving.result()
 
-    def _finish_checkpoint(self) -> None:
+    def _wait_for_checkpoint_until_deadline(self) -> None:
         """Wait for the checkpoint that is being saved, but not beyond the grace period or --train-timeout."""
         saving, self._saving = self._saving, None
         if saving is not None:

@@ -64,14 +64,14 @@ class Stage:
 
     def __call__(self, session: Session, *args: Any) -> Any:
         """Run the stage in this thread, with up to --stage-retries retries."""
-        return self._prepared_task(session)(session, *args)
+        return self._wait_and_configure_task(session)(session, *args)
 
     def submit(self, session: Session, *args: Any) -> PrefectFuture[Any]:
         """Run the stage in another thread."""
-        return self._prepared_task(session).submit(session, *args)
+        return self._wait_and_configure_task(session).submit(session, *args)
 
-    def _prepared_task(self, session: Session) -> Task[..., Any]:
-        session.stop.check()
+    def _wait_and_configure_task(self, session: Session) -> Task[..., Any]:
+        session.stop.raise_if_requested()
         if self.after_save:
             session.wait_for_checkpoint()
         return self._task.with_options(retries=session.config.run.stage_retries)

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.runtime.preflight import preflight
 
-    flow = module_name(positional[0])
+    flow = flow_module_name(positional[0])
     if "--name" not in own:
         raise OptionError(
             "--name is missing: name the deployment, e.g. "
@@ -176,7 +176,7 @@ def parse_schedule(own: dict[str, str]) -> Any:
         ) from error
 
 
-def module_name(flow: str) -> str:
+def flow_module_name(flow: str) -> str:
     """Return the module of a flow: `post-train` -> `post_train`. Raises OptionError for an unknown flow."""
     from penstock.flows.options.flags import did_you_mean
 

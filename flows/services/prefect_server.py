@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
-def own_origins(port: int) -> list[str]:
+def loopback_origins(port: int) -> list[str]:
     """Return the origins of the web pages of a loopback server at `port`."""
     return [f"http://{host}:{port}" for host in LOOPBACK]
 
@@ -24,11 +24,11 @@ class OwnOriginOnly:
 
     def __init__(self, app: Any, port: int) -> None:
         self.app = app
-        self.origins = own_origins(port)
+        self.origins = loopback_origins(port)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass a request on or answer it with 403."""
-        if scope["type"] not in ("http", "websocket") or self._allows(scope["headers"]):
+        if scope["type"] not in ("http", "websocket") or self._allows_request(scope["headers"]):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # before accepting: the client sees 403
@@ -37,7 +37,7 @@ class OwnOriginOnly:
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": b"foreign Host or Origin\n"})
 
-    def _allows(self, headers: list[tuple[bytes, bytes]]) -> bool:
+    def _allows_request(self, headers: list[tuple[bytes, bytes]]) -> bool:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
         return len(hosts) == 1 and host_name(hosts[0]) in LOOPBACK and all(origin in self.origins for origin in origins)

@@ -25,7 +25,7 @@ from penstock.flows.runtime.prefect_api import (
     read_or_create_login,
 )
 from penstock.flows.services.child_process import HOST, Service, choose_port, log_directory
-from penstock.flows.services.prefect_server import LOOPBACK, own_origins
+from penstock.flows.services.prefect_server import LOOPBACK, loopback_origins
 from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
         mlflow_port = choose_port("mlflow", options.mlflow_port, MLFLOW_PORT)
-        database = tracking_uri(Store(options.store or newest_store(), probe=False))
+        database = tracking_uri(Store(options.store or most_recently_used_store(), probe=False))
     except (ValueError, StoreError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
@@ -76,7 +76,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         for service in (*mlflow, prefect):
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
-        print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        create_automation_and_print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
         while True:
             time.sleep(1.0)
             for service in services:
@@ -93,7 +93,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
             service.stop()
 
 
-def print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
+def create_automation_and_print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
     """Create the automation on the Prefect server, then print the addresses of the services and how to connect."""
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
@@ -116,7 +116,7 @@ def mlflow_server(port: int, database: str, logs: Path) -> Service:
     artifacts = Path(database.removeprefix("sqlite:///")).parent / "artifacts"
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     hosts = [f"{host}:{port}" for host in LOOPBACK]
-    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(own_origins(port))]
+    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(loopback_origins(port))]
     command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
@@ -137,7 +137,7 @@ def prefect_worker(port: int, logs: Path) -> Service:
     return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
 
 
-def newest_store() -> str:
+def most_recently_used_store() -> str:
     """Return the store among STORES whose MLflow database was changed last."""
     databases = {store: Path(store) / "mlflow" / "mlflow.db" for store in STORES}
     existing = [store for store in STORES if databases[store].exists()]

@@ -43,7 +43,7 @@ class CustomReward:
         target = getattr(self.target, METHOD) if self.is_class else self.target
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
-    def bind(self, settings: RewardSettings) -> RewardCall:
+    def build_reward_call(self, settings: RewardSettings) -> RewardCall:
         """Return a function that takes samples and returns their rewards. Creates an instance of a class.
 
         Raises:
@@ -52,7 +52,7 @@ class CustomReward:
         if self.is_class:
             path = settings.rm_model_path
             try:
-                model = self.target(path) if path is not None and _path_parameter(self.target) else self.target()
+                model = self.target(path) if path is not None and _model_path_parameter(self.target) else self.target()
             except (Exception, SystemExit) as error:
                 raise PluginError(f"{self.name}: its constructor raises {type(error).__name__}: {error}") from error
             compute = getattr(model, METHOD)
@@ -61,7 +61,7 @@ class CustomReward:
         if self.takes_group:
             return lambda samples: self.target(args, samples)
         if self.is_async:
-            return lambda samples: call_each(self.target, args, samples)
+            return lambda samples: await_rewards_in_turn(self.target, args, samples)
         return lambda samples: [self.target(args, sample) for sample in samples]
 
 
@@ -92,7 +92,7 @@ def load_custom_reward(
     if not hasattr(target, METHOD):
         raise PluginError(f"{name} is a class without {METHOD}(prompts, responses): add it, or name a function")
     check_signature(getattr(target, METHOD), f"{name}: {METHOD}", ("self", "prompts", "responses"))
-    parameter = _path_parameter(target)
+    parameter = _model_path_parameter(target)
     if parameter and parameter.default is parameter.empty and rm_model_path is None:
         raise PluginError(f"the constructor of {name} needs {parameter.name!r}: give --rm-model-path")
     takes_path = parameter is not None and rm_model_path is not None
@@ -100,16 +100,16 @@ def load_custom_reward(
     return CustomReward(name, target, takes_group=True, is_class=True)
 
 
-def _path_parameter(target: Callable[..., Any]) -> inspect.Parameter | None:
+def _model_path_parameter(constructor: Callable[..., Any]) -> inspect.Parameter | None:
     """Return the first parameter of a constructor, which takes the model path, or None if it has none."""
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
         return None  # a C function without a signature: a wrong call fails later, at run time
     first = next(iter(parameters.values()), None)
     return first if first and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) else None
 
 
-async def call_each(function: Callable[..., Any], args: Any, samples: list[Sample]) -> list[Any]:
+async def await_rewards_in_turn(function: Callable[..., Any], args: Any, samples: list[Sample]) -> list[Any]:
     """Await an async reward for each sample in turn, and return the rewards."""
     return [await function(args, sample) for sample in samples]

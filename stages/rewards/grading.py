@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.stages.rewards.check_custom_reward import check_custom_reward
-from penstock.stages.rewards.hub import check_builtin, get_reward
+from penstock.stages.rewards.hub import get_builtin_reward, get_checked_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
 from penstock.stages.rewards.process import GradingProcess
 from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_reward_name, custom_reward_path
@@ -34,7 +34,7 @@ class Grader:
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
         if settings.rm_type is not None and settings.custom_rm_path is None:
-            check_builtin(settings.rm_type, settings.rm_url, settings.reward_key)
+            get_checked_builtin_reward(settings.rm_type, settings.rm_url, settings.reward_key)
         self.settings = settings
         self.num_workers = num_workers
         # (custom_rm_path, rm_type, group_rm) -> grading processes
@@ -83,7 +83,7 @@ class Grader:
 
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
         try:
-            settings = self._process_settings(samples[0])
+            settings = self._settings_of_grading_process(samples[0])
         except InputError as error:
             return [_completed_future(Outcome(request_error=str(error))) for _ in samples]
         if settings is None:
@@ -93,7 +93,7 @@ class Grader:
             pool.append(GradingProcess(settings))
         return min(pool, key=lambda process: process.num_pending).submit(samples)
 
-    def _process_settings(self, sample: Sample) -> RewardSettings | None:
+    def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
         """Return the settings of the grading processes for this sample, or None if it is graded in the current process.
 
         Raises:
@@ -111,13 +111,13 @@ class Grader:
         name = builtin_reward_name(sample.metadata, self.settings.rm_type)
         if name is None:
             return None  # `grade_builtin` reports that no reward is given
-        reward = check_builtin(name, self.settings.rm_url, self.settings.reward_key)
+        reward = get_checked_builtin_reward(name, self.settings.rm_url, self.settings.reward_key)
         if reward.in_process:
             return None
         if reward.remote:
             return replace(self.settings, rm_type=name)
         default = self.settings.rm_type  # all built-in rewards that are not remote share processes
-        return replace(self.settings, rm_type=None if default and get_reward(default).remote else default)
+        return replace(self.settings, rm_type=None if default and get_builtin_reward(default).remote else default)
 
     def _is_group_function(self, sample: Sample) -> bool:
         """Return whether the user-defined reward function of a sample takes groups (--group-rm). A function that
@@ -141,7 +141,7 @@ class Grader:
         return is_class or self._is_group_function(sample)
 
 
-def check_reward(options: RewardOptions) -> None:
+def check_reward_options(options: RewardOptions) -> None:
     """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature.
 
     Raises:
@@ -149,7 +149,7 @@ def check_reward(options: RewardOptions) -> None:
         PluginError: the user-defined reward does not load, or has the wrong signature.
     """
     if options.rm_type is not None:
-        check_builtin(options.rm_type, options.rm_url, options.reward_key)
+        get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
     if options.custom_rm_path is not None:
         check_custom_reward(
             options.custom_rm_path,

@@ -52,7 +52,7 @@ REWARDS: dict[str, BuiltinReward] = {
 }
 
 
-def get_reward(name: str) -> BuiltinReward:
+def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
     content of the last \\boxed{} in the response.
 
@@ -75,9 +75,9 @@ def get_reward(name: str) -> BuiltinReward:
     return replace(reward, function=grade_boxed_content)
 
 
-def check_builtin(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
+def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
     """Return the built-in reward `name`. Raises RewardError if it is unknown, or needs --rm-url or --reward-key."""
-    reward = get_reward(name)
+    reward = get_builtin_reward(name)
     if reward.keys and reward_key not in reward.keys:
         raise RewardError(
             f"the reward {name} returns a dictionary with the keys {', '.join(reward.keys)}: "

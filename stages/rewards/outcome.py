@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.stages.rewards.hub import get_reward
+from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.settings import RewardSettings, builtin_reward_name
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample, Status
@@ -56,7 +56,7 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
             "every row"
         )
     try:
-        reward = get_reward(name)
+        reward = get_builtin_reward(name)
     except RewardError as error:
         return Outcome(request_error=str(error))
     try:
@@ -66,37 +66,37 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
     return parse_reward(value, settings.reward_key, name)
 
 
-def parse_rewards(values: Any, num_samples: int, reward_key: str | None, name: str) -> list[Outcome]:
-    """Return one outcome per sample from `values`, the list that the reward `name` returned for all samples."""
+def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_name: str) -> list[Outcome]:
+    """Return one outcome per sample from `values`, the list that the reward `reward_name` returned for all samples."""
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
     if not isinstance(values, list | tuple):
-        reason = f"no list: {name} returned {_safe_repr(values)} for {num_samples} samples"
+        reason = f"no list: {reward_name} returned {_safe_repr(values)} for {num_samples} samples"
     elif len(values) != num_samples:
-        reason = f"another number of rewards than samples: {name} returned {len(values)} for {num_samples}"
+        reason = f"another number of rewards than samples: {reward_name} returned {len(values)} for {num_samples}"
     else:
-        return [parse_reward(value, reward_key, name) for value in values]
+        return [parse_reward(value, reward_key, reward_name) for value in values]
     return [failed_outcome(f"the reward function returned {reason}")] * num_samples
 
 
-def parse_reward(value: Any, reward_key: str | None, name: str) -> Outcome:
-    """Return the outcome of one sample from `value`, the number or dictionary that the reward `name` returned."""
+def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcome:
+    """Return the outcome of one sample from `value`, the number or dictionary that the reward returned."""
     rewards: dict[str, float] = {}
     if isinstance(value, Mapping):
         if reward_key is None or reward_key not in value:
             keys = ", ".join(map(repr, value))
             return Outcome(
-                request_error=f"the reward of {name} is a dictionary with the keys {keys}, but one number is needed: "
-                f"select one with --reward-key (now {reward_key})"
+                request_error=f"the reward of {reward_name} is a dictionary with the keys {keys}, but one number is "
+                f"needed: select one with --reward-key (now {reward_key})"
             )
         rewards = {str(key): number for key, part in value.items() if (number := _to_float(part)) is not None}
         value = value[reward_key]
     reward = _to_float(value)
     if value is None:
-        return failed_outcome(f"the reward function returned None: {name} must return a number")
+        return failed_outcome(f"the reward function returned None: {reward_name} must return a number")
     if reward is None:
-        return failed_outcome(f"the reward function returned no number: {name} returned {_safe_repr(value)}")
+        return failed_outcome(f"the reward function returned no number: {reward_name} returned {_safe_repr(value)}")
     if not math.isfinite(reward):
-        return failed_outcome(f"the reward function returned {reward}: {name} must return a finite number")
+        return failed_outcome(f"the reward function returned {reward}: {reward_name} must return a finite number")
     return Outcome(reward=reward, rewards={key: part for key, part in rewards.items() if math.isfinite(part)})
 
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.gpqa import has_correct_option
+from penstock.stages.rewards.builtin.gpqa import specifies_correct_option
 from penstock.stages.rewards.builtin.ifbench import read_instructions
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.hub import BOXED_PREFIX, check_builtin
+from penstock.stages.rewards.hub import BOXED_PREFIX, get_checked_builtin_reward
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rewards.settings import RewardOptions, builtin_reward_name, row_reward_path
 from penstock.storage.errors import InputError, RewardError
@@ -49,12 +49,12 @@ def check_reward_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
     """
     for row in rows:
         try:
-            _check_row(options, row)
+            _check_reward_of_row(options, row)
         except InputError as error:
             raise type(error)(f"{row.where}: {error}") from None
 
 
-def _check_row(options: RowOptions, row: RewardRow) -> None:
+def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
     if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = builtin_reward_name(row.metadata, options.rm_type)
@@ -62,12 +62,12 @@ def _check_row(options: RowOptions, row: RewardRow) -> None:
         raise RewardError(
             "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
         )
-    check_builtin(name, options.rm_url, options.reward_key)
+    get_checked_builtin_reward(name, options.rm_url, options.reward_key)
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name == "ifbench":
         read_instructions(row.metadata)
     if base_name == "gpqa":
-        has_label = has_correct_option(row.label, row.metadata)
+        has_label = specifies_correct_option(row.label, row.metadata)
     else:
         has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
     if not has_label:
@@ -78,8 +78,10 @@ def _check_row(options: RowOptions, row: RewardRow) -> None:
         to_minerva_number(row.label)
 
 
-def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None) -> list[str]:
-    """RewardCheck the reward by calling user-defined rewards on test samples made from the first rows, and by
+def try_reward_on_test_samples(
+    options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
+) -> list[str]:
+    """Check the reward by calling user-defined rewards on test samples made from the first rows, and by
     connecting to --rm-url.
 
     The response of a test sample is empty, the label, or the label in \\boxed{}. Built-in rewards are not called,
@@ -98,7 +100,7 @@ def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dic
         RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
         PluginError: the user-defined reward does not load, or has the wrong signature.
     """
-    samples = _test_samples(rows, same_row=options.group_rm)
+    samples = _make_test_samples(rows, only_first_row=options.group_rm)
     if not samples:
         return []
     if not options.custom_rm_path and not any(sample.metadata.get("custom_rm_path") for sample in samples):
@@ -120,19 +122,19 @@ def try_reward(options: RewardOptions, rows: Sequence[RewardRow], arguments: dic
     return reasons
 
 
-def _test_samples(rows: Sequence[RewardRow], *, same_row: bool) -> list[Sample]:
+def _make_test_samples(rows: Sequence[RewardRow], *, only_first_row: bool) -> list[Sample]:
     """Return NUM_SAMPLES completed test samples, with 4 prompt tokens and one token per character of the response."""
     if not rows:
         return []
     samples = []
     for index in range(NUM_SAMPLES):
-        row = rows[0 if same_row else index % len(rows)]
+        row = rows[0 if only_first_row else index % len(rows)]
         response = ("", row.label, rf"\boxed{{{row.label}}}")[index % 3]
         num_tokens = max(1, len(response))
         samples.append(
             Sample(
                 f"preflight-{index}",
-                f"preflight-{0 if same_row else index}",
+                f"preflight-{0 if only_first_row else index}",
                 f"preflight-{index}",
                 0,
                 prompt=row.prompt,

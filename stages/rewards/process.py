@@ -84,9 +84,9 @@ class GradingProcess:
         try:
             while self._fatal_error is None:
                 process, connection = self._start()
-                sender = threading.Thread(target=_send_all, args=(connection, self._unsent), daemon=True)
+                sender = threading.Thread(target=_send_until_none, args=(connection, self._unsent), daemon=True)
                 sender.start()
-                reason = self._receive(connection)
+                reason = self._receive_until_failure(connection)
                 process.kill()
                 process.wait()
                 self._unsent.put(None)
@@ -116,7 +116,7 @@ class GradingProcess:
                 self._unsent.put((index, samples))
         return process, connection
 
-    def _receive(self, connection: Connection) -> str:
+    def _receive_until_failure(self, connection: Connection) -> str:
         """Receive results until the grading process hangs, dies or is closed; return which of these happened, as an
         error message."""
         while self._fatal_error is None:
@@ -126,7 +126,9 @@ class GradingProcess:
                     continue
             except (EOFError, OSError):
                 return f"the grading process died: it was {'running' if self._ready else 'loading'} {self._name}"
-            limit, grace = (self._job_limit(), GRACE_PERIOD) if self._ready else (self.settings.start_timeout, 0.0)
+            limit, grace = (
+                (self._longest_job_limit_seconds(), GRACE_PERIOD) if self._ready else (self.settings.start_timeout, 0.0)
+            )
             if self._pending and time.monotonic() - self._last_activity > limit + grace:
                 return f"timeout: more than {limit:g} s in {self._name}"
         return "closed"
@@ -146,7 +148,7 @@ class GradingProcess:
         for future, outcome in zip(futures, result, strict=True):
             future.set_result(outcome)
 
-    def _job_limit(self) -> float:
+    def _longest_job_limit_seconds(self) -> float:
         """Return the longest time limit of all pending jobs, in seconds (async jobs run concurrently)."""
         with self._lock:
             return self.settings.timeout * max((len(samples) for samples, _ in self._pending.values()), default=1)
@@ -182,7 +184,7 @@ class GradingProcess:
                 future.set_exception(error)
 
 
-def _send_all(connection: Connection, unsent: queue.SimpleQueue[object]) -> None:
+def _send_until_none(connection: Connection, unsent: queue.SimpleQueue[object]) -> None:
     while (message := unsent.get()) is not None:
         try:
             connection.send(message)

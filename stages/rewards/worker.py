@@ -19,8 +19,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from penstock.stages.rewards.custom_reward import RewardCall, call_each, load_custom_reward
-from penstock.stages.rewards.hub import get_reward
+from penstock.stages.rewards.custom_reward import RewardCall, await_rewards_in_turn, load_custom_reward
+from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rewards.settings import RewardSettings
 from penstock.storage.errors import InputError, PluginError
@@ -63,11 +63,11 @@ def _load_reward(settings: RewardSettings) -> tuple[str, RewardCall | None, bool
             rm_model_path=settings.rm_model_path,
             required_package=settings.required_package,
         )
-        return reward.name, reward.bind(settings), reward.is_async
-    if settings.rm_type is None or not get_reward(settings.rm_type).remote:
+        return reward.name, reward.build_reward_call(settings), reward.is_async
+    if settings.rm_type is None or not get_builtin_reward(settings.rm_type).remote:
         return "", None, False
     args = SimpleNamespace(rm_url=settings.rm_url, reward_timeout=settings.timeout)
-    return settings.rm_type, partial(call_each, get_reward(settings.rm_type).function, args), True
+    return settings.rm_type, partial(await_rewards_in_turn, get_builtin_reward(settings.rm_type).function, args), True
 
 
 def _serve(connection: Connection, settings: RewardSettings, name: str, call: RewardCall | None) -> None:

@@ -78,7 +78,7 @@ class GroupRunner:
         """Return the group with responses and rewards. If `stop` aborted the group, return it ungraded: with the tokens
         generated so far if `partial_rollout`, otherwise unchanged."""
         if _is_unfinished(group):
-            if finished := self.journal.take(group):
+            if finished := self.journal.find_finished_group(group):
                 group = finished
                 self.adopted.append(group[0].group_id)
             else:

@@ -79,10 +79,10 @@ class Journal:
             for group_id, samples in self._read_entry(entry).items():
                 self._finished.setdefault(group_id, samples)
 
-    def take(self, group: Group) -> Group | None:
+    def find_finished_group(self, group: Group) -> Group | None:
         """Return the group that an earlier attempt finished for the samples of `group`, or None."""
         finished = self._finished.get(group[0].group_id)
-        return finished if finished and _answers_group(finished, group) else None
+        return finished if finished and _has_response_for_each_sample(finished, group) else None
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add a finished group, which the next `flush` writes."""
@@ -164,7 +164,7 @@ class Journal:
         return groups
 
 
-def _answers_group(finished: Group, group: Group) -> bool:
+def _has_response_for_each_sample(finished: Group, group: Group) -> bool:
     """Return whether `finished` has a completed or truncated response for each sample of `group`, and no others."""
     origins = {sample.trajectory_id: sample for sample in group}
     if {sample.trajectory_id for sample in finished} != origins.keys():

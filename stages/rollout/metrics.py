@@ -26,7 +26,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
         "rollout/truncated_ratio": true_fraction(sample.status is Status.TRUNCATED for sample in samples),
         "rollout/failed_ratio": true_fraction(sample.status is Status.FAILED for sample in samples),
-        "rollout/removed_ratio": true_fraction(is_removed(sample) for sample in samples),
+        "rollout/removed_ratio": true_fraction(has_no_trained_token(sample) for sample in samples),
         "rollout/repetition_frac": true_fraction(is_repetitive(sample.response) for sample in samples),
     }
     out |= length_metrics(samples) | multi_turn_metrics(samples)
@@ -101,7 +101,7 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
     }
 
 
-def is_removed(sample: Sample) -> bool:
+def has_no_trained_token(sample: Sample) -> bool:
     """Return whether a completed or truncated sample has no trained token, because a hook set `remove_sample` or
     because earlier policies generated all its tokens and they are masked."""
     return sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask)

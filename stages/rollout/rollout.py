@@ -142,8 +142,7 @@ def rollout_stage(
     Raises:
         ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
         RuntimeError, ConnectionError: the engines failed, all samples failed, or nearly all groups were dropped.
-        TimeoutError: generation took longer than `config.rollout_timeout`.
-        Preempted: a stop was requested, and the round cannot finish in the grace period.
+        TimeoutError, Preempted: it took longer than `config.rollout_timeout`, or than the grace period after a stop.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -156,26 +155,27 @@ def rollout_stage(
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
         journal.read()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
-        num_groups = num_prompts or config.rollout_batch_size
-        result = run_blocking(generate_round(context, intake, journal, grader, num_groups))
+        wanted = num_prompts or config.rollout_batch_size
+        result = run_blocking(generate_round(context, intake, journal, grader, wanted))
         seconds, groups = seconds | result.seconds, result.groups
         samples = samples_to_train(groups.kept, config)
         intake.source.add_samples(groups.buffered)
-        groups.dropped += [(group, DISCARDED) for group in intake.discarded_groups(groups.kept, groups.dropped_groups)]
+        discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
+        groups.dropped += [(group, DISCARDED) for group in discarded]
     commit = commit_samples(
         context.store,
         prefix,
         samples,
         seconds,
         lambda: summarize(samples) | round_metrics(result, intake, samples, seconds),
-        buffer=[sample for group in intake.buffered for sample in group],
+        buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,
         state={
             "data_source": intake.source.state_dict(),
             "shown": sample_preview(samples, config.num_shown_samples),
-            **adopted_and_dropped_groups(result),
+            **state_of_adopted_and_dropped_groups(result),
         },
         **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
@@ -334,7 +334,7 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
     return samples
 
 
-def adopted_and_dropped_groups(result: RoundResult) -> dict[str, Any]:
+def state_of_adopted_and_dropped_groups(result: RoundResult) -> dict[str, Any]:
     """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal) and `dropped` (id, drop
     reason and source row of every dropped group); empty entries are omitted."""
     adopted = sorted(result.runner.adopted)
@@ -354,7 +354,7 @@ def round_metrics(
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))
-        metrics["rollout/num_buffered_groups"] = float(len(intake.buffered))
+        metrics["rollout/num_buffered_groups"] = float(len(intake.buffered_groups))
     metrics |= drop_metrics(groups.drop_reasons)
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)

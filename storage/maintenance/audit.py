@@ -26,7 +26,7 @@ from penstock.storage.refs import (
     RunKeys,
     commit_key,
     decode_record,
-    digest_matches,
+    has_matching_digest,
 )
 from penstock.storage.store import Store
 
@@ -68,12 +68,12 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
     record = check.read_run_record()
     commits = check.read_commits()
     tombstones = check.read_tombstones()
-    check.check_files(commits, hashes)
-    check.check_inputs(commits, tombstones)
-    check.check_record_keys(commits)
-    check.check_rounds(commits)
+    check.check_file_sizes_or_hashes(commits, hashes)
+    check.check_inputs_exist(commits, tombstones)
+    check.check_commits_match_keys(commits)
+    check.check_rounds_are_consecutive(commits)
     check.check_sample_ids_and_prompts(record, commits)
-    check.count_orphans()
+    check.count_orphaned_files()
     return check.result
 
 
@@ -131,7 +131,7 @@ class _RunAudit:
                         )
                     continue
                 commits[prefix] = decode_record(Commit, key, data)
-                unchanged = digest_matches(data)
+                unchanged = has_matching_digest(data)
                 self.result.num_without_digest += unchanged is None
                 if unchanged is False:
                     self.add_problem(
@@ -155,16 +155,17 @@ class _RunAudit:
         self.result.num_expired = len(tombstones)
         return tombstones
 
-    def check_files(self, commits: dict[str, Commit], hashes: bool) -> None:
-        """Check size and hash of every committed file except sample shards (see `check_sample_ids_and_prompts`)."""
+    def check_file_sizes_or_hashes(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
+        """Check size and hash of every committed file except sample shards, which are checked by
+        `check_sample_ids_and_prompts`."""
         store = self.store
         self.result.num_files = sum(len(commit.files) for commit in commits.values())
         self.result.num_bytes = sum(record.bytes for commit in commits.values() for record in commit.files)
 
-        def find_damage(job: tuple[str, Commit, FileRecord]) -> str | None:
+        def describe_damage(job: tuple[str, Commit, FileRecord]) -> str | None:
             prefix, commit, record = job
             problem = None
-            if not hashes:
+            if not verify_hashes:
                 size = store.size(record.path)
                 if size != record.bytes:
                     state = "is missing" if size is None else f"has {size} bytes"
@@ -185,12 +186,12 @@ class _RunAudit:
             if commit.kind not in ("rollout", "eval")
             for record in commit.files
         ]
-        self.result.problems += [problem for problem in in_parallel(find_damage, jobs, NUM_FILES) if problem]
+        self.result.problems += [problem for problem in in_parallel(describe_damage, jobs, NUM_FILES) if problem]
 
-    def check_inputs(self, commits: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
+    def check_inputs_exist(self, commits_by_prefix: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
         """Check that every input of a commit is an existing commit record or that of an expired checkpoint."""
-        known = {commit_key(prefix) for prefix in commits} | tombstones.keys()
-        for prefix, commit in commits.items():
+        known = {commit_key(prefix) for prefix in commits_by_prefix} | tombstones.keys()
+        for prefix, commit in commits_by_prefix.items():
             for role, key in commit.inputs.items():
                 if not key.endswith(commit_key("")) or key in known:
                     continue
@@ -198,10 +199,10 @@ class _RunAudit:
                 if self.store.read(key) is None and self.store.read(tombstone) is None:
                     self.add_problem(f"{commit_key(prefix)} has the {role} {key} as input, which does not exist")
 
-    def check_record_keys(self, commits: dict[str, Commit]) -> None:
+    def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
         keys = self.keys
-        for prefix, commit in commits.items():
+        for prefix, commit in commits_by_prefix.items():
             if prefix.startswith("models/"):
                 continue
             directory, number = prefix.removeprefix(f"{keys.prefix}/").split("/")[:2]
@@ -227,7 +228,7 @@ class _RunAudit:
                         f"{commit_key(prefix)} has the {role} {was} as input; it must be {commit_key(needed)}"
                     )
 
-    def check_rounds(self, commits: dict[str, Commit]) -> None:
+    def check_rounds_are_consecutive(self, commits: dict[str, Commit]) -> None:
         """Check that rounds are consecutive, and that the policy version of each checkpoint, evaluation and export
         exists."""
         indices: dict[str, list[int]] = defaultdict(list)
@@ -247,30 +248,32 @@ class _RunAudit:
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} rounds"
                 )
 
-    def check_sample_ids_and_prompts(self, run_record: dict[str, Any], commits: dict[str, Commit]) -> None:
+    def check_sample_ids_and_prompts(self, run_record: dict[str, Any], commits_by_prefix: dict[str, Commit]) -> None:
         """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
         store, result = self.store, self.result
-        prefixes = sorted(prefix for prefix, commit in commits.items() if commit.kind in ("rollout", "eval"))
-        rounds = in_parallel(lambda prefix: read_round(store, prefix, commits[prefix]), prefixes, NUM_FILES)
+        prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
+        rounds = in_parallel(lambda prefix: read_round(store, prefix, commits_by_prefix[prefix]), prefixes, NUM_FILES)
         for round in rounds:
             result.problems += round.problems
         parent = run_record.get("parent") or {}
         prompts = PromptAudit(set(parent.get("restarts", [parent["at"]] if parent.get("restart_data") else [])))
         ids: list[np.ndarray] = []
         for prefix, round in zip(prefixes, rounds, strict=True):
-            if commits[prefix].kind == "rollout":
+            if commits_by_prefix[prefix].kind == "rollout":
                 result.num_samples += len(round.ids)
                 result.num_prompts += len(round.served)
-                result.problems += prompts.check_round(prefix, commits[prefix], round)
+                result.problems += prompts.check_round(prefix, commits_by_prefix[prefix], round)
                 ids.append(round.ids)
             else:
-                result.problems += PromptAudit(set()).check_round(prefix, commits[prefix], round, one_epoch=True)
+                result.problems += PromptAudit(set()).check_round(
+                    prefix, commits_by_prefix[prefix], round, one_epoch=True
+                )
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):
             self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
 
-    def count_orphans(self) -> None:
+    def count_orphaned_files(self) -> None:
         """Count the run's files that no commit and no live process needs, and their bytes."""
         try:
             orphans = find_orphans(self.store, self.keys.run, older_than=0.0)

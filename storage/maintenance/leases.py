@@ -85,7 +85,7 @@ class Lease:
     def release(self) -> None:
         """Stop renewing the lease and delete it."""
         self.stop()
-        _delete_or_warn(self.store, [self.key])
+        _delete_keys_or_warn(self.store, [self.key])
 
     def _write(self) -> None:
         try:
@@ -104,23 +104,24 @@ class Lease:
                 logger.warning("lease %s was not renewed (%s); retrying in %d s", self.key, error, RENEW)
 
 
-def driver_key(keys: RunKeys) -> str:
+def new_driver_lease_key(keys: RunKeys) -> str:
     """Return a new, unique lease key for a driver of a run."""
     return f"{keys.prefix}/drivers/{uuid.uuid4().hex[:12]}.lease"
 
 
-def live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
-    """Return one description (`describe_holder`) per running driver of a run, without the holder of `own_lease`."""
+def describe_live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
+    """Return a description (`describe_lease_holder`) of every running driver of a run, except the holder of
+    `own_lease`."""
     directory = f"{keys.prefix}/drivers"
     leases = [f"{directory}/{name}" for name in store.list(directory) if name.endswith(".lease")]
     others = [lease for lease in leases if lease != own_lease]
     if not others:
         return []
     now = store_time(store)
-    return [driver for lease in others if (driver := describe_holder(store, lease, now))]
+    return [driver for lease in others if (driver := describe_lease_holder(store, lease, now))]
 
 
-def describe_holder(store: LeaseStore, key: str, now: float) -> str | None:
+def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None:
     """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
 
     Args:
@@ -230,12 +231,12 @@ class Seal:
                 f"{self.attempt} was not committed in time, since this process was suspended: rerun the stage"
             )
 
-    def end(self) -> None:
+    def delete_lease_and_claim(self) -> None:
         """Delete the attempt's lease and claim files, after the commit."""
-        _delete_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
+        _delete_keys_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
 
 
-def seal_attempt(store: LeaseStore, commit: Commit) -> Seal:
+def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
     """Create the SEALED claim of the commit's attempt, and check that the files of the commit still exist.
 
     Raises:
@@ -256,7 +257,7 @@ def seal_attempt(store: LeaseStore, commit: Commit) -> Seal:
     sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
-            _delete_or_warn(store, [key])
+            _delete_keys_or_warn(store, [key])
             state = "is missing" if size is None else f"has {size} bytes instead of {record.bytes}"
             raise StoreError(
                 f"{record.path} {state}, so it cannot be committed (`penstock gc` may have deleted it): rerun the stage"
@@ -264,19 +265,19 @@ def seal_attempt(store: LeaseStore, commit: Commit) -> Seal:
     return Seal(store, attempt, at)
 
 
-def claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
+def try_claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
     """Claim an attempt for deletion. Return False if its writer holds a lease or has sealed it in the last SEAL_LIMIT
     s.
 
     The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
-    call `withdraw_claim` instead of deleting.
+    call `withdraw_deletion_claim` instead of deleting.
 
     Args:
         store: of the attempt.
         attempt: key of the attempt.
         now: the current time by the store's clock.
     """
-    if describe_holder(store, lease_key(attempt), now):
+    if describe_lease_holder(store, lease_key(attempt), now):
         return False
     key = claim_key(attempt)
     if store.create(key, CONDEMNED) or store.read(key) != SEALED:
@@ -285,12 +286,12 @@ def claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
     return sealed_at is not None and now - sealed_at > SEAL_LIMIT
 
 
-def withdraw_claim(store: LeaseStore, attempt: str) -> None:
-    """Delete the claim that `claim_for_deletion` created."""
-    _delete_or_warn(store, [claim_key(attempt)])
+def withdraw_deletion_claim(store: LeaseStore, attempt: str) -> None:
+    """Delete the claim that `try_claim_for_deletion` created."""
+    _delete_keys_or_warn(store, [claim_key(attempt)])
 
 
-def _delete_or_warn(store: LeaseStore, keys: list[str]) -> None:
+def _delete_keys_or_warn(store: LeaseStore, keys: list[str]) -> None:
     """Delete lease and claim files. A failure is only logged, since `penstock gc` deletes the files later."""
     try:
         store.delete(keys)

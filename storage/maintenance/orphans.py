@@ -19,16 +19,16 @@ from penstock.storage.disk import in_parallel
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.maintenance.leases import (
-    claim_for_deletion,
     claim_key,
-    describe_holder,
+    describe_lease_holder,
+    describe_live_drivers,
     lease_key,
-    live_drivers,
     store_time,
-    withdraw_claim,
+    try_claim_for_deletion,
+    withdraw_deletion_claim,
 )
 from penstock.storage.maintenance.removal import remove_run
-from penstock.storage.maintenance.retention import Tombstone, fork_key, tombstone_key
+from penstock.storage.maintenance.retention import Tombstone, tombstone_key, unfinished_fork_key
 from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record
 from penstock.storage.store import Store, StoredFile
 
@@ -74,7 +74,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
     contents = _Contents(store)
     units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
     for key, file in contents.files.items():
-        if key not in contents.committed_files and (kind_and_unit := contents.classify(key)):
+        if key not in contents.committed_files and (kind_and_unit := contents.orphan_kind_and_key(key)):
             units[kind_and_unit].append(file)
     orphans = [
         Orphan(
@@ -104,7 +104,7 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
     """
     now = store_time(store) if now is None else now
     if orphan.kind == "unfinished attempt":
-        return _remove_attempt(store, orphan, now)
+        return _remove_unfinished_attempt(store, orphan, now)
     run = _RUN.match(orphan.key + "/")
     if orphan.kind == "removed run" and run:
         try:
@@ -114,9 +114,9 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
         return True
     if orphan.kind == "half-made fork" and run and store.exists(RunKeys(run["run"]).record):
         return False
-    if orphan.kind == "published weights" and run and live_drivers(store, RunKeys(run["run"])):
+    if orphan.kind == "published weights" and run and describe_live_drivers(store, RunKeys(run["run"])):
         return False
-    if orphan.kind == "old lease" and describe_holder(store, orphan.key, now):
+    if orphan.kind == "old lease" and describe_lease_holder(store, orphan.key, now):
         return False
     if orphan.kind == "expired checkpoint" and (attempt := _ATTEMPT.match(orphan.files[0])):
         committed = _committed_files(store, attempt["prefix"])
@@ -126,13 +126,13 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
     return True
 
 
-def _remove_attempt(store: Store, orphan: Orphan, now: float) -> bool:
+def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool:
     """Delete an attempt, unless its writer is alive or has committed it (the protocol is described in leases.py)."""
     failpoint("gc-before-condemn")
-    if not claim_for_deletion(store, orphan.key, now):
+    if not try_claim_for_deletion(store, orphan.key, now):
         return False
     if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
-        withdraw_claim(store, orphan.key)  # the writer has committed it meanwhile
+        withdraw_deletion_claim(store, orphan.key)  # the writer has committed it meanwhile
         return False
     failpoint("gc-condemned")
     guards = [lease_key(orphan.key), claim_key(orphan.key)]
@@ -161,7 +161,7 @@ class _Contents:
         self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
         runs = {match["run"] for key in files if (match := _RUN.match(key))}
         self.half_made = {  # runs: forks whose creation was not finished
-            run for run in runs if fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
+            run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
         }
         commits = _read_records(
             store, [key for key in files if key.endswith(_COMMIT) and not _JOURNAL.match(key)], Commit
@@ -174,7 +174,7 @@ class _Contents:
         }
         self.committed = {match["unit"] for key in self.committed_files if (match := _ATTEMPT.match(key))}
 
-    def classify(self, key: str) -> tuple[str, str] | None:
+    def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
         """Return the kind and the key of the orphan to which an uncommitted file belongs, or None if it is not an
         orphan."""
         if run := _RUN.match(key):
@@ -186,7 +186,7 @@ class _Contents:
         if journal := _JOURNAL.match(key):  # needed until its round is committed
             finished = commit_key(journal["prefix"]) in self.files
             return ("journal of a finished round", journal["unit"]) if finished else None
-        if _TEMPORARY.search(key) or (run and key == fork_key(RunKeys(run["run"]))):
+        if _TEMPORARY.search(key) or (run and key == unfinished_fork_key(RunKeys(run["run"]))):
             return "temporary file", key
         if guard := _GUARD.match(key):
             committed = guard["unit"] in self.committed

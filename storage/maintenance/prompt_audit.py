@@ -81,11 +81,11 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                 buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
-    problems += _check_groups(prefix, ids, siblings)
+    problems += _describe_group_problems(prefix, ids, siblings)
     if not problems and len(ids) != commit.num_samples():
         problems.append(f"{prefix} has {len(ids)} samples, but {commit.num_samples()} were committed")
     if not problems:
-        problems += _check_summary(prefix, commit, rewards, statuses)
+        problems += _describe_summary_problems(prefix, commit, rewards, statuses)
     hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
     dropped = {int(group["group_id"]): _prompt_origin(group) for group in commit.state.get("dropped", [])}
     return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped)
@@ -117,7 +117,7 @@ def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commi
     return bool(row["rollout_id"] == commit.index and matches)
 
 
-def _check_groups(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
+def _describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
     """Check that sample ids are unique and that all groups have the same size. Return the problems."""
     problems = []
     if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
@@ -127,7 +127,9 @@ def _check_groups(prefix: str, ids: list[str], siblings: dict[int, set[str]]) ->
     return problems
 
 
-def _check_summary(prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]) -> list[str]:
+def _describe_summary_problems(
+    prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]
+) -> list[str]:
     """Return a problem for every metric of a commit that differs from the value computed from its samples.
 
     In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout it is left out.
@@ -206,52 +208,55 @@ class PromptAudit:
             return [f"{commit_key(prefix)} lacks data segments of earlier rounds"]
         sources = {**round.served, **round.buffered, **round.dropped}
         issued = {issue: source for issue, source in sources.items() if issue in issues and source[1] != _NO_FILE}
-        problems = self._advance_cursors(prefix, before, after, issued)
+        problems = self._advance_and_compare_cursors(prefix, before, after, issued)
         self.num_epochs = self._past_epochs + max(cursor.epoch for cursor in self._cursors.values()) + 1
         num_rows = sum(segment["rows"] for segment in after["segments"])
         if one_epoch and (after["epoch"], len(self._cursors[0].rows)) != (0, num_rows):
             problems.append(f"{prefix} has scored {len(self._cursors[0].rows)} of the data set's {num_rows} prompts")
         return problems[:3]
 
-    def _advance_cursors(
-        self, prefix: str, before: dict[str, Any], after: dict[str, Any], issued: dict[int, Source]
+    def _advance_and_compare_cursors(
+        self, prefix: str, state_before: dict[str, Any], state_after: dict[str, Any], issued: dict[int, Source]
     ) -> list[str]:
-        """Advance the cursors by the issued prompts, and return how they differ from the data source state `after`."""
-        weighted = after.get("places") or []
-        if weighted and not before.get("places"):
-            self._cursors = _split_by_file(self._cursors.get(0, EpochCursor()), before["segments"])
-        num_skipped = after.get("skipped", 0) - before.get("skipped", 0)
+        """Advance the cursors by the issued prompts, and return how they differ from the data source's
+        `state_after`."""
+        weighted = state_after.get("places") or []
+        if weighted and not state_before.get("places"):
+            self._cursors = _split_cursor_by_file(self._cursors.get(0, EpochCursor()), state_before["segments"])
+        num_skipped = state_after.get("skipped", 0) - state_before.get("skipped", 0)
         self._num_skipped = 0
         problems: list[str] = []
-        for file, state in enumerate(weighted or [after]):
-            segments = [segment for segment in after["segments"] if not weighted or segment["file"] == file]
+        for file, state in enumerate(weighted or [state_after]):
+            segments = [segment for segment in state_after["segments"] if not weighted or segment["file"] == file]
             served = {issue: source for issue, source in issued.items() if not weighted or source[1] == file}
             cursor = self._cursors.setdefault(file, EpochCursor())
-            problems += self._advance_cursor(prefix, cursor, state, served, segments, may_skip=num_skipped > 0)
+            problems += self._advance_and_compare_cursor(
+                prefix, cursor, state, served, segments, may_skip=num_skipped > 0
+            )
         if num_skipped != self._num_skipped and not problems:
             problems.append(
                 f"{commit_key(prefix)} records {num_skipped} skipped prompts, but {self._num_skipped} were not issued"
             )
         return problems
 
-    def _advance_cursor(
+    def _advance_and_compare_cursor(
         self,
         prefix: str,
         cursor: EpochCursor,
-        state: dict[str, Any],
+        expected_state: dict[str, Any],
         served: dict[int, Source],
         segments: list[dict[str, Any]],
         *,
         may_skip: bool,
     ) -> list[str]:
-        """Advance one cursor by the prompts `served`, and return how it differs from `state`. Prompts that are missing
-        before the end of an epoch, or before `state`, count as skipped."""
+        """Advance one cursor by the prompts `served`, and return how it differs from `expected_state`. Prompts that are
+        missing before the end of an epoch, or before `expected_state`, count as skipped."""
         problems = []
         num_rows = sum(segment["rows"] for segment in segments)
         for issue in sorted(served):
             epoch, file, row = served[issue]
             while cursor.cursor == num_rows or (may_skip and epoch > cursor.epoch):
-                self._skip(cursor, num_rows - cursor.cursor)
+                self._skip_prompts(cursor, num_rows - cursor.cursor)
                 if len(cursor.rows) + cursor.skipped != num_rows:
                     problems.append(
                         f"{prefix}: epoch {cursor.epoch} ended with {len(cursor.rows)} of {num_rows} prompts served"
@@ -268,21 +273,21 @@ class PromptAudit:
             if (file, row) in cursor.rows:
                 problems.append(f"{where}, served before in epoch {cursor.epoch}")
             cursor.rows.add((file, row))
-        if may_skip and state["epoch"] == cursor.epoch and state["cursor"] > cursor.cursor:
-            self._skip(cursor, state["cursor"] - cursor.cursor)
-        if (cursor.epoch, cursor.cursor) != (state["epoch"], state["cursor"]):
+        if may_skip and expected_state["epoch"] == cursor.epoch and expected_state["cursor"] > cursor.cursor:
+            self._skip_prompts(cursor, expected_state["cursor"] - cursor.cursor)
+        if (cursor.epoch, cursor.cursor) != (expected_state["epoch"], expected_state["cursor"]):
             problems.append(
-                f"{commit_key(prefix)} has epoch {state['epoch']}, prompt {state['cursor']}; "
+                f"{commit_key(prefix)} has epoch {expected_state['epoch']}, prompt {expected_state['cursor']}; "
                 f"its samples give epoch {cursor.epoch}, prompt {cursor.cursor}"
             )
         return problems
 
-    def _skip(self, cursor: EpochCursor, count: int) -> None:
+    def _skip_prompts(self, cursor: EpochCursor, count: int) -> None:
         cursor.cursor, cursor.skipped = cursor.cursor + count, cursor.skipped + count
         self._num_skipped += count
 
 
-def _split_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
+def _split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
     """Return one cursor per file, for a run resumed with --prompt-data-weights: each file keeps its position."""
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor

@@ -13,26 +13,26 @@ from contextlib import contextmanager
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.maintenance.leases import Lease, describe_holder, live_drivers, store_time
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store, StoredFile
 
 
-def removed_key(keys: RunKeys) -> str:
+def removal_marker_key(keys: RunKeys) -> str:
     """Return the key of the file whose existence marks a run as removed."""
     return f"{keys.prefix}/removed.json"
 
 
 def is_removed(store: Store, keys: RunKeys) -> bool:
     """Return whether a run was removed. Some of its files may remain."""
-    return store.exists(removed_key(keys))
+    return store.exists(removal_marker_key(keys))
 
 
-def describe_remover(store: Store, keys: RunKeys) -> str | None:
+def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
     """Return a description of the process that is removing a run, or None."""
-    key = _lease_key(keys)
-    return describe_holder(store, key, store_time(store)) if store.exists(key) else None
+    key = _removal_lease_key(keys)
+    return describe_lease_holder(store, key, store_time(store)) if store.exists(key) else None
 
 
 def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> list[StoredFile]:
@@ -47,21 +47,21 @@ def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> 
         RunError: a driver is running, another process is removing the run, or a fork needs its files.
         StoreError: the store is not writable.
     """
-    if other := describe_remover(store, keys):
+    if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
-    lease = Lease(store, _lease_key(keys))
+    lease = Lease(store, _removal_lease_key(keys))
     try:
         if not is_removed(store, keys):
-            if drivers := live_drivers(store, keys, own_lease=own_lease):
+            if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
                 raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
             if forks := dependent_runs(store, keys):
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
-            store.create(removed_key(keys), b"")  # empty, so that it can be created on a full disk
-        kept = {removed_key(keys), lease.key, own_lease}
+            store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
+        kept = {removal_marker_key(keys), lease.key, own_lease}
         files = [file for file in store.walk(keys.prefix) if file.key not in kept]
         store.delete([file.key for file in files])
         store.remove_empty_directories(keys.prefix)
-        store.delete([removed_key(keys)])
+        store.delete([removal_marker_key(keys)])
     finally:
         lease.release()
     return files
@@ -85,26 +85,26 @@ def translate_write_errors(store: Store) -> Iterator[None]:
 
 def dependent_runs(store: Store, keys: RunKeys) -> list[str]:
     """Return the names of runs whose commits list files of this run, including unfinished forks."""
-    return [run for run in store.list("runs") if run != keys.run and _uses_files_of(store, RunKeys(run), keys)]
+    return [run for run in store.list("runs") if run != keys.run and _run_uses_files_of(store, RunKeys(run), keys)]
 
 
-def _uses_files_of(store: Store, other: RunKeys, keys: RunKeys) -> bool:
+def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
     try:
-        fork = store.read_json(fork_key(other))
-        if isinstance(fork, dict) and (fork.get("parent") or {}).get("run") == keys.run:
+        fork = store.read_json(unfinished_fork_key(user))
+        if isinstance(fork, dict) and (fork.get("parent") or {}).get("run") == owner.run:
             return True
-        record = store.read_json(other.record)
+        record = store.read_json(user.record)
         ancestors = []
         while isinstance(record, dict) and isinstance(record.get("parent"), dict):
             record = record["parent"]
             ancestors.append(record.get("run"))
-        if isinstance(record, dict) and keys.run not in ancestors:
+        if isinstance(record, dict) and owner.run not in ancestors:
             return False
     except StoreError:  # a damaged record: decide by the commits
         pass
-    commits = (store.committed(prefix) for prefix in committed_prefixes(store, other))
-    return any(commit is not None and (commit.attempt or "").startswith(f"{keys.prefix}/") for commit in commits)
+    commits = (store.committed(prefix) for prefix in committed_prefixes(store, user))
+    return any(commit is not None and (commit.attempt or "").startswith(f"{owner.prefix}/") for commit in commits)
 
 
-def _lease_key(keys: RunKeys) -> str:
+def _removal_lease_key(keys: RunKeys) -> str:
     return f"{keys.prefix}/removing.lease"

@@ -76,22 +76,22 @@ def expire_checkpoints(
         The policy versions of the deleted checkpoints, ascending.
     """
     assert keep >= 1, "keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
-    finish_expiries(store, keys)
+    finish_interrupted_expiries(store, keys)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
     candidates = [version for version in versions[:-keep] if version not in keep_versions]
     if not candidates:
         return []
-    kept = set(versions[-keep:]) | fork_points(store, keys, versions)
+    kept = set(versions[-keep:]) | fork_point_versions(store, keys, versions)
     if best is not None and (winner := best_version(store, keys, best, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
     why = f"beyond the newest {keep}" + (f" and not the best by {best}" if best else "")
     for version in expiring:
-        _expire(store, keys, version, why)
+        _expire_checkpoint(store, keys, version, why)
     return expiring
 
 
-def finish_expiries(store: Store, keys: RunKeys) -> list[int]:
+def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
     """Finish the deletion of checkpoints with a tombstone after a kill. Return their policy versions."""
     names = set(store.list(f"{keys.prefix}/checkpoints"))
     unfinished = [
@@ -102,7 +102,7 @@ def finish_expiries(store: Store, keys: RunKeys) -> list[int]:
     for version in unfinished:
         tombstone = read_tombstone(store, keys.checkpoint(version))
         assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
-        _delete_expired(store, keys, version, tombstone)
+        _delete_expired_checkpoint(store, keys, version, tombstone)
     return unfinished
 
 
@@ -121,7 +121,7 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
     return max(scores, key=lambda version: (scores[version], version)) if scores else None
 
 
-def fork_points(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
+def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
     """Return the policy versions of the checkpoints from which this run's forks, or the run itself as a fork, start.
 
     For a fork at round N this is the newest checkpoint up to version N.
@@ -129,19 +129,19 @@ def fork_points(store: Store, keys: RunKeys, versions: Collection[int]) -> set[i
     points: list[int] = []
     for run in store.list("runs"):
         other = RunKeys(run)
-        record = store.read_json(other.record) or store.read_json(fork_key(other)) or {}
+        record = store.read_json(other.record) or store.read_json(unfinished_fork_key(other)) or {}
         parent = record.get("parent")
         if parent and keys.run in (parent["run"], run):
             points.append(parent["at"])
     return {max(below) for point in points if (below := [version for version in versions if version <= point])}
 
 
-def fork_key(keys: RunKeys) -> str:
+def unfinished_fork_key(keys: RunKeys) -> str:
     """Return the key of the record of an unfinished fork; a finished one has `run.json` instead."""
     return f"{keys.prefix}/fork.json"
 
 
-def _expire(store: Store, keys: RunKeys, version: int, why: str) -> None:
+def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> None:
     prefix = keys.checkpoint(version)
     commit = store.committed(prefix)
     if commit is None:
@@ -153,12 +153,12 @@ def _expire(store: Store, keys: RunKeys, version: int, why: str) -> None:
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
         if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
-            _delete_expired(store, keys, version, existing)
+            _delete_expired_checkpoint(store, keys, version, existing)
             store.delete([tombstone_key(prefix)])
-    _delete_expired(store, keys, version, tombstone)
+    _delete_expired_checkpoint(store, keys, version, tombstone)
 
 
-def _delete_expired(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
+def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
     """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
     prefix, attempt = keys.checkpoint(version), tombstone.commit.attempt
     commit = store.committed(prefix)

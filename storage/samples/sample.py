@@ -117,7 +117,7 @@ def to_table(samples: Iterable[Sample]) -> pa.Table:
     """
     rows = list(samples)
     columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
-    if token_columns := _token_columns(rows):
+    if token_columns := _build_token_columns(rows):
         columns |= token_columns
     else:  # the samples are inconsistent, so `check` or `pa.table` raises
         for row in rows:
@@ -129,7 +129,7 @@ def to_table(samples: Iterable[Sample]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
+def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     """Return the per-token fields as Arrow columns, or None if they are inconsistent or not lists of numbers.
 
     Equivalent to `pa.array`, but holds the GIL for half the time.

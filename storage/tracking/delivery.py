@@ -80,7 +80,7 @@ class RunTracking:
         missing.sort(key=lambda pair: pair[1].created_at)
         return sum(self.record(key, commit) for key, commit in missing)
 
-    def log(self, key: str, metrics: dict[str, float], step: int) -> bool:
+    def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
         """Append metrics without a commit to the outbox. Return False if `key`, unique in the run, was recorded
         before."""
         return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
@@ -140,29 +140,29 @@ class RunTracking:
                 break
         self._outbox.unlock()
 
-    def _deliver(self, tracker: Tracker, lineage: Lineage, position: int) -> int:
-        """Deliver the undelivered lines of the outbox, read from byte `position`. Return the offset of the end of the
-        last."""
+    def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
+        """Deliver the undelivered lines of the outbox, read from the byte `offset` on. Return the offset of the end of
+        the last line."""
         delivered = self._outbox.delivered
         batch: list[tuple[dict[str, Any], Record]] = []
-        for line, end in self._outbox.lines(position):
+        for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)
             if isinstance(record, Committed):
                 lineage.add(record.key, record.commit)
-            position = end
+            offset = end
             if end > delivered:
                 batch.append((line, record))
             if len(batch) >= _BATCH:
                 self._deliver_batch(tracker, lineage, batch, end)
                 batch = []
             if self._abandon.is_set():
-                return position
+                return offset
         if batch:
-            self._deliver_batch(tracker, lineage, batch, position)
-        return position
+            self._deliver_batch(tracker, lineage, batch, offset)
+        return offset
 
     def _deliver_batch(
-        self, tracker: Tracker, lineage: Lineage, batch: list[tuple[dict[str, Any], Record]], end: int
+        self, tracker: Tracker, lineage: Lineage, batch: list[tuple[dict[str, Any], Record]], end_offset: int
     ) -> None:
         try:
             tracker.deliver([record for _, record in batch], lineage)
@@ -175,5 +175,5 @@ class RunTracking:
                 except Exception as reason:
                     if not tracker.is_final(reason):
                         raise
-                    self._outbox.refuse(line, str(reason))
-        self._outbox.mark_delivered(end)
+                    self._outbox.record_refused_line(line, str(reason))
+        self._outbox.mark_delivered(end_offset)

@@ -41,7 +41,7 @@ class Lineage:
                 first = self.previous_checkpoint(commit.index)
                 return f"train-{first:06d}-{max(commit.index - 1, 0):06d}"
             case "eval":
-                return f"eval-{commit.index:06d}-{eval_task(key)}"
+                return f"eval-{commit.index:06d}-{eval_name_from_key(key)}"
         return f"{commit.kind}-{commit.index:06d}"
 
     def previous_checkpoint(self, version: int) -> int:
@@ -72,9 +72,9 @@ class Lineage:
         return curves
 
 
-def eval_task(key: str) -> str:
+def eval_name_from_key(commit_key: str) -> str:
     """Return the name of the evaluated data set, from the key of the commit."""
-    return key.rsplit("/", 1)[-1].removesuffix(".commit.json")
+    return commit_key.rsplit("/", 1)[-1].removesuffix(".commit.json")
 
 
 def eval_metrics(key: str, commit: Commit) -> dict[str, float]:
@@ -84,7 +84,7 @@ def eval_metrics(key: str, commit: Commit) -> dict[str, float]:
     Otherwise they would collide with the metrics of the training rollout, and with those of other evaluated data sets.
     """
     return {
-        name if name.startswith("eval/") else f"eval/{eval_task(key)}/{name}": value
+        name if name.startswith("eval/") else f"eval/{eval_name_from_key(key)}/{name}": value
         for name, value in commit.summary.items()
     }
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import is_secret_name, redact_url
-from penstock.storage.tracking.lineage import Lineage, eval_metrics, eval_task
+from penstock.storage.tracking.lineage import Lineage, eval_metrics, eval_name_from_key
 from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class MlflowTracker:
                     points += _metric_points(record.metrics, record.step, record.at)
                 case Committed():
                     points += self._log_commit(record.key, record.commit, lineage)
-        main_run = self._main_run_id(records[0].at)
+        main_run = self._find_or_create_main_run(records[0].at)
         for chunk in _chunks(points, _MAX_METRICS):
             self.client.log_batch(main_run, metrics=chunk)
         ends = [record for record in records if isinstance(record, RunEnded)]
@@ -103,7 +103,7 @@ class MlflowTracker:
     def _log_start(self, record: RunStarted) -> None:
         from mlflow.entities import Param
 
-        run_id = self._main_run_id(record.at)
+        run_id = self._find_or_create_main_run(record.at)
         run = self.client.get_run(run_id)
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
@@ -116,10 +116,12 @@ class MlflowTracker:
             if known.get(name, value) != value:
                 self.client.set_tag(run_id, f"changed.{name}", value)
 
-    def _main_run_id(self, at: float) -> str:
-        return self._run_id("", self.run.name, int(at * 1000) or None, {"penstock.store": self.run.store_uri})
+    def _find_or_create_main_run(self, started_at: float) -> str:
+        return self._find_or_create_run(
+            "", self.run.name, int(started_at * 1000) or None, {"penstock.store": self.run.store_uri}
+        )
 
-    def _run_id(self, part: str, name: str, start_time: int | None, tags: dict[str, str]) -> str:
+    def _find_or_create_run(self, part: str, name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run for the run or one of its child runs. The MLflow run is created if missing.
 
         Args:
@@ -157,7 +159,7 @@ class MlflowTracker:
     def _log_commit(self, key: str, commit: Commit, lineage: Lineage) -> list[Metric]:
         """Log a commit. Return its metrics for the main run, which the caller logs together with those of other
         commits."""
-        main_run = self._main_run_id(commit.created_at)
+        main_run = self._find_or_create_main_run(commit.created_at)
         text = commit.model_dump_json(indent=1)
         part = lineage.child_run_name(key, commit)
         if not part:
@@ -170,7 +172,9 @@ class MlflowTracker:
                 for point in _metric_points(values, commit.index, commit.created_at)
             ]
         start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
-        child = self._run_id(part, part, start_time, {"mlflow.parentRunId": main_run, "penstock.commit": key})
+        child = self._find_or_create_run(
+            part, part, start_time, {"mlflow.parentRunId": main_run, "penstock.commit": key}
+        )
         match commit.kind:
             case "model":
                 self._log_model_output(child, 0, "base", key, commit)
@@ -218,7 +222,7 @@ class MlflowTracker:
 
         # The same MLflow data set for all policy versions, so that MLflow can compare them.
         path = commit.inputs.get("prompt_data/0") or self._attempt_uri(commit)
-        data = _dataset(eval_task(key), hashlib.sha256(path.encode()).hexdigest()[:8], path, None, {})
+        data = _dataset(eval_name_from_key(key), hashlib.sha256(path.encode()).hexdigest()[:8], path, None, {})
         self.client.log_inputs(child, datasets=[DatasetInput(data, [InputTag("mlflow.data.context", "eval")])])
         links = {"dataset_name": data.name, "dataset_digest": data.digest, "run_id": child}
         if model := self._find_model(commit.policy_version):
@@ -268,7 +272,7 @@ class MlflowTracker:
 def flatten_params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
     for name, value in values.items():
-        full = legal_name(f"{prefix}{name}")
+        full = replace_forbidden_characters(f"{prefix}{name}")
         if name == "store_options" or is_secret_name(name):
             continue
         if isinstance(value, dict):
@@ -278,7 +282,7 @@ def flatten_params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield full, text[:_MAX_PARAM]
 
 
-def legal_name(name: str) -> str:
+def replace_forbidden_characters(name: str) -> str:
     """Replace the characters that MLflow rejects in names: `eval/aime/pass@8` becomes `eval/aime/pass_at_8`."""
     return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
 
@@ -317,13 +321,18 @@ def _dataset(name: str, digest: str, uri: str, schema: str | None, profile: dict
     from mlflow.entities import Dataset
 
     source_type = uri.split("://")[0] if "://" in uri else "local"
-    return Dataset(legal_name(name), digest, source_type, json.dumps({"uri": uri}), schema, json.dumps(profile))
+    return Dataset(
+        replace_forbidden_characters(name), digest, source_type, json.dumps({"uri": uri}), schema, json.dumps(profile)
+    )
 
 
 def _metric_points(values: dict[str, float], step: int, at: float, links: dict[str, str] | None = None) -> list[Metric]:
     from mlflow.entities import Metric
 
-    return [Metric(legal_name(name), float(v), int(at * 1000), step, **(links or {})) for name, v in values.items()]
+    return [
+        Metric(replace_forbidden_characters(name), float(v), int(at * 1000), step, **(links or {}))
+        for name, v in values.items()
+    ]
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

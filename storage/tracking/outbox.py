@@ -38,7 +38,7 @@ class Outbox:
         with self._lines.open("rb+") as file:  # terminate a partial line that a killed process has left
             if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                 file.write(b"\n")
-        self._keys = {line["key"] for line, _ in self.lines(0)}
+        self._keys = {line["key"] for line, _ in self.lines_from(0)}
 
     def append(self, key: str, line: dict[str, Any]) -> bool:
         """Append a line with the given key. If the key exists, append nothing and return False."""
@@ -59,16 +59,16 @@ class Outbox:
     def __contains__(self, key: str) -> bool:
         return key in self._keys
 
-    def lines(self, start: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield the lines from byte offset `start` on, each with the offset of its end. Partial lines are skipped."""
+    def lines_from(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield the lines from the byte `offset` on, each with the offset of its end. Partial lines are skipped."""
         with self._lines.open("rb") as file:
-            file.seek(start)
+            file.seek(offset)
             for raw in file:
                 if not raw.endswith(b"\n"):
                     return  # an incomplete last line, which may still be being written
-                start += len(raw)
+                offset += len(raw)
                 try:
-                    yield json.loads(raw), start
+                    yield json.loads(raw), offset
                 except ValueError:
                     continue
 
@@ -87,7 +87,7 @@ class Outbox:
         temporary.write_text(json.dumps({"offset": offset}))
         temporary.replace(self._delivered)
 
-    def refuse(self, line: dict[str, Any], reason: str) -> None:
+    def record_refused_line(self, line: dict[str, Any], reason: str) -> None:
         """Append a line that the tracker refused, and the reason, to refused.jsonl. The queue continues after the
         line."""
         with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
@@ -95,7 +95,7 @@ class Outbox:
 
     def num_waiting(self) -> int:
         """Return the number of lines that the tracker has not received yet."""
-        return sum(1 for _ in self.lines(self.delivered))
+        return sum(1 for _ in self.lines_from(self.delivered))
 
     def lock(self) -> bool:
         """Acquire the delivery lock, which is released when the process ends. Return False if another process holds

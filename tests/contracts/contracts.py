@@ -18,7 +18,7 @@ import torch
 
 from penstock.engines.generation import Generation
 from penstock.flows.commands.demo_model import make_tokenizer
-from penstock.stages.rewards.grading import Grader, check_reward
+from penstock.stages.rewards.grading import Grader, check_reward_options
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rewards.settings import RewardSettings
 from penstock.stages.rollout.config import RolloutConfig
@@ -125,7 +125,7 @@ def group_reward(path: str, bench: Bench) -> None:
 
 def _graded(path: str, bench: Bench, group_rm: bool) -> None:
     config = bench.config(custom_rm_path=path, group_rm=group_rm)
-    check_reward(config)
+    check_reward_options(config)
     options: dict[str, Any] = {"reward_key": bench.reward_key, "group_rm": group_rm, "arguments": config.model_dump()}
     with Grader(RewardSettings(custom_rm_path=path, timeout=SECONDS, **options), num_workers=1) as grader:
         futures = [future for group in bench.groups()[:-1] for future in grader.submit_group(group)]

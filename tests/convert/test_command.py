@@ -8,10 +8,10 @@ from families import make_family
 
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.convert import describe_result, find_checkpoint, resolve_source, translate_flags
+from penstock.flows.convert import describe_result, find_checkpoint, translate_flags, with_hf_checkpoint
 from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
-from penstock.flows.runtime.runs import create_record, open_store
+from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.logits import TOLERANCE, LogitsComparison, compare_logits
 from penstock.stages.convert.targets import read_record
@@ -23,7 +23,7 @@ from penstock.storage.store import Store
 
 
 def config_of(*words: str) -> PostTrainConfig:
-    return resolve_source(flags.parse(translate_flags(words)))
+    return with_hf_checkpoint(flags.parse(translate_flags(words)))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
 
     run = flags.parse(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
     store, keys = open_store(run.run), RunKeys("first")
-    create_record(store, "post_train", run)
+    create_run_record(store, "post_train", run)
     for version in (5, 10):
         store.commit(
             keys.checkpoint(version), Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}")

@@ -16,12 +16,12 @@ from penstock.engines.families import family_of, read_shape, tensor_layout
 from penstock.engines.families.external import load_family
 from penstock.engines.families.shape import ModelShape
 from penstock.flows.config import config_hash
-from penstock.flows.convert import resolve_source, translate_flags
+from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.options import flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.conversion import run_conversion, run_export
 from penstock.flows.runtime.preflight import preflight
-from penstock.flows.runtime.runs import create_record, open_store
+from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.logits import TOLERANCE, compare_logits
@@ -251,9 +251,9 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     words = ["--store", str(tmp_path / "store"), "--model-family-path", acorn, "--hf-checkpoint", str(source)]
     run = flags.parse([*words, "--run", "first"])
     store = open_store(run.run)
-    create_record(store, "post_train", run)
+    create_run_record(store, "post_train", run)
     store.commit(RunKeys("first").checkpoint(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
-    config = resolve_source(
+    config = with_hf_checkpoint(
         flags.parse(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
     )
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)

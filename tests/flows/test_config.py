@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.flows.config import PostTrainConfig, config_hash, options, options_with, validated
-from penstock.flows.options.flags import own_flags, parse, split_flags
+from penstock.flows.options.flags import parse, penstock_flags, split_flags
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -11,7 +11,7 @@ MODEL = ["--hf-checkpoint", "model"]
 
 
 def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
-    assert len(own_flags()) >= len(list(options()))
+    assert len(penstock_flags()) >= len(list(options()))
     for section, name, field in options():
         assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
 

@@ -7,9 +7,9 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
-from penstock.flows.commands.demo import MARKER, MARKER_TEXT, mark_directory, remove_demo
+from penstock.flows.commands.demo import MARKER, MARKER_TEXT, create_marked_demo_directory, remove_demo
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -18,7 +18,7 @@ from penstock.storage.store import Store
 def made(tmp_path: Path) -> Path:
     """What a demo leaves."""
     directory = tmp_path / "demo"
-    mark_directory(directory)
+    create_marked_demo_directory(directory)
     (directory / "inputs" / "model").mkdir(parents=True)
     (directory / "store" / "runs" / "demo-sft-seed0").mkdir(parents=True)
     (directory / "inputs" / "model" / "weights").write_text("x")
@@ -59,7 +59,7 @@ def test_fresh_refuses_a_directory_without_the_marker(tmp_path: Path, content: b
     if content is not None:
         (directory / MARKER).write_bytes(content)
     refused(directory)
-    mark_directory(directory)
+    create_marked_demo_directory(directory)
     refused(directory)
 
 
@@ -88,7 +88,7 @@ def test_fresh_refuses_links_home_and_the_current_directory(
 
 
 def test_fresh_refuses_a_running_demo(made: Path) -> None:
-    lease = Lease(Store(str(made / "store")), driver_key(RunKeys("demo-sft-seed0")))
+    lease = Lease(Store(str(made / "store")), new_driver_lease_key(RunKeys("demo-sft-seed0")))
     with pytest.raises(RunError, match=f"process {os.getpid()}"):
         remove_demo(made)
     lease.release()
@@ -102,7 +102,7 @@ def test_refused_demo_prints_one_line_and_does_not_mark_a_directory_with_other_f
     assert main(["demo", "--fresh", "--directory", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and str(tmp_path) in err and (tmp_path / "mine").exists()
-    monkeypatch.setattr(demo, "make_inputs", lambda *arguments: (_ for _ in ()).throw(OptionError("stop here")))
+    monkeypatch.setattr(demo, "make_model_and_data", lambda *arguments: (_ for _ in ()).throw(OptionError("stop here")))
     assert main(["demo", "--directory", str(tmp_path)]) == 2
     assert not (tmp_path / MARKER).exists()
     assert main(["demo", "--directory", str(tmp_path / "new")]) == 2

@@ -94,7 +94,7 @@ def test_error_names_the_full_disk(tmp_path: Path, error: Callable[[Path], Excep
 def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"/here": 10, "/there": 20, "/tmp": 30}
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free.get(str(place), 0)))
-    monkeypatch.setattr(disk_space, "store_full", lambda place: StoreFull(str(place)))
+    monkeypatch.setattr(disk_space, "store_full_error", lambda place: StoreFull(str(place)))
     monkeypatch.setattr(disk_space.tempfile, "gettempdir", lambda: "/tmp")
     full = disk_full_error(RuntimeError("PytorchStreamWriter failed: No space left on device"), ["/there", "/here"])
     assert str(full) == "/here"

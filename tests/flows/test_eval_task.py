@@ -64,7 +64,8 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     session = SimpleNamespace(
         config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
         processes=SimpleNamespace(engines_at=engines_at, connect=connect),
-        display=SimpleNamespace(progress=progress), provenance={}, stop=None, record=lambda prefix, commit: commit,
+        display=SimpleNamespace(progress=progress), provenance={}, stop=None,
+        print_and_track=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}
     assert list(found) == ["plain", "own"]

@@ -13,9 +13,9 @@ from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse
-from penstock.flows.runtime.runs import config_of_round, open_run, read_flow_and_config, unmaterialized_fork
+from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -60,7 +60,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
     }
     assert "store_options" not in record["parent"]["config"]["run"], "credentials are not written down"
-    assert not store.exists(fork_key(keys))
+    assert not store.exists(unfinished_fork_key(keys))
     go_on(store, "f", ROUNDS + 2)
     assert audit(store, keys).problems == audit(store, old).problems == []
     flow, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
@@ -127,7 +127,7 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
     assert command(store, "r", "--at", "4", "--name", "f") == 0
     with pytest.raises(ValueError, match="run 'f' exists already"):
         command(store, "r", "--at", "3", "--name", "f")
-    store.create(fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
+    store.create(unfinished_fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
     store.delete([RunKeys("f").record])
     with pytest.raises(ValueError, match="run 'f' is another unfinished fork"):
         command(store, "r", "--at", "3", "--name", "f")
@@ -183,15 +183,15 @@ def test_shared_rounds_are_replayed_with_the_config_that_trained_them(store: Sto
     assert command(store, "f", "--at", "4", "--name", "g", "--lr", "1e-2") == 0
     record = store.read_json(RunKeys("g").record)
     assert [config_of_round(record, r).train.lr for r in (0, 2, 3, 4, 9)] == [1e-6, 1e-6, 1e-3, 1e-2, 1e-2]
-    version, before = unmaterialized_fork(store, record) or (None, None)
+    version, before = missing_fork_checkpoint(store, record) or (None, None)
     assert version == 4 and before is not None and before.train.lr == 1e-3
     assert command(store, "f", "--at", "2", "--name", "h", "--lr", "1e-2") == 0, "before the parent's own beginning"
     record = store.read_json(RunKeys("h").record)
     assert config_of_round(record, 1).train.lr == 1e-6
-    assert unmaterialized_fork(store, record) is None, "checkpoint 2 exists"
+    assert missing_fork_checkpoint(store, record) is None, "checkpoint 2 exists"
     assert command(store, "r", "--at", "3", "--name", "same", "--num-engines", "2") == 0
-    assert unmaterialized_fork(store, store.read_json(RunKeys("same").record)) is None, "same training options"
-    assert unmaterialized_fork(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
+    assert missing_fork_checkpoint(store, store.read_json(RunKeys("same").record)) is None, "same training options"
+    assert missing_fork_checkpoint(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
 
 
 def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
     assert "0 rollouts, 0 steps, 0 checkpoints, 1 evals" in capsys.readouterr().out
     keys = go_on(store, "f", 2)
     assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
-    assert unmaterialized_fork(store, store.read_json(keys.record)) is None
+    assert missing_fork_checkpoint(store, store.read_json(keys.record)) is None
     assert audit(store, keys).problems == []
 
 

@@ -13,7 +13,7 @@ from penstock.engines.families import read_shape, shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
-from penstock.flows.commands.plan import set_gpus
+from penstock.flows.commands.plan import distribute_gpus
 from penstock.flows.config import PostTrainConfig, validated
 from penstock.flows.options.flags import parse, parse_values
 from penstock.flows.runtime import preflight
@@ -34,7 +34,7 @@ def recipe_words(name: str) -> list[str]:
 
 def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
     values = parse_values(words)
-    set_gpus(values, {"--num-gpus": str(num_gpus)})
+    distribute_gpus(values, {"--num-gpus": str(num_gpus)})
     return validated(values)
 
 

@@ -63,7 +63,7 @@ def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     for index in range(3):
         commit_round(session.store, index, 0.01)  # of a KL loss
         for prefix in (KEYS.rollout(index), KEYS.step(index)):
-            session.record(prefix, session.committed(prefix))
+            session.print_and_track(prefix, session.read_existing_commit(prefix))
     assert ("WARNING: nothing was learned in the last 3 rounds" in out.getvalue()) == expected
     assert out.getvalue().count("WARNING") == int(expected)
 

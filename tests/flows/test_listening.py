@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from penstock.flows.commands import doctor, listening
-from penstock.flows.commands.listening import listening_ports, protection_of
+from penstock.flows.commands.listening import describe_port_authentication, listening_ports
 
 PROGRAM = """import socket, sys
 sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -41,7 +41,7 @@ sys.stdin.read()"""
 def test_protection_is_read_from_command_line_and_environment(
     command: str, environment: dict[str, str], protection: str
 ) -> None:
-    assert protection_of(command, environment) == protection
+    assert describe_port_authentication(command, environment) == protection
 
 
 def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkey
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(listening, "own_root_processes", lambda: [psutil.Process(os.getpid())])
+        monkeypatch.setattr(listening, "penstock_processes_of_this_user", lambda: [psutil.Process(os.getpid())])
         found = {finding.what: finding for finding in doctor.check_ports()}
         assert found[f"port 127.0.0.1:{inner}"].ok and f"pid {child.pid}" in found[f"port 127.0.0.1:{inner}"].found
         assert not found[f"port 0.0.0.0:{outer}"].ok and "no authentication" in found[f"port 0.0.0.0:{outer}"].found

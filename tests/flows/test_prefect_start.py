@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.ports import reserve_free_port
-from penstock.flows.runtime.prefect_api import START_TRIES, wait_first_ready
+from penstock.flows.runtime.prefect_api import START_TRIES, wait_ready_with_restarts
 from penstock.flows.services.child_process import Service
 
 PROGRAM = """
@@ -31,7 +31,7 @@ def service(tmp_path: Path, deaths: int) -> Service:
 def test_server_that_dies_before_it_is_ready_is_restarted(tmp_path: Path) -> None:
     server = service(tmp_path, deaths=1)
     server.start()
-    wait_first_ready(server)
+    wait_ready_with_restarts(server)
     server.stop()
     assert (tmp_path / "diary").read_text() == "xx"
 
@@ -40,5 +40,5 @@ def test_server_that_always_dies_fails_after_start_tries(tmp_path: Path) -> None
     server = service(tmp_path, deaths=100)
     server.start()
     with pytest.raises(RuntimeError, match="killed while starting"):
-        wait_first_ready(server)
+        wait_ready_with_restarts(server)
     assert (tmp_path / "diary").read_text() == "x" * START_TRIES

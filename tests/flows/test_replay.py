@@ -14,7 +14,7 @@ from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse
 from penstock.flows.replay import parse_own_flags, placement_options
-from penstock.flows.runtime.runs import create_record
+from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -63,7 +63,7 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
         }
     )
     store = Store(str(tmp_path / "store"))
-    assert create_record(store, "post_train", config)
+    assert create_run_record(store, "post_train", config)
     commit_rollouts(store, KEYS, NUM_ROUNDS)
     base = cluster.run(convert_hf, store, str(tiny_model))
     store.create(f"{KEYS.prefix}/base.json", base.model_dump_json().encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
-from penstock.flows.commands.resume import resumed_config
+from penstock.flows.commands.resume import read_flow_and_resumed_config
 from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.flags import parse
@@ -17,7 +17,7 @@ from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
 from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -209,7 +209,9 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     open_run(store, "post_train", first)
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
-    flow, again = resumed_config("r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"])
+    flow, again = read_flow_and_resumed_config(
+        "r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"]
+    )
     assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (
         "post_train",
         40,
@@ -225,13 +227,13 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         ["--global-batch-size", "64"],
         ["--rollout-shuffle"],
     ):
-        flow, other = resumed_config("r", [*where, *words])
+        flow, other = read_flow_and_resumed_config("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
             check_run(store, flow, other)
     with pytest.raises(OptionError, match="--run"):
-        resumed_config("r", [*where, "--run", "s"])
+        read_flow_and_resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
-        resumed_config("r", [*where, "--num-rollout", "-1"])
+        read_flow_and_resumed_config("r", [*where, "--num-rollout", "-1"])
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
     check_run(store, "sft", second)
-    lease = Lease(store, driver_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS))
     open_run(store, "sft", second, lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
@@ -258,9 +260,9 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
 def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
-    driver = Lease(store, driver_key(KEYS))
+    driver = Lease(store, new_driver_lease_key(KEYS))
     open_run(store, "post_train", first, lease=driver)
-    other = Lease(store, driver_key(KEYS))
+    other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
         lambda: check_run(store, "post_train", second),
         lambda: open_run(store, "post_train", second, lease=other),
@@ -282,7 +284,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
         barrier, won = threading.Barrier(2), []
 
         def start(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
-            lease = Lease(store, driver_key(KEYS))
+            lease = Lease(store, new_driver_lease_key(KEYS))
             barrier.wait()
             try:
                 open_run(store, "post_train", config(tmp_path, "--lr", lr), lease=lease)
@@ -345,7 +347,7 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     commit_round(store, first)
     here = str(tmp_path / "project")
     typed("elsewhere")
-    flow, again = resumed_config("r", ["--store", store.root])
+    flow, again = read_flow_and_resumed_config("r", ["--store", store.root])
     assert again.convert.hf_checkpoint == f"{here}/model"
     assert again.rollout.prompt_data == [f"{here}/data/*.jsonl@[0:5]", "s3://bucket/x.jsonl"]
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"

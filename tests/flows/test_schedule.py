@@ -7,7 +7,7 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, options_with, validated
 from penstock.flows.runtime.runs import open_run
-from penstock.flows.runtime.schedule import with_target
+from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -25,7 +25,7 @@ def config(per_start: int | None = 3, **run: object) -> PostTrainConfig:
 
 def start(store: Store, config: PostTrainConfig) -> int:
     """What a session does first; returns the target."""
-    config = with_target(store, config)
+    config = with_target_rounds(store, config)
     open_run(store, "post_train", config)
     return config.run.num_rollout
 
@@ -78,5 +78,5 @@ def test_fork_with_rounds_per_start_counts_from_its_first_round(store: Store, re
 
 def test_config_without_rounds_per_start_is_unchanged(store: Store) -> None:
     fixed = config(None, num_rollout=4)
-    assert with_target(store, fixed) is fixed
-    assert options_with(with_target(store, config()), "identity") == options_with(config(), "identity")
+    assert with_target_rounds(store, fixed) is fixed
+    assert options_with(with_target_rounds(store, config()), "identity") == options_with(config(), "identity")

@@ -13,11 +13,11 @@ from penstock.storage.preemption import Preempted, StopRequest
 def test_sigterm_requests_a_stop_and_raises_after_the_grace_period() -> None:
     stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
     with stop_on_sigterm(stop, 0.2):
-        stop.check()
+        stop.raise_if_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.wait(60) and stop.seconds_left <= 0.2
         with pytest.raises(Preempted, match="asked to stop"):
-            stop.check()
+            stop.raise_if_requested()
         with pytest.raises(Preempted, match="grace period"):
             time.sleep(600)  # ended by the signal, or by the test's timeout
     assert signal.getsignal(signal.SIGTERM) is before
@@ -40,5 +40,5 @@ def test_second_request_does_not_extend_the_deadline() -> None:
 
 def test_without_a_request_nothing_stops() -> None:
     stop = StopRequest()
-    stop.check()
+    stop.raise_if_requested()
     assert not stop.wait(0) and stop.seconds_left == float("inf")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.stages.rewards.custom_reward import load_custom_reward
-from penstock.stages.rewards.grading import Grader, check_reward
+from penstock.stages.rewards.grading import Grader, check_reward_options
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
@@ -219,7 +219,7 @@ def test_reward_that_exits_at_import_is_rejected_with_a_short_error(tmp_path: Pa
     path = tmp_path / "exiting.py"
     path.write_text(f"{source}\ndef reward_func(args, sample): return 1.0\n")
     with pytest.raises(PluginError) as error:
-        check_reward(RolloutConfig(custom_rm_path=str(path)))
+        check_reward_options(RolloutConfig(custom_rm_path=str(path)))
     assert EXITS[source] in str(error.value) and "exiting.py" in str(error.value) and len(str(error.value)) < 400
     with make_grader(custom_rm_path=str(path)) as grader, pytest.raises(PluginError):
         grader.grade(group("a"))
@@ -256,7 +256,7 @@ def test_class_whose_constructor_exits_is_rejected(tmp_path: Path) -> None:
 def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
     path, log = tmp_path / "model.py", tmp_path / "log"
     path.write_text(MODEL)
-    check_reward(RolloutConfig(custom_rm_path=str(path), rm_model_path=str(log)))
+    check_reward_options(RolloutConfig(custom_rm_path=str(path), rm_model_path=str(log)))
     assert not log.exists(), "the check must not construct the class"
     with make_grader(custom_rm_path=str(path), rm_model_path=str(log)) as grader:
         assert [outcome.reward for outcome in outcomes(grader, group("a", "bb"))] == [202.0, 203.0], (

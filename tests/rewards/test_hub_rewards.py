@@ -7,15 +7,17 @@ import pytest
 
 from penstock.stages.rewards.builtin.answer_text import answer_text
 from penstock.stages.rewards.builtin.math_answer import same_answer
-from penstock.stages.rewards.grading import check_reward
-from penstock.stages.rewards.hub import REWARDS, get_reward
+from penstock.stages.rewards.grading import check_reward_options
+from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
 
 def graded(name: str, response: str, label: str = "", **metadata: Any) -> Any:
-    return get_reward(name).function(Sample("0", "g", "0", 0, response=response, label=label, metadata=metadata))
+    return get_builtin_reward(name).function(
+        Sample("0", "g", "0", 0, response=response, label=label, metadata=metadata)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def test_dapo_without_a_number_as_label_or_a_reward_key_is_rejected() -> None:
         with pytest.raises(RewardError):
             graded("dapo", "Answer: East", label)
     with pytest.raises(RewardError, match=r"score, acc.*--reward-key"):
-        check_reward(RolloutConfig(rm_type="boxed_dapo"))
-    check_reward(RolloutConfig(rm_type="dapo", reward_key="score"))
+        check_reward_options(RolloutConfig(rm_type="boxed_dapo"))
+    check_reward_options(RolloutConfig(rm_type="dapo", reward_key="score"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.builtin.math_answer import MAX_LENGTH, grade_math, same_answer
-from penstock.stages.rewards.hub import get_reward
+from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.storage.samples.sample import Sample
 from tests.rewards.answer_pairs import generate_pairs
 
@@ -167,7 +167,7 @@ def test_answer_longer_than_max_length_is_compared_as_text() -> None:
 
 
 def test_evaluated_integers_requires_a_number_for_an_integer_label() -> None:
-    grade = get_reward("math").function
+    grade = get_builtin_reward("math").function
     product = Sample("0", "g", "0", 0, response=r"\boxed{17\cdot 23}", label="391")
     assert grade(product) == 1.0 and grade(product, evaluated_integers=True) == 0.0
     for number in ("391", "391.0", "x = 391", r"391\text{ cm}", r"\$391", "391."):
@@ -175,7 +175,7 @@ def test_evaluated_integers_requires_a_number_for_an_integer_label() -> None:
     for expression in (r"\frac{782}{2}", "391+0", r"\sqrt{391^2}", "20^2-9"):
         assert grade_math(rf"\boxed{{{expression}}}", "391", evaluated_integers=True) == 0.0, expression
     assert grade_math(r"\boxed{\frac{2}{4}}", r"\frac12", evaluated_integers=True) == 1.0
-    boxed = get_reward("boxed_math").function  # passes the option on, and finds no box inside the box
+    boxed = get_builtin_reward("boxed_math").function  # passes the option on, and finds no box inside the box
     assert boxed(Sample("0", "g", "0", 0, response=r"\boxed{5}", label="5"), evaluated_integers=True) == 0.0
 
 
@@ -196,7 +196,7 @@ def cpu_seconds(function: Callable[[str], object], text: str) -> float:
 )
 def test_grading_time_is_linear_in_the_response(name: str, piece: str) -> None:
     """Allow 24 times the CPU time for 8 times the text; quadratic time would be 64 times."""
-    grade = get_reward(name).function
+    grade = get_builtin_reward(name).function
 
     def grade_response(response: str) -> object:
         return grade(Sample("0", "g", "0", 0, response=f"</think>answer is{response}!", label="5"))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.stages.rewards.builtin import remote
-from penstock.stages.rewards.grading import check_reward
+from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample, Status
@@ -137,7 +137,7 @@ def test_backoff_is_jittered_and_grows_to_thirty_seconds(monkeypatch: pytest.Mon
 
 def test_remote_rm_without_rm_url_is_rejected() -> None:
     with pytest.raises(RewardError, match="--rm-url"):
-        check_reward(RolloutConfig(rm_type="boxed_remote_rm"))
+        check_reward_options(RolloutConfig(rm_type="boxed_remote_rm"))
     with pytest.raises(RewardError, match="--rm-url"):
         make_grader("remote_rm")
     [sample] = samples("a")

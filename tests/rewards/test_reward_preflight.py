@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward
+from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 
@@ -91,7 +91,7 @@ def test_reward_that_fails_every_test_sample_is_rejected(tmp_path: Path, body: s
     path = tmp_path / "mine.py"
     path.write_text(f"def reward_func(args, sample):\n    {body}\n")
     with pytest.raises(RewardError) as error:
-        try_reward(options(custom_rm_path=str(path), reward_timeout=0.1), [GOOD])
+        try_reward_on_test_samples(options(custom_rm_path=str(path), reward_timeout=0.1), [GOOD])
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
@@ -103,7 +103,7 @@ def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) 
         "    return 1 / len(sample.response)\n"
     )
     config = options(custom_rm_path=str(path))
-    [reason] = try_reward(config, [GOOD], config.model_dump())
+    [reason] = try_reward_on_test_samples(config, [GOOD], config.model_dump())
     assert "ZeroDivisionError" in reason, "one failed sample must not reject the reward"
 
 
@@ -113,7 +113,9 @@ def test_group_reward_is_called_on_one_group(tmp_path: Path) -> None:
         "def reward_func(args, samples):\n"
         "    assert len({s.label for s in samples}) == 1\n    return [1.0] * len(samples)\n"
     )
-    assert try_reward(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")]) == []
+    assert (
+        try_reward_on_test_samples(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")]) == []
+    )
 
 
 def test_reward_of_a_row_is_called_if_row_code_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,24 +124,28 @@ def test_reward_of_a_row_is_called_if_row_code_is_allowed(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     row = RewardRow("r", "5", {"custom_rm_path": "row_tried.graders:broken"})
     with pytest.raises(RewardError, match="KeyError"):
-        try_reward(options(rm_type="math", allow_row_code="row_tried"), [row])
+        try_reward_on_test_samples(options(rm_type="math", allow_row_code="row_tried"), [row])
     with pytest.raises(InputError, match="--allow-row-code"):
-        try_reward(options(rm_type="math"), [row])
+        try_reward_on_test_samples(options(rm_type="math"), [row])
 
 
 def test_missing_file_raises_plugin_error(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"absent\.py"):
-        try_reward(options(custom_rm_path=str(tmp_path / "absent.py")), [GOOD])
+        try_reward_on_test_samples(options(custom_rm_path=str(tmp_path / "absent.py")), [GOOD])
 
 
 def test_reward_server_that_does_not_listen_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/grade"
-        assert try_reward(options(rm_type="remote_rm", rm_url=url), [GOOD]) == []
+        assert try_reward_on_test_samples(options(rm_type="remote_rm", rm_url=url), [GOOD]) == []
     for wrong in (url, "http://127.0.0.1:99999/x", "nonsense"):
         with pytest.raises(RewardError, match="--rm-url"):
-            try_reward(options(rm_type="remote_rm", rm_url=wrong), [GOOD])
+            try_reward_on_test_samples(options(rm_type="remote_rm", rm_url=wrong), [GOOD])
 
 
 def test_built_in_rewards_are_not_called() -> None:
-    assert try_reward(options(rm_type="math"), [GOOD]) == [] == try_reward(options(rm_type="math"), [])
+    assert (
+        try_reward_on_test_samples(options(rm_type="math"), [GOOD])
+        == []
+        == try_reward_on_test_samples(options(rm_type="math"), [])
+    )

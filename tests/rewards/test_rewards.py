@@ -4,7 +4,7 @@ import pytest
 
 from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.builtin.math_answer import same_answer
-from penstock.stages.rewards.hub import REWARDS, get_reward
+from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
 from penstock.stages.rewards.math.latex import ExpressionError, parse
 from penstock.stages.rewards.math.tokens import tokenize
 from penstock.storage.errors import RewardError
@@ -111,8 +111,8 @@ def test_math_without_a_box_gets_0() -> None:
 
 
 def test_boxed_prefix_grades_only_the_box() -> None:
-    assert get_reward("boxed_exact_number").function(sample(r"\boxed{7} 8", "7")) == 1
-    assert get_reward("boxed_exact_number").function(sample("7", "7")) == 0
+    assert get_builtin_reward("boxed_exact_number").function(sample(r"\boxed{7} 8", "7")) == 1
+    assert get_builtin_reward("boxed_exact_number").function(sample("7", "7")) == 0
 
 
 def test_random_reward_is_fair_and_repeatable() -> None:
@@ -123,4 +123,4 @@ def test_random_reward_is_fair_and_repeatable() -> None:
 
 def test_unknown_reward_suggests_the_nearest() -> None:
     with pytest.raises(RewardError, match=r"exact_number\?"):
-        get_reward("exact_numbers")
+        get_builtin_reward("exact_numbers")

@@ -174,7 +174,7 @@ def test_stop_request_without_grace_period_journals_and_raises_preempted(bench: 
 
 def test_stop_request_with_long_grace_period_finishes_round(bench: Bench) -> None:
     stop = StopRequest()
-    stop.request(grace=60.0)
+    stop.request(grace_seconds=60.0)
     assert bench.round(0, stop=stop, pause_seconds=0.4).summary["rollout/num_samples"] == 16
 
 

@@ -14,7 +14,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit
 from penstock.storage.maintenance.retention import expire_checkpoints
-from penstock.storage.refs import Commit, RunKeys, commit_key, digest_matches, record_digest
+from penstock.storage.refs import Commit, RunKeys, commit_key, has_matching_digest, record_digest
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 
@@ -274,8 +274,8 @@ def test_a_digest_is_valid_after_a_round_trip(tmp_path: Path, value: float) -> N
     state = {"x": value, "n": [1, (2, value)], "text": "ü\u2028", "deep": {"b": None, "a": True}}
     commit = store.commit("steps/000000", Commit(kind="step", summary={"m": value}, state=state))
     data = store.read(commit_key("steps/000000")) or b""
-    assert digest_matches(data) and store.committed("steps/000000").digest == commit.digest != ""
-    assert not digest_matches(data.replace(b'"step"', b'"eval"'))
+    assert has_matching_digest(data) and store.committed("steps/000000").digest == commit.digest != ""
+    assert not has_matching_digest(data.replace(b'"step"', b'"eval"'))
 
 
 def test_a_fork_refuses_an_edited_record(made) -> None:

@@ -11,9 +11,9 @@ from made_run import config_of, make_run, write_data
 
 from penstock.flows.commands import gc
 from penstock.storage.errors import StoreError
-from penstock.storage.keys import key_problem
+from penstock.storage.keys import describe_key_problem
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.retention import expire_checkpoints, finish_expiries, tombstone_key
+from penstock.storage.maintenance.retention import expire_checkpoints, finish_interrupted_expiries, tombstone_key
 from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -46,7 +46,7 @@ def test_exactly_relative_normalized_keys_are_accepted() -> None:
     taken = 0
     for _ in range(4000):
         key = "/".join(rng.choices(pieces, k=rng.randint(1, 5)))
-        ours = key_problem(key) is None
+        ours = describe_key_problem(key) is None
         plain = "\0" not in key and (root / key).as_posix() == f"{root}/{key}" and ".." not in Path(key).parts
         assert ours == (plain or key == ""), repr(key)
         taken += ours
@@ -116,7 +116,7 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
     tampered(store, tombstone_key(keys.checkpoint(1)), change)
     before = sorted(found.key for found in store.walk(""))
     with pytest.raises(StoreError):
-        finish_expiries(store, keys)
+        finish_interrupted_expiries(store, keys)
     with pytest.raises(StoreError):
         gc.main(["--delete", "--older-than", "0", "--store", store.root])
     assert (tmp_path / "precious").exists()

@@ -15,7 +15,14 @@ from penstock.flows.commands import gc
 from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance import leases
-from penstock.storage.maintenance.leases import Lease, claim_key, describe_holder, lease_key, live_drivers, store_time
+from penstock.storage.maintenance.leases import (
+    Lease,
+    claim_key,
+    describe_lease_holder,
+    describe_live_drivers,
+    lease_key,
+    store_time,
+)
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -175,7 +182,7 @@ def test_an_attempt_sealed_by_a_killed_writer_is_deleted_after_the_limit(store: 
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
-    leases.seal_attempt(store, Commit(kind="rollout", attempt=attempt, files=out.files))
+    leases.seal_attempt_against_deletion(store, Commit(kind="rollout", attempt=attempt, files=out.files))
     assert collect(store) == set()
     [orphan] = find_orphans(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
     assert remove_orphan(store, orphan, time.time() + 2 * leases.SEAL_LIMIT)
@@ -193,25 +200,25 @@ def test_a_writer_stopped_after_its_seal_does_not_commit(store: Store, monkeypat
 
 
 def test_a_lease_lasts_until_it_is_released(store: Store) -> None:
-    key = leases.driver_key(KEYS)
+    key = leases.new_driver_lease_key(KEYS)
     lease = Lease(store, key)
-    assert len(live_drivers(store, KEYS)) == 1 and live_drivers(store, KEYS, own_lease=key) == []
+    assert len(describe_live_drivers(store, KEYS)) == 1 and describe_live_drivers(store, KEYS, own_lease=key) == []
     lease.release()
-    assert live_drivers(store, KEYS) == [] and not store.exists(key)
+    assert describe_live_drivers(store, KEYS) == [] and not store.exists(key)
 
 
 def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock plays no part
     now = store_time(store)
-    lease = Lease(store, leases.driver_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS))
     lease.stop()
-    assert describe_holder(store, lease.key, now + leases.TTL - 10)
-    assert describe_holder(store, lease.key, now + leases.TTL + 10) is None
+    assert describe_lease_holder(store, lease.key, now + leases.TTL - 10)
+    assert describe_lease_holder(store, lease.key, now + leases.TTL + 10) is None
     monkeypatch.setattr(leases, "RENEW", 0.01)
     calls = threading.Semaphore(0)
     replace = Store.replace
     monkeypatch.setattr(Store, "replace", lambda self, key, data: (replace(self, key, data), calls.release()))
-    lease = Lease(store, leases.driver_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS))
     for _ in range(3):
         assert calls.acquire(timeout=60)
     lease.release()
@@ -231,26 +238,26 @@ def test_a_failed_renewal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyP
             renewed.set()
 
     monkeypatch.setattr(Store, "replace", fail_twice)
-    lease = Lease(store, leases.driver_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS))
     assert renewed.wait(60)
     lease.release()
 
 
 def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
-    store, key = Store(str(tmp_path)), leases.driver_key(KEYS)
+    store, key = Store(str(tmp_path)), leases.new_driver_lease_key(KEYS)
     pid = os.fork()
     if not pid:
         Lease(store, key).stop()
         os._exit(0)
     os.waitpid(pid, 0)
     now = store_time(store)
-    assert describe_holder(store, key, now) is None
+    assert describe_lease_holder(store, key, now) is None
     content = json.loads(store.read(key) or b"")
     assert content["pid"] == pid
     store.replace(key, json.dumps(content | {"boot": "another machine's"}).encode())
-    assert describe_holder(store, key, now), "of another machine only the age is known"
+    assert describe_lease_holder(store, key, now), "of another machine only the age is known"
     store.replace(key, b"")
-    assert describe_holder(store, key, now), "cut by a full disk"
+    assert describe_lease_holder(store, key, now), "cut by a full disk"
     [orphan] = find_orphans(store, older_than=0, now=now + 60)
     assert (orphan.kind, remove_orphan(store, orphan, now)) == ("old lease", False)
     assert remove_orphan(store, orphan, now + leases.TTL + 60)
@@ -259,7 +266,7 @@ def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
 def test_published_weights_are_kept_while_a_driver_runs(store: Store) -> None:
     weights = f"{KEYS.prefix}/published/weights-1/model.safetensors"
     store.create(weights, b"x")
-    lease = Lease(store, leases.driver_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS))
     assert collect(store) == set() and store.exists(weights)
     lease.release()
     assert collect(store) == {weights.rpartition("/")[0]}

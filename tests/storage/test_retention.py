@@ -16,10 +16,10 @@ from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_or
 from penstock.storage.maintenance.retention import (
     expire_checkpoints,
     expired_versions,
-    finish_expiries,
-    fork_key,
+    finish_interrupted_expiries,
     read_tombstone,
     tombstone_key,
+    unfinished_fork_key,
 )
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -114,7 +114,7 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
             "000003",
             "000003.commit.json",
         }
-        assert finish_expiries(store, keys) == []
+        assert finish_interrupted_expiries(store, keys) == []
 
 
 def test_shared_files_are_deleted_with_the_last_run_that_names_them(store: Store, data: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_version_saved_again_after_it_expired_is_kept(store: Store, data: Path
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
     expire_checkpoints(store, keys, keep=1)
     save_one(store, keys, 2)
-    finish_expiries(store, keys)
+    finish_interrupted_expiries(store, keys)
     assert kept(store, keys) == [2, 3] and audit(store, keys).problems == []
     assert expire_checkpoints(store, keys, keep=1) == [2], "and it can expire again"
     assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint(2))).exists()
@@ -235,10 +235,10 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
         (found,) = find_orphans(store, older_than=0, now=time.time() + 1)
         store.commit(prefix, Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
         assert not remove_orphan(store, found) and store.exists(f"{attempt}/weights")
-    store.create(fork_key(RunKeys("f")), b"{}")
+    store.create(unfinished_fork_key(RunKeys("f")), b"{}")
     half: Orphan = find_orphans(store, "f", older_than=0, now=time.time() + 1)[0]
     store.create(RunKeys("f").record, b"{}")
-    assert not remove_orphan(store, half) and store.exists(fork_key(RunKeys("f")))
+    assert not remove_orphan(store, half) and store.exists(unfinished_fork_key(RunKeys("f")))
 
 
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:

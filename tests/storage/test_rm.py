@@ -13,10 +13,10 @@ from penstock.flows.options.flags import parse
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit
-from penstock.storage.maintenance.leases import Lease, driver_key
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.orphans import find_orphans
-from penstock.storage.maintenance.removal import describe_remover, is_removed, remove_run, removed_key
-from penstock.storage.maintenance.retention import fork_key
+from penstock.storage.maintenance.removal import describe_removing_process, is_removed, removal_marker_key, remove_run
+from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -71,10 +71,10 @@ def test_an_unknown_run_is_refused(store: Store, words: list[str]) -> None:
 
 
 def test_a_run_with_a_live_driver_is_not_removed(store: Store) -> None:
-    lease = Lease(store, driver_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS))
     with pytest.raises(RunError, match="has a running driver, process"):
         command(store, "r", "--yes", "r")
-    assert describe_remover(store, KEYS) is None and not is_removed(store, KEYS)
+    assert describe_removing_process(store, KEYS) is None and not is_removed(store, KEYS)
     lease.release()
     assert command(store, "r", "--yes", "r") == 0
 
@@ -83,7 +83,7 @@ def test_a_driver_starting_during_removal_is_seen_or_sees_the_removal(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(store, tmp_path / "data.jsonl")
-    lease = Lease(store, driver_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS))
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
     with pytest.raises(RunError, match="is being removed"):
         open_run(store, "post_train", config, lease=lease)
@@ -108,10 +108,10 @@ def test_a_run_needed_by_a_fork_is_not_removed(store: Store) -> None:
 
 
 def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) -> None:
-    store.create(fork_key(RunKeys("f")), b'{"parent": {"run": "r"}}')
+    store.create(unfinished_fork_key(RunKeys("f")), b'{"parent": {"run": "r"}}')
     with pytest.raises(RunError, match="its fork 'f'"):
         command(store, "r", "--yes", "r")
-    store.delete([fork_key(RunKeys("f"))])
+    store.delete([unfinished_fork_key(RunKeys("f"))])
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     with pytest.raises(RunError, match="is being removed"):
         fork.main(["r", "--at", "2", "--name", "f", "--store", store.root])
@@ -120,7 +120,7 @@ def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) ->
 
 
 def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
-    store.create(removed_key(KEYS), b"")
+    store.create(removal_marker_key(KEYS), b"")
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     before = files(store, KEYS.prefix)
     assert gc.main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
@@ -196,4 +196,6 @@ def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
     assert err.count("\n") == 1 and "--yes r" in err
     assert main(["rm", "empty", "--store", store.root]) == 0
     assert "removed" in capsys.readouterr().out
-    assert parse(["--store", store.root]).run.store == store.root and not store.exists(removed_key(RunKeys("empty")))
+    assert parse(["--store", store.root]).run.store == store.root and not store.exists(
+        removal_marker_key(RunKeys("empty"))
+    )

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
 from penstock.flows.options import flags
-from penstock.flows.runtime.runs import create_record, open_store, read_flow_and_config
+from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
@@ -72,7 +72,7 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
 def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostTrainConfig, tmp_path: Path) -> None:
     config = validated(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
-    assert create_record(store, "post_train", config)
+    assert create_run_record(store, "post_train", config)
     RunTracking("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path

@@ -113,9 +113,9 @@ def test_delivery_after_a_restart_and_from_another_machine_changes_nothing(
 def test_a_refused_record_is_skipped_and_the_others_are_delivered(served: tuple[str, Content], tmp_path: Path) -> None:
     uri, content = served
     tracking = RunTracking("demo", tmp_path / "out", uri, store_uri="/store")
-    tracking.log("good", {"perf/overhead": 0.25}, step=0)
-    tracking.log("bad", {"n" * 400: 0.25}, step=1)
-    tracking.log("also good", {"perf/overhead": 0.5}, step=2)
+    tracking.enqueue_metrics("good", {"perf/overhead": 0.25}, step=0)
+    tracking.enqueue_metrics("bad", {"n" * 400: 0.25}, step=1)
+    tracking.enqueue_metrics("also good", {"perf/overhead": 0.5}, step=2)
     assert tracking.close(timeout=60) == 0
     assert [step for name, step, _ in content()["points"]] == [0, 2]
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]

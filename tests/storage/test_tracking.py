@@ -265,9 +265,9 @@ def test_an_unreachable_server_is_logged_in_one_line(
 
 def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
     tracker = RunTracking("demo", tmp_path / "out", f"sqlite:///{database}", store_uri="/store")
-    tracker.log("good", {"perf/overhead": 0.1}, step=0)
-    tracker.log("bad", {"n" * 400: 0.1}, step=1)
-    tracker.log("also good", {"perf/overhead": 0.2}, step=2)
+    tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
+    tracker.enqueue_metrics("bad", {"n" * 400: 0.1}, step=1)
+    tracker.enqueue_metrics("also good", {"perf/overhead": 0.2}, step=2)
     assert tracker.close(timeout=60) == 0
     assert counts(database)["metrics"] == 2
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]

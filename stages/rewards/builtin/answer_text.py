@@ -12,13 +12,13 @@ _END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</s>|
 def strip_end_tokens(text: str) -> str:
     """Remove end tokens such as <|im_end|> or </s> from the end of a response, which has them by default."""
     kept = len(text)
-    end = _strip_spaces(text, kept)
+    end = _start_of_spaces_before(text, kept)
     while token := _END_TOKEN.search(text, max(0, end - _MAX_TOKEN_LENGTH), end):
-        kept = end = _strip_spaces(text, token.start())
+        kept = end = _start_of_spaces_before(text, token.start())
     return text[:kept]
 
 
-def _strip_spaces(text: str, end: int) -> int:
+def _start_of_spaces_before(text: str, end: int) -> int:
     """Return the position where the white space before `end` begins."""
     while end and text[end - 1].isspace():
         end -= 1

@@ -54,7 +54,7 @@ def gpqa(sample: Sample) -> float:
     return float(any(f" {target} " in normalized for target in map(_normalize, targets) if target))
 
 
-def has_correct_option(label: str, metadata: dict[str, Any]) -> bool:
+def specifies_correct_option(label: str, metadata: dict[str, Any]) -> bool:
     """Return whether a row specifies the correct option, in the label or in the metadata."""
     return any(
         str(value or "").strip()

@@ -11,7 +11,7 @@ import re
 
 from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.math.answers import equal_answers, is_evaluated_integer
-from penstock.stages.rewards.math.tokens import WORD, tokenizations
+from penstock.stages.rewards.math.tokens import WORD, possible_tokenizations
 from penstock.storage.samples.sample import Sample
 
 _FRACTION = re.compile(r"\\frac(\d)(\d)(?!\d)")
@@ -40,7 +40,7 @@ def same_answer(answer: str, label: str, evaluated_integers: bool = False) -> bo
     answer, label = answer.strip(), label.strip()
     if not label or not answer or max(len(answer), len(label)) > MAX_LENGTH:
         return bool(label) and answer == label
-    answers, labels = tokenizations(answer), tokenizations(label)
+    answers, labels = possible_tokenizations(answer), possible_tokenizations(label)
     if evaluated_integers and any(map(is_evaluated_integer, labels)):
         answers = [tokens for tokens in answers if is_evaluated_integer(tokens)]
     return any(equal_answers(left, right) for left in answers for right in labels)
@@ -51,7 +51,7 @@ def normalize_answer(text: str) -> str:
     if len(text) > MAX_LENGTH:
         return text
     parts = []
-    for token in tokenizations(text)[0]:
+    for token in possible_tokenizations(text)[0]:
         if not (token[0].isdigit() or token[0] == "."):
             parts.append(token.removeprefix(WORD))
             continue

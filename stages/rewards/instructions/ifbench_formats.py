@@ -11,7 +11,7 @@ import unicodedata
 from calendar import monthrange
 from itertools import pairwise
 
-from penstock.stages.rewards.instructions.registry import check
+from penstock.stages.rewards.instructions.registry import register_check
 from penstock.stages.rewards.instructions.text import EDGES, is_increasing, sentences, words, words_without_punctuation
 
 _EMOJI = re.compile(
@@ -33,7 +33,7 @@ _STRAIGHT = str.maketrans("“”„‘’", '"""\'\'')
 # ---- format ----------------------------------------------------------------------------------------------------------
 
 
-@check("format:parentheses")
+@register_check("format:parentheses")
 def _has_five_nested_brackets(text: str) -> bool:
     """Check that the text has brackets nested at least five levels deep, the innermost of them closed."""
     opened: list[str] = []
@@ -51,7 +51,7 @@ def _has_five_nested_brackets(text: str) -> bool:
     return False
 
 
-@check("format:quotes")
+@register_check("format:quotes")
 def _has_three_nested_quotes(text: str) -> bool:
     """Check that the text has three levels of closed quotes, alternating " and '. Apostrophes in words are ignored."""
     opened: list[str] = []
@@ -67,7 +67,7 @@ def _has_three_nested_quotes(text: str) -> bool:
     return False
 
 
-@check("format:options")
+@register_check("format:options")
 def _is_one_option(text: str, options: str) -> bool:
     """Check that the text is one of the options; options that are letters must match exactly, brackets included."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
@@ -77,13 +77,13 @@ def _is_one_option(text: str, options: str) -> bool:
     return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in allowed]
 
 
-@check("format:newline")
+@register_check("format:newline")
 def _has_one_word_per_line(text: str) -> bool:
     lines = [line for line in (words_without_punctuation(line) for line in text.split("\n")) if line]
     return all(len(line) == 1 for line in lines)
 
 
-@check("format:emoji")
+@register_check("format:emoji")
 def _ends_sentences_with_emoji(text: str) -> bool:
     """Check that every sentence ends with an emoji, before or after its punctuation."""
     joiners = dict.fromkeys(map(ord, _JOINERS))
@@ -94,37 +94,37 @@ def _ends_sentences_with_emoji(text: str) -> bool:
     )
 
 
-@check("format:line_indent")
+@register_check("format:line_indent")
 def _has_increasing_indent(text: str) -> bool:
     return is_increasing(len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip())
 
 
-@check("format:quote_unquote")
+@register_check("format:quote_unquote")
 def _has_text_after_each_quote(text: str) -> bool:
     """Check that no quotation directly follows another quotation, and that none ends the text."""
     text = "".join(text.translate(_STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.strip("".join(set(EDGES) - {'"'}) + "0123456789").endswith('"')
 
 
-@check("format:list")
+@register_check("format:list")
 def _has_list_with_separator(text: str, sep: str) -> bool:
     return text.count(sep) >= 2
 
 
-@check("format:thesis")
+@register_check("format:thesis")
 def _has_thesis_in_italics(text: str) -> bool:
     """Check that the text has nonempty HTML italics (<i> or <em>) that are followed by other text."""
     match = re.search(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", text, re.DOTALL)
     return bool(match and match.group(1).strip() and match.group(2).strip())
 
 
-@check("format:sub-bullets")
+@register_check("format:sub-bullets")
 def _has_sub_bullets(text: str) -> bool:
     bullets = text.split("*")[1:]
     return bool(bullets) and all("-" in bullet for bullet in bullets)
 
 
-@check("format:no_bullets_bullets")
+@register_check("format:no_bullets_bullets")
 def _has_sentences_then_bullets(text: str) -> bool:
     """Check that the text is at least two sentences, followed by at least two bullets and nothing else."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
@@ -135,19 +135,19 @@ def _has_sentences_then_bullets(text: str) -> bool:
     )
 
 
-@check("format:title_case")
+@register_check("format:title_case")
 def _is_title_case(text: str) -> bool:
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text)
     )
 
 
-@check("format:output_template")
+@register_check("format:output_template")
 def _has_output_template(text: str) -> bool:
     return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
 
 
-@check("format:no_whitespace")
+@register_check("format:no_whitespace")
 def _has_no_whitespace(text: str) -> bool:
     return not any(character.isspace() for character in text)
 
@@ -155,18 +155,18 @@ def _has_no_whitespace(text: str) -> bool:
 # ---- repeat ----------------------------------------------------------------------------------------------------------
 
 
-@check("repeat:repeat_change")
+@register_check("repeat:repeat_change")
 def _repeats_with_changed_first_word(text: str, prompt_to_repeat: str) -> bool:
     words_of_text, words_of_prompt = text.split(), prompt_to_repeat.split()
     return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
-@check("repeat:repeat_simple")
+@register_check("repeat:repeat_simple")
 def _is_fixed_sentence(text: str) -> bool:
     return text.strip().lower() == _SENTENCE.lower()
 
 
-@check("repeat:repeat_span")
+@register_check("repeat:repeat_span")
 def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """Check that the text is words n_start to n_end of the prompt, both inclusive, counted from 0."""
     return text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
@@ -175,12 +175,12 @@ def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_en
 # ---- custom ----------------------------------------------------------------------------------------------------------
 
 
-@check("custom:multiples")
+@register_check("custom:multiples")
 def _lists_multiples_of_seven(text: str) -> bool:
     return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
-@check("custom:mcq_count_length")
+@register_check("custom:mcq_count_length")
 def _has_four_growing_questions(text: str) -> bool:
     """Check that the text has four questions of five options each, every question longer than the previous one."""
     if not text.startswith("Question"):
@@ -195,7 +195,7 @@ def _has_four_growing_questions(text: str) -> bool:
     return len(lengths) == 4 and is_increasing(lengths)
 
 
-@check("custom:reverse_newline")
+@register_check("custom:reverse_newline")
 def _lists_countries_in_reverse(text: str) -> bool:
     """Check that the lines from Zimbabwe on are at least 52 and in descending alphabetical order."""
     lines = [_to_ascii(bare) for line in text.split("\n") if (bare := line.strip(EDGES))]
@@ -208,22 +208,22 @@ def _to_ascii(text: str) -> str:
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
-@check("custom:word_reverse")
+@register_check("custom:word_reverse")
 def _has_reversed_words(text: str) -> bool:
     return "bald eagle" in " ".join(reversed(words_without_punctuation(text.lower())))
 
 
-@check("custom:character_reverse")
+@register_check("custom:character_reverse")
 def _has_reversed_characters(text: str) -> bool:
     return "elgae dlab" in text.lower()
 
 
-@check("custom:sentence_alphabet")
+@register_check("custom:sentence_alphabet")
 def _starts_sentences_from_a_to_z(text: str) -> bool:
     return [sentence.lstrip(EDGES)[:1].lower() for sentence in sentences(text)] == list("abcdefghijklmnopqrstuvwxyz")
 
 
-@check("custom:european_capitals_sort")
+@register_check("custom:european_capitals_sort")
 def _lists_capitals_by_latitude(text: str) -> bool:
     return [city.strip() for city in _to_ascii(text).split(",") if city.strip()] == _CAPITALS.split()
 
@@ -241,12 +241,12 @@ def _is_table(rows: list[list[str]], header: str, num_rows: int) -> bool:
     return has_shape and [field.strip('"') for field in rows[0]] == header.split()
 
 
-@check("custom:csv_city")
+@register_check("custom:csv_city")
 def _is_city_csv(text: str) -> bool:
     return _is_table(_parse_csv(text), "ID Country City Year Count", 7)
 
 
-@check("custom:csv_special_character")
+@register_check("custom:csv_special_character")
 def _is_product_csv_with_special_character(text: str) -> bool:
     rows = _parse_csv(text)
     fields = [field for row in rows[1:] for field in row]
@@ -255,14 +255,14 @@ def _is_product_csv_with_special_character(text: str) -> bool:
     )
 
 
-@check("custom:csv_quotes")
+@register_check("custom:csv_quotes")
 def _is_quoted_student_csv(text: str) -> bool:
     rows = _parse_csv(text, "\t")
     quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return quoted and _is_table(rows, "StudentID Subject Grade Semester Score", 3)
 
 
-@check("custom:date_format_list")
+@register_check("custom:date_format_list")
 def _is_list_of_dates(text: str) -> bool:
     """Check that the text is a list of dates in Napoleon's lifetime, as YYYY-MM-DD."""
     for date in text.split(","):

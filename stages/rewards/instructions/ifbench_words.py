@@ -9,7 +9,7 @@ import itertools
 import re
 from collections import Counter
 
-from penstock.stages.rewards.instructions.registry import check
+from penstock.stages.rewards.instructions.registry import register_check
 from penstock.stages.rewards.instructions.text import (
     EDGES,
     count_occurrences,
@@ -59,50 +59,50 @@ def _count_last_characters(text: str) -> Counter[str]:
 # ---- count -----------------------------------------------------------------------------------------------------------
 
 
-@check("count:word_count_range")
+@register_check("count:word_count_range")
 def _has_word_count_in_range(text: str, min_words: int, max_words: int) -> bool:
     return min_words <= count_words(text) <= max_words
 
 
-@check("count:unique_word_count")
+@register_check("count:unique_word_count")
 def _has_unique_words(text: str, N: int) -> bool:
     return len(set(words_stripped_at_edges(text.lower()))) >= N
 
 
-@check("count:conjunctions")
+@register_check("count:conjunctions")
 def _has_distinct_conjunctions(text: str, small_n: int) -> bool:
     return len(_CONJUNCTIONS & set(words_stripped_at_edges(text.lower()))) >= small_n
 
 
-@check("count:person_names")
+@register_check("count:person_names")
 def _has_person_names(text: str, N: int) -> bool:
     return len(set(_NAMES.split()) & set(re.findall(r"\w+", text))) >= N
 
 
-@check("count:numbers")
+@register_check("count:numbers")
 def _has_exact_count_of_numbers(text: str, N: int) -> bool:
     return len(re.findall(r"\d+", " ".join(words_without_punctuation(text)))) == N  # 3.14 and 1,000 are one number each
 
 
-@check("count:punctuation")
+@register_check("count:punctuation")
 def _has_every_punctuation_mark(text: str) -> bool:
     """Check that the text contains an interrobang (?!, !? or ‽) and, outside of it, each of . , ! ? ; and :."""
     bang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
     return bang is not None and all(mark in text.replace(bang, "", 1) for mark in ".,!?;:")
 
 
-@check("count:words_japanese")
+@register_check("count:words_japanese")
 def _has_japanese_every_nth_word(text: str, N: int) -> bool:
     nth_words = [word.strip(EDGES) for word in text.split()][N - 1 :: N]
     return all(_JAPANESE.search(word) for word in nth_words if word and not word.isdigit())
 
 
-@check("count:pronouns")
+@register_check("count:pronouns")
 def _has_pronouns(text: str, N: int) -> bool:
     return sum(word in _PRONOUNS for word in re.findall(r"[a-z]+", text.lower())) >= N
 
 
-@check("count:keywords_multiple")
+@register_check("count:keywords_multiple")
 def _has_five_keyword_counts(
     text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
@@ -113,23 +113,23 @@ def _has_five_keyword_counts(
 # ---- ratio -----------------------------------------------------------------------------------------------------------
 
 
-@check("ratio:stop_words")
+@register_check("ratio:stop_words")
 def _has_few_stop_words(text: str, percentage: float) -> bool:
     tokens = re.findall(r"\w+", text.lower())
     return bool(tokens) and 100 * sum(token in _STOP_WORDS for token in tokens) <= percentage * len(tokens)
 
 
-@check("ratio:sentence_type")
+@register_check("ratio:sentence_type")
 def _has_two_statements_per_question(text: str) -> bool:
     return _count_last_characters(text)["."] == 2 * _count_last_characters(text)["?"]
 
 
-@check("ratio:sentence_balance")
+@register_check("ratio:sentence_balance")
 def _has_balanced_sentence_types(text: str) -> bool:
     return _count_last_characters(text)["."] == _count_last_characters(text)["?"] == _count_last_characters(text)["!"]
 
 
-@check("ratio:overlap")
+@register_check("ratio:overlap")
 def _has_trigram_overlap(text: str, reference_text: str, percentage: float) -> bool:
     """Check that `percentage` % (+-2) of the text's distinct character trigrams occur in `reference_text`."""
     trigrams = {text[index : index + 3] for index in range(len(text) - 2)}
@@ -137,7 +137,7 @@ def _has_trigram_overlap(text: str, reference_text: str, percentage: float) -> b
     return bool(trigrams) and abs(100 * num_shared / len(trigrams) - percentage) <= 2
 
 
-@check("ratio:sentence_words")
+@register_check("ratio:sentence_words")
 def _has_three_equal_sentences_without_repeats(text: str) -> bool:
     parts, all_words = sentences(text), words_without_punctuation(text.lower())
     return len(parts) == 3 and len(set(map(len, parts))) == 1 and len(all_words) == len(set(all_words))
@@ -146,69 +146,69 @@ def _has_three_equal_sentences_without_repeats(text: str) -> bool:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-@check("words:alphabet")
+@register_check("words:alphabet")
 def _starts_words_in_alphabetical_order(text: str) -> bool:
     letters = [ord(word[0]) - ord("a") for word in words_without_punctuation(text.lower())]
     return bool(letters) and 0 <= letters[0] < 26 and all((a + 1) % 26 == b for a, b in itertools.pairwise(letters))
 
 
-@check("words:vowel")
+@register_check("words:vowel")
 def _has_at_most_three_distinct_vowels(text: str) -> bool:
     return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3
 
 
-@check("words:consonants")
+@register_check("words:consonants")
 def _has_consonant_cluster_in_each_word(text: str) -> bool:
     return all(_CLUSTER.search(word) for word in text.lower().split())
 
 
-@check("words:palindrome")
+@register_check("words:palindrome")
 def _has_ten_palindromes(text: str) -> bool:
     return sum(len(word) >= 5 and word == word[::-1] for word in words_without_punctuation(text.lower())) >= 10
 
 
-@check("words:prime_lengths")
+@register_check("words:prime_lengths")
 def _has_prime_word_lengths(text: str) -> bool:
     lengths = {len(word) for word in words_without_punctuation(text)}
     return all(n > 1 and all(n % divisor for divisor in range(2, int(n**0.5) + 1)) for n in lengths)
 
 
-@check("words:repeats")
+@register_check("words:repeats")
 def _repeats_no_word_too_often(text: str, small_n: int) -> bool:
     return max(Counter(words_without_punctuation(text.lower())).values(), default=0) <= small_n
 
 
-@check("words:odd_even_syllables")
+@register_check("words:odd_even_syllables")
 def _alternates_odd_even_syllables(text: str) -> bool:
     odd = [count_syllables(word) % 2 for word in words_without_punctuation(text)]
     return all(left != right for left, right in itertools.pairwise(odd))
 
 
-@check("words:last_first")
+@register_check("words:last_first")
 def _chains_sentences_by_last_word(text: str) -> bool:
     parts = [words_stripped_at_edges(sentence.lower()) for sentence in sentences(text)]
     return all(left and right and left[-1] == right[0] for left, right in itertools.pairwise(parts))
 
 
-@check("words:paragraph_last_first")
+@register_check("words:paragraph_last_first")
 def _starts_paragraphs_with_last_word(text: str) -> bool:
     paragraphs = [words_stripped_at_edges(paragraph) for paragraph in text.lower().split("\n")]
     return all(paragraph[0] == paragraph[-1] for paragraph in paragraphs if paragraph)
 
 
-@check("words:no_consecutive")
+@register_check("words:no_consecutive")
 def _has_no_adjacent_equal_initials(text: str) -> bool:
     initials = [word[0] for word in words_without_punctuation(text.lower())]
     return all(left != right for left, right in itertools.pairwise(initials))
 
 
-@check("words:keywords_specific_position")
+@register_check("words:keywords_specific_position")
 def _has_keyword_at_word_of_sentence(text: str, keyword: str, n: int, m: int) -> bool:
     sentence = words((sentences(text)[n - 1 : n] or [""])[0].lower())
     return sentence[m - 1 : m] == [keyword.strip().lower()]
 
 
-@check("words:words_position")
+@register_check("words:words_position")
 def _has_keyword_second_and_second_last(text: str, keyword: str) -> bool:
     tokens = words(text.lower())
     return len(tokens) > 1 and tokens[1] == tokens[-2] == keyword.strip().lower()
@@ -217,7 +217,7 @@ def _has_keyword_second_and_second_last(text: str, keyword: str) -> bool:
 # ---- sentence --------------------------------------------------------------------------------------------------------
 
 
-@check("sentence:alliteration_increment")
+@register_check("sentence:alliteration_increment")
 def _has_increasing_alliteration(text: str) -> bool:
     """Check that the number of alliterating words (same initial as an adjacent word) grows from sentence to
     sentence."""
@@ -229,12 +229,12 @@ def _has_increasing_alliteration(text: str) -> bool:
     return is_increasing(counts)
 
 
-@check("sentence:keyword")
+@register_check("sentence:keyword")
 def _has_word_in_nth_sentence(text: str, word: str, N: int) -> bool:
     return any(count_occurrences(word, sentence) for sentence in sentences(text)[N - 1 : N])
 
 
-@check("sentence:increment")
+@register_check("sentence:increment")
 def _has_sentences_growing_by(text: str, small_n: int) -> bool:
     counts = [len(words_without_punctuation(sentence)) for sentence in sentences(text)]
     return all(right == left + small_n for left, right in itertools.pairwise(counts))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from penstock.stages.rewards.instructions.language import LANGUAGES, is_latin, language_of
-from penstock.stages.rewards.instructions.registry import check
+from penstock.stages.rewards.instructions.registry import register_check
 from penstock.stages.rewards.instructions.text import count_occurrences, count_words, sentences, words
 from penstock.storage.errors import RewardError
 
@@ -31,27 +31,27 @@ def _may_be_english(text: str) -> bool:
     return language == "en" or (language is None and is_latin(text))
 
 
-@check("keywords:existence")
+@register_check("keywords:existence")
 def _has_all_keywords(text: str, keywords: Sequence[str]) -> bool:
     return all(keyword.lower() in text.lower() for keyword in keywords)
 
 
-@check("keywords:frequency")
+@register_check("keywords:frequency")
 def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
     return _satisfies_relation(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
-@check("keywords:forbidden_words")
+@register_check("keywords:forbidden_words")
 def _has_no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
     return not any(count_occurrences(word, text) for word in forbidden_words)
 
 
-@check("keywords:letter_frequency")
+@register_check("keywords:letter_frequency")
 def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
     return _satisfies_relation(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
-@check("language:response_language")
+@register_check("language:response_language")
 def _is_in_language(text: str, language: str) -> bool:
     if language not in LANGUAGES:
         raise RewardError(
@@ -60,17 +60,17 @@ def _is_in_language(text: str, language: str) -> bool:
     return language_of(text) == language
 
 
-@check("length_constraints:number_sentences")
+@register_check("length_constraints:number_sentences")
 def _has_number_of_sentences(text: str, num_sentences: int, relation: str) -> bool:
     return _satisfies_relation(len(sentences(text)), relation, num_sentences)
 
 
-@check("length_constraints:number_words")
+@register_check("length_constraints:number_words")
 def _has_number_of_words(text: str, num_words: int, relation: str) -> bool:
     return _satisfies_relation(count_words(text), relation, num_words)
 
 
-@check("length_constraints:number_paragraphs")
+@register_check("length_constraints:number_paragraphs")
 def _has_number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Check the number of paragraphs, which are separated by ***; an empty first or last one does not count."""
     paragraphs = [part.strip() for part in text.split("***")]
@@ -79,7 +79,7 @@ def _has_number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
     return sum(map(bool, paragraphs)) == num_paragraphs
 
 
-@check("length_constraints:nth_paragraph_first_word")
+@register_check("length_constraints:nth_paragraph_first_word")
 def _starts_nth_paragraph_with_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = text.split("\n\n")
     num_nonempty = sum(bool(paragraph.strip()) for paragraph in paragraphs)
@@ -89,29 +89,29 @@ def _starts_nth_paragraph_with_word(text: str, num_paragraphs: int, nth_paragrap
     return bool(first) and re.split(r"[.,?!'\"]", first[0].lstrip("'").lstrip('"'))[0].lower() == first_word.lower()
 
 
-@check("detectable_content:number_placeholders")
+@register_check("detectable_content:number_placeholders")
 def _has_placeholders(text: str, num_placeholders: int) -> bool:
     return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
-@check("detectable_content:postscript")
+@register_check("detectable_content:postscript")
 def _has_postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     return bool(re.search(_POSTSCRIPTS.get(marker) or re.escape(marker), text, re.IGNORECASE))
 
 
-@check("detectable_format:number_bullet_lists")
+@register_check("detectable_format:number_bullet_lists")
 def _has_number_of_bullets(text: str, num_bullets: int) -> bool:
     lines = [line.strip() for line in text.split("\n")]
     return sum(line.startswith("-") or bool(re.match(r"\*[^*]", line)) for line in lines) == num_bullets
 
 
-@check("detectable_format:constrained_response")
+@register_check("detectable_format:constrained_response")
 def _has_allowed_answer(text: str) -> bool:
     return any(answer in text for answer in _ALLOWED_ANSWERS)
 
 
-@check("detectable_format:number_highlighted_sections")
+@register_check("detectable_format:number_highlighted_sections")
 def _has_highlighted_sections(text: str, num_highlights: int) -> bool:
     """Check the number of *single* and **double** highlights; a double one is not also counted as single."""
     single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
@@ -119,12 +119,12 @@ def _has_highlighted_sections(text: str, num_highlights: int) -> bool:
     return len(single) + len(double) >= num_highlights
 
 
-@check("detectable_format:multiple_sections")
+@register_check("detectable_format:multiple_sections")
 def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
-@check("detectable_format:json_format")
+@register_check("detectable_format:json_format")
 def _is_json(text: str) -> bool:
     fenced = _FENCE.match(text.strip())
     try:
@@ -134,49 +134,49 @@ def _is_json(text: str) -> bool:
     return True
 
 
-@check("detectable_format:title")
+@register_check("detectable_format:title")
 def _has_title(text: str) -> bool:
     return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text))
 
 
-@check("combination:two_responses")
+@register_check("combination:two_responses")
 def _has_two_different_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
-@check("combination:repeat_prompt")
+@register_check("combination:repeat_prompt")
 def _starts_with_prompt(text: str, prompt_to_repeat: str) -> bool:
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-@check("startend:end_checker")
+@register_check("startend:end_checker")
 def _ends_with_phrase(text: str, end_phrase: str) -> bool:
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-@check("change_case:capital_word_frequency")
+@register_check("change_case:capital_word_frequency")
 def _has_capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
     return _satisfies_relation(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
 
 
-@check("change_case:english_capital")
+@register_check("change_case:english_capital")
 def _is_english_upper_case(text: str) -> bool:
     return text.isupper() and _may_be_english(text)
 
 
-@check("change_case:english_lowercase")
+@register_check("change_case:english_lowercase")
 def _is_english_lower_case(text: str) -> bool:
     return text.islower() and _may_be_english(text)
 
 
-@check("punctuation:no_comma")
+@register_check("punctuation:no_comma")
 def _has_no_comma(text: str) -> bool:
     return "," not in text
 
 
-@check("startend:quotation")
+@register_check("startend:quotation")
 def _is_in_quotation_marks(text: str) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'

@@ -88,22 +88,23 @@ def is_latin(text: str) -> bool:
     return all(bool(re.search(pattern, text)) == (name == "latin") for name, pattern in _SCRIPTS.items())
 
 
-def _detect_by_letters(text: str, weights: dict[str, float]) -> str | None:
+def _detect_by_letters(text: str, weight_by_language: dict[str, float]) -> str | None:
     letters = Counter(text.lower())
     scores = {
-        code: weight * sum(letters[letter] for letter in _LETTERS.get(code, "")) for code, weight in weights.items()
+        code: weight * sum(letters[letter] for letter in _LETTERS.get(code, ""))
+        for code, weight in weight_by_language.items()
     }
     best = max(scores, key=lambda code: scores[code])
     return best if scores[best] else None
 
 
-def _detect_by_words(text: str, codes: tuple[str, ...]) -> str | None:
+def _detect_by_words(text: str, language_codes: tuple[str, ...]) -> str | None:
     counts = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
     letters = Counter(text.lower())
     scores = {
         code: sum(counts[word] for word in _COMMON[code])
         + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
-        for code in codes
+        for code in language_codes
     }
     best = max(scores, key=lambda code: scores[code], default=None)
     if best is None or not scores[best] or list(scores.values()).count(scores[best]) > 1:

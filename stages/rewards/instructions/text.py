@@ -27,17 +27,17 @@ def sentences(text: str) -> list[str]:
     """Return the sentences of a text with their punctuation; an empty line also ends a sentence."""
     parts, begin = [], 0
     for end in _END.finditer(text):
-        if not _is_abbreviation(text[begin : end.end()], text[end.end() :]):
+        if not _ends_with_abbreviation(text[begin : end.end()], text[end.end() :]):
             parts.append(text[begin : end.end()].strip())
             begin = end.end()
     return [sentence for sentence in [*parts, text[begin:].strip()] if sentence]
 
 
-def _is_abbreviation(sentence: str, rest: str) -> bool:
-    """Return whether the period at the end of `sentence`, followed by `rest`, ends an abbreviation ("Dr. Who", "J.
-    Smith") and not a sentence ("it was I. Then")."""
+def _ends_with_abbreviation(sentence: str, following_text: str) -> bool:
+    """Return whether the period at the end of `sentence`, followed by `following_text`, ends an abbreviation
+    ("Dr. Who", "J. Smith") and not a sentence ("it was I. Then")."""
     match = _ABBREVIATION.search(sentence[-12:])
-    return match is not None and not (match.group().strip(" (\"'") == "I." and rest.lstrip()[:1].isupper())
+    return match is not None and not (match.group().strip(" (\"'") == "I." and following_text.lstrip()[:1].isupper())
 
 
 def words(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.stages.rewards.math.latex import ExpressionError, parse
-from penstock.stages.rewards.math.numeric import ratio_sign
+from penstock.stages.rewards.math.numeric import sign_of_constant_ratio
 from penstock.stages.rewards.math.tokens import WORD
 from penstock.stages.rewards.math.units import same_quantity, split_unit
 
@@ -68,7 +68,7 @@ def _parse(tokens: Sequence[str]) -> ParsedAnswer:
     tokens = tuple(tokens)
     if r"\approx" in tokens[1:]:
         exact = _split_outside_brackets(tokens, (r"\approx",))[0]
-        tokens = tokens if _is_name(exact) else exact
+        tokens = tokens if _can_name_answer(exact) else exact
     parts = _split_outside_brackets(tokens, (",",))
     if len(parts) > 1:
         return _make_list(tokens, parts)
@@ -96,7 +96,7 @@ def _parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
         rows = [row for row in _split_outside_brackets(tokens[1:-1], (r"\\",)) if row]
         entries = [_parse(entry) for row in rows for entry in _split_outside_brackets(row, ("&",)) if entry]
         return ParsedAnswer("matrix", tokens, tuple(entries), f"{len(rows)}")
-    if tokens[0] not in _BRACKETS or _end_of_group(tokens) != len(tokens) - 1:
+    if tokens[0] not in _BRACKETS or _index_of_closing_bracket(tokens) != len(tokens) - 1:
         return ParsedAnswer("value", tokens)
     inner = tokens[1:-1]
     if tokens[0] == r"\{":
@@ -128,18 +128,18 @@ def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> Par
 def _parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
     """Parse `x = 5` as the value 5 with the name x, and all other relations as a relation of two or more sides."""
     sides = _split_outside_brackets(tokens, _RELATIONS)
-    operators = tuple(token for depth, token in _with_depth(tokens) if depth == 0 and token in _RELATIONS)
+    operators = tuple(token for depth, token in _with_bracket_depth(tokens) if depth == 0 and token in _RELATIONS)
     if not all(sides):
         return ParsedAnswer("value", tokens)
     if set(operators) <= {"=", r"\approx"}:
-        if _is_name(sides[0]):
+        if _can_name_answer(sides[0]):
             return replace(_parse(sides[-1]), name=_normalize(sides[0]), operators=operators, tokens=sides[-1])
-        if _is_name(sides[-1]) and len(sides) == 2:
+        if _can_name_answer(sides[-1]) and len(sides) == 2:
             return replace(_parse(sides[0]), name=_normalize(sides[-1]), operators=operators, tokens=sides[0])
     return ParsedAnswer("relation", tokens, tuple(ParsedAnswer("value", side) for side in sides), operators=operators)
 
 
-def _is_name(tokens: tuple[str, ...]) -> bool:
+def _can_name_answer(tokens: tuple[str, ...]) -> bool:
     """Return whether the tokens can be the name of an answer: x, f(x), a_n, (x, y), \\angle ABC, Area."""
     if tokens in (("e",), ("i",)):
         return False
@@ -153,7 +153,7 @@ def _is_name(tokens: tuple[str, ...]) -> bool:
     return True
 
 
-def _with_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
+def _with_bracket_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
     """Yield (number of brackets around the token, token) for every token."""
     depth = 0
     for token in tokens:
@@ -166,7 +166,7 @@ def _with_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
 def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) -> list[tuple[str, ...]]:
     """Split tokens at those separators that are not inside brackets."""
     parts: list[list[str]] = [[]]
-    for depth, token in _with_depth(tokens):
+    for depth, token in _with_bracket_depth(tokens):
         if depth == 0 and token in separators:
             parts.append([])
         else:
@@ -174,9 +174,9 @@ def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) ->
     return [tuple(part) for part in parts]
 
 
-def _end_of_group(tokens: Sequence[str]) -> int:
+def _index_of_closing_bracket(tokens: Sequence[str]) -> int:
     """Return the index of the bracket that closes the first token, or -1. `(` may be closed by `]`, and `[` by `)`."""
-    for index, (depth, token) in enumerate(_with_depth(tokens)):
+    for index, (depth, token) in enumerate(_with_bracket_depth(tokens)):
         if depth == 0 and index and token in _CLOSING:
             matching = token == _BRACKETS[tokens[0]] or {tokens[0], token} <= {"(", ")", "[", "]"}
             return index if matching else -1
@@ -237,8 +237,8 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
             or _choice_letter(left.tokens) == right_text
             or left_text == _choice_letter(right.tokens)
         )
-    if _based_number(a) or _based_number(b):
-        return _based_number(a) == _based_number(b)
+    if _number_with_base(a) or _number_with_base(b):
+        return _number_with_base(a) == _number_with_base(b)
     try:
         return same_quantity(parse(a), unit_a, parse(b), unit_b)
     except (ExpressionError, RecursionError):
@@ -272,7 +272,7 @@ def _is_single_letter(text: str) -> bool:
     return len(text) == 1 and text.isalpha()
 
 
-def _based_number(tokens: Sequence[str]) -> str:
+def _number_with_base(tokens: Sequence[str]) -> str:
     """Return a number with a base, such as `413_8`, as text; an empty string if the tokens are not such a number."""
     text = "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}")
     digits, underscore, base = text.partition("_")
@@ -296,11 +296,11 @@ def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
     if flipped[0]:
         sides, operators = sides[::-1], operators[::-1]
     low_end, high_end = (ParsedAnswer("value", tuple(end)) for end in _REAL_ENDS)
-    if len(sides) == 3 and _is_name(sides[1].tokens):
+    if len(sides) == 3 and _can_name_answer(sides[1].tokens):
         low, high, closed = sides[0], sides[2], [operator == r"\le" for operator in operators]
-    elif len(sides) == 2 and _is_name(sides[0].tokens):
+    elif len(sides) == 2 and _can_name_answer(sides[0].tokens):
         low, high, closed = low_end, sides[1], [False, operators[0] == r"\le"]
-    elif len(sides) == 2 and _is_name(sides[1].tokens):
+    elif len(sides) == 2 and _can_name_answer(sides[1].tokens):
         low, high, closed = sides[0], high_end, [operators[0] == r"\le", False]
     else:
         return answer
@@ -313,20 +313,22 @@ def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     if r"\equiv" in left.operators or r"\equiv" in right.operators:
         return left.operators == right.operators and all(map(_equal_parsed, left.items, right.items))
     return _equal_unordered(
-        _step_differences(left), _step_differences(right), lambda a, b: a[0] == b[0] and _proportional(a[1], b[1], a[0])
+        _differences_of_relation_steps(left),
+        _differences_of_relation_steps(right),
+        lambda a, b: a[0] == b[0] and _equal_up_to_factor(a[1], b[1], a[0]),
     )
 
 
-def _proportional(left: list[str], right: list[str], operator: str) -> bool:
+def _equal_up_to_factor(left: list[str], right: list[str], operator: str) -> bool:
     """Return whether two expressions are equal up to a constant factor, which must be positive for an inequality."""
     try:
-        ratio = ratio_sign(parse(left), parse(right))
+        ratio = sign_of_constant_ratio(parse(left), parse(right))
     except (ExpressionError, RecursionError):
         return False
     return ratio == 1 or (ratio == -1 and operator in ("=", r"\ne", r"\approx"))
 
 
-def _step_differences(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
+def _differences_of_relation_steps(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
     """Return (operator, difference) for each step of a chain such as a < b < c, where the operator (> is turned into <)
     compares the difference of the step's sides with zero."""
     steps = []
@@ -340,16 +342,18 @@ def _equal_equations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     """Return whether two equations are equal up to a constant factor, such as `y = 2x` and `2x - y = 0`, or whether the
     last side of the equation `left` equals the value `right`, such as `a + b = 7` and `7`.
     """
-    left_equation, right_equation = _equation(left), _equation(right)
+    left_equation, right_equation = _difference_of_equation_sides(left), _difference_of_equation_sides(right)
     if left_equation and right_equation:
-        return _proportional(left_equation, right_equation, "=")
+        return _equal_up_to_factor(left_equation, right_equation, "=")
     if left.kind == "relation" and right.kind == "value" and set(left.operators) <= {"=", r"\approx"}:
         return _equal_values(left.items[-1], right)
     return False
 
 
-def _equation(answer: ParsedAnswer) -> list[str]:
+def _difference_of_equation_sides(answer: ParsedAnswer) -> list[str]:
     """Return the tokens of `left side - right side` of an equation; [] if the answer is not an equation."""
     if answer.kind == "value" and answer.name and "=" in answer.operators:
         return ["(", *answer.name, ")", "-", "(", *answer.tokens, ")"]
-    return _step_differences(answer)[0][1] if answer.kind == "relation" and answer.operators == ("=",) else []
+    return (
+        _differences_of_relation_steps(answer)[0][1] if answer.kind == "relation" and answer.operators == ("=",) else []
+    )

@@ -32,7 +32,7 @@ def same_value(left: Node, right: Node) -> bool:
     """Return whether two expressions are equal at all test points where both have a value."""
     names = variables(left) | variables(right)
     num_points = 0
-    for a, b in _values(left, right, names):
+    for a, b in _values_at_test_points(left, right, names):
         if names and _is_real(a) != _is_real(b):
             continue
         if not _is_close(a, b):
@@ -41,10 +41,10 @@ def same_value(left: Node, right: Node) -> bool:
     return num_points >= (_MIN_POINTS if names else 1)
 
 
-def ratio_sign(left: Node, right: Node) -> int:
+def sign_of_constant_ratio(left: Node, right: Node) -> int:
     """Return the sign of the constant c for which left = c * right, or 0 if there is no such constant."""
     ratio, num_points = None, 0
-    for a, b in _values(left, right, variables(left) | variables(right)):
+    for a, b in _values_at_test_points(left, right, variables(left) | variables(right)):
         if _is_zero(a) and _is_zero(b):
             continue
         if _is_zero(a) or _is_zero(b) or not (_is_real(a) and _is_real(b)):
@@ -65,10 +65,10 @@ def variables(node: Node) -> set[str]:
     return set().union(*(variables(part) for part in node[1:] if isinstance(part, tuple)))
 
 
-def _values(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
+def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
     """Yield (value of `left`, value of `right`) at up to _NUM_POINTS points, skipping points where one is undefined."""
     for number in range(_NUM_POINTS if names else 1):
-        point = {name: _coordinate(name, number) for name in names}
+        point = {name: _test_point_coordinate(name, number) for name in names}
         with mpmath.workprec(_PRECISION):
             try:
                 yield evaluate(left, point), evaluate(right, point)
@@ -76,17 +76,17 @@ def _values(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, V
                 continue
 
 
-def _coordinate(name: str, number: int) -> Fraction:
-    """Return the value of the variable `name` at test point `number`.
+def _test_point_coordinate(variable: str, point_number: int) -> Fraction:
+    """Return the value of the variable `variable` at test point `point_number`.
 
     The absolute value is below 1 at points 0 to 2, and up to 9 or 1000 at the other points; the value is negative at
     points 6 and 7, and has either sign at points 8 and 9.
     """
-    draw = xxhash.xxh3_64_intdigest(f"{name} {number}".encode())
+    draw = xxhash.xxh3_64_intdigest(f"{variable} {point_number}".encode())
     size = Fraction(draw % 7919 + 1, 7927)
-    if number >= 3:
-        size = 1 + size * (999 if number in (5, 7, 9) else 8)
-    is_negative = number >= 6 and (number < 8 or draw >> 63)
+    if point_number >= 3:
+        size = 1 + size * (999 if point_number in (5, 7, 9) else 8)
+    is_negative = point_number >= 6 and (point_number < 8 or draw >> 63)
     return -size if is_negative else size
 
 
@@ -147,7 +147,7 @@ def _is_close(a: Value, b: Value) -> bool:
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
-def _arithmetic(function: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
+def _apply_in_common_type(function: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
     return function(*_to_common_type(a, b))
 
 
@@ -227,9 +227,9 @@ _CONSTANTS: dict[str, Callable[[], Value]] = {
     r"\infty": lambda: mpmath.inf,
 }
 _OPERATIONS: dict[str, Callable[..., Value]] = {
-    "+": partial(_arithmetic, operator.add),
-    "-": partial(_arithmetic, operator.sub),
-    "*": partial(_arithmetic, operator.mul),
+    "+": partial(_apply_in_common_type, operator.add),
+    "-": partial(_apply_in_common_type, operator.sub),
+    "*": partial(_apply_in_common_type, operator.mul),
     "/": _divide,
     "^": power,
     "root": root,

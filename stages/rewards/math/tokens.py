@@ -90,7 +90,7 @@ _NOT_DIGITS = re.compile(r"\D+")
 _CIRCLE = re.compile(r"\^\s*(?:\{\s*)?(?:\\[,;! ]\s*)*\\circ\b\s*\}?|\\circ\b|\\text(?:rm)?\{\s*°\s*\}")
 
 
-def tokenizations(text: str) -> list[list[str]]:
+def possible_tokenizations(text: str) -> list[list[str]]:
     """Return the possible tokenizations of `text`: with 1,234 as one number and, if `text` contains such a comma, also
     with 1 and 234 as two numbers."""
     text = _GROUPED.sub(lambda match: _NOT_DIGITS.sub("", match.group()), text)
@@ -119,7 +119,7 @@ def tokenize(text: str) -> list[str]:
         elif token == "}":
             tokens += [] if groups and groups.pop() else ["}"]
         elif token.isascii() and token.isalpha():
-            tokens += _split_letters(
+            tokens += _tokenize_letters(
                 token, in_text=any(groups) or previous in _TEXT, after_number=bool(tokens) and tokens[-1][0].isdigit()
             )
         elif named := _NAMED.match(token):
@@ -129,27 +129,27 @@ def tokenize(text: str) -> list[str]:
     return _merge_tokens(tokens)
 
 
-def _split_letters(run: str, in_text: bool, after_number: bool) -> list[str]:
+def _tokenize_letters(letters: str, in_text: bool, after_number: bool) -> list[str]:
     """Return the tokens of a run of letters: a word, a command, capitals, or the letters of a product.
 
     A run of more than two letters counts as a product only if the letters are in alphabetical order; otherwise it is a
     word, because as products "stop" and "pots" would be equal.
     """
-    if run.lower() in ("and", "or"):
+    if letters.lower() in ("and", "or"):
         return [","]
-    if after_number and run in _LARGE:
-        return [r"\cdot", "10", "^", _LARGE[run]]
-    if after_number and run in _SHORT_UNITS:
-        return [WORD + run]
-    if run in _PLAIN_NAMES and not (in_text and len(run) < 3):
-        return [_PLAIN_NAMES[run]]
-    if in_text and run not in ("e", "i"):
-        return [WORD + run]
-    if run.isupper():
-        return [run]
-    if len(run) > 2 and any(left >= right for left, right in itertools.pairwise(run)):
-        return [WORD + run]
-    return list(run)
+    if after_number and letters in _LARGE:
+        return [r"\cdot", "10", "^", _LARGE[letters]]
+    if after_number and letters in _SHORT_UNITS:
+        return [WORD + letters]
+    if letters in _PLAIN_NAMES and not (in_text and len(letters) < 3):
+        return [_PLAIN_NAMES[letters]]
+    if in_text and letters not in ("e", "i"):
+        return [WORD + letters]
+    if letters.isupper():
+        return [letters]
+    if len(letters) > 2 and any(left >= right for left, right in itertools.pairwise(letters)):
+        return [WORD + letters]
+    return list(letters)
 
 
 def _merge_tokens(tokens: list[str]) -> list[str]:

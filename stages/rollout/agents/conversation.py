@@ -123,9 +123,11 @@ class Conversation:
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
         opening = self.messages[: self._num_opening]
-        between = self._format.render_between(opening, self.messages[-1], messages, self.tools, self.template_options)
+        between = self._format.render_between_replies(
+            opening, self.messages[-1], messages, self.tools, self.template_options
+        )
         last = self.sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
-        return self._format.encode_between(*between, last)
+        return self._format.encode_between_replies(*between, last)
 
     def _parse_reply(self, token_ids: list[int], stops: str | Sequence[str]) -> Message:
         text = self._format.decode_reply(token_ids, ended=self.sample.status is Status.COMPLETED)

@@ -129,7 +129,7 @@ class OpenAIEndpoint:
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._convert_errors])
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._handle_with_openai_errors])
         app.router.add_post("/{session}/v1/chat/completions", self._chat_completions)
         app.router.add_get("/{session}/v1/models", self._list_models)
         # If an agent disconnects (after a timeout, for instance), its request is cancelled and not recorded.
@@ -145,7 +145,7 @@ class OpenAIEndpoint:
             await runner.cleanup()
 
     @web.middleware
-    async def _convert_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _handle_with_openai_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Handle a request; convert errors to OpenAI's format, with a header that tells clients not to retry."""
         try:
             self._check_access(request)
@@ -194,7 +194,7 @@ class OpenAIEndpoint:
             body = await request.json()
         except json.JSONDecodeError as error:
             raise ValueError(f"the request is not JSON ({error})") from None
-        messages = _checked_messages(body)
+        messages = _parse_messages_of_request(body)
         self._warn_of_ignored_parameters(body)
         sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under SGLang's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
@@ -254,7 +254,7 @@ class OpenAIEndpoint:
         }
 
 
-def _checked_messages(body: Any) -> list[dict[str, Any]]:
+def _parse_messages_of_request(body: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat request, after checking them. Raises ValueError for an invalid request."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:

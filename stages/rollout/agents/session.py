@@ -97,7 +97,7 @@ class AgentSession:
             RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round (see
                 EngineCalls.generate).
         """
-        conversation, known = self._find_or_create(messages, tools, template_options or {})
+        conversation, known = self._find_or_create_conversation(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)
         try:
@@ -161,18 +161,18 @@ class AgentSession:
         )[0]
         return sample
 
-    def _find_or_create(
+    def _find_or_create_conversation(
         self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]
     ) -> tuple[Conversation, int]:
         """Return the conversation that `messages` continue (forked or created if needed), and how many of `messages`
         this conversation already contains."""
-        keys = [_message_key(message) for message in messages]
+        keys = [_message_comparison_key(message) for message in messages]
         # (number of shared messages, whether they end at the last reply, conversation, number of shared turns)
         best: tuple[int, bool, Conversation, int] | None = None
         for conversation in self._conversations:
             if (conversation.tools, conversation.template_options) != (list(tools), options):
                 continue
-            recorded = [_message_key(message) for message in conversation.messages]
+            recorded = [_message_comparison_key(message) for message in conversation.messages]
             for num_turns, turn in enumerate(conversation.turns, start=1):
                 if turn.num_messages < len(keys) and recorded[: turn.num_messages] == keys[: turn.num_messages]:
                     at_end = num_turns == len(conversation.turns) and conversation not in self._busy
@@ -186,7 +186,7 @@ class AgentSession:
         return new, 0 if best is None else best[0]
 
 
-def _message_key(message: Message) -> tuple[str, ...]:
+def _message_comparison_key(message: Message) -> tuple[str, ...]:
     """Return a key for comparing messages: agents may trim the white space of replies and reformat the arguments of
     tool calls, which does not change the key."""
     text = content_as_text(message)

@@ -61,7 +61,7 @@ def _function_schema(tool: dict[str, Any]) -> dict[str, Any]:
     return tool.get("function", tool)  # some agents omit the outer object
 
 
-def _parse_object(text: str) -> dict[str, Any] | None:
+def _parse_json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -71,16 +71,16 @@ def _parse_object(text: str) -> dict[str, Any] | None:
 
 def _parse_json_call(match: re.Match[str], tools: Tools) -> ToolCall | None:
     """Parse {"name": ..., "arguments": {...}}; Llama writes "parameters" instead of "arguments"."""
-    call = _parse_object(match[1]) or {}
+    call = _parse_json_object(match[1]) or {}
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _parse_object(arguments)
+        arguments = _parse_json_object(arguments)
     name = call.get("name")
     return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _parse_name_and_json(match: re.Match[str], tools: Tools) -> ToolCall | None:
-    arguments = _parse_object(match[2])
+    arguments = _parse_json_object(match[2])
     return None if arguments is None else ToolCall(match[1].strip(), arguments)
 
 
@@ -99,34 +99,36 @@ def _parse_name_and_pairs(match: re.Match[str], tools: Tools) -> ToolCall:
     return ToolCall(match[1], arguments)
 
 
-def _call_format(pattern: str, read: CallParser) -> tuple[re.Pattern[str], CallParser]:
+def _compile_call_format(pattern: str, read: CallParser) -> tuple[re.Pattern[str], CallParser]:
     return re.compile(pattern, re.DOTALL), read
 
 
 TAGGED = (
     # Qwen, Hermes
-    _call_format(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", _parse_json_call),
+    _compile_call_format(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", _parse_json_call),
     # GLM-4.5 to 4.7
-    _call_format(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>", _parse_name_and_pairs),
+    _compile_call_format(
+        r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>", _parse_name_and_pairs
+    ),
     # Kimi K2
-    _call_format(
+    _compile_call_format(
         r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*"
         r"<\|tool_call_argument_begin\|>\s*(\{.*?\})\s*<\|tool_call_end\|>",
         _parse_name_and_json,
     ),
     # DeepSeek V3, then V3.1
-    _call_format(
+    _compile_call_format(
         r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^\n]+)\n```json\n(\{.*?\})\n```\s*<｜tool▁call▁end｜>",
         _parse_name_and_json,
     ),
-    _call_format(
+    _compile_call_format(
         r"<｜tool▁call▁begin｜>([^\n<]+)<｜tool▁sep｜>\s*(\{.*?\})\s*<｜tool▁call▁end｜>", _parse_name_and_json
     ),
 )
 UNTAGGED = (
     # Llama 3
-    _call_format(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", _parse_json_call),
+    _compile_call_format(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", _parse_json_call),
     # GLM-4
-    _call_format(r"\A\s*([\w.-]+)\n(\{.*\})\s*\Z", _parse_name_and_json),
+    _compile_call_format(r"\A\s*([\w.-]+)\n(\{.*\})\s*\Z", _parse_name_and_json),
 )
 SECTION_TAGS = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>|<｜tool▁calls▁(?:begin|end)｜>")

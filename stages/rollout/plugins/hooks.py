@@ -55,7 +55,7 @@ class Hooks:
             return
         view = UserSample.of(sample)
         try:
-            _check_returned(self._sample_hook(self._args, view), view, self._sample_hook)
+            _check_returns_nothing(self._sample_hook(self._args, view), view, self._sample_hook)
             _apply_changes([(sample, view)], self._sample_hook)
         except ValueError as error:
             sample.status, sample.metadata["error"] = Status.FAILED, str(error)
@@ -70,7 +70,7 @@ class Hooks:
             return
         views = _copy_groups(groups)
         arguments = [list(group) for group in views]
-        _check_returned(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
+        _check_returns_nothing(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
         if arguments != views:
             raise PluginError(
                 f"{self._sample_filter.name} changes the list of samples: set `remove_sample` on samples instead"
@@ -92,16 +92,16 @@ def _copy_groups(groups: list[Group]) -> list[list[UserSample]]:
     return [[UserSample.of(sample) for sample in group] for group in groups]
 
 
-def _check_returned(value: Any, argument: Any, plugin: Plugin) -> None:
+def _check_returns_nothing(value: Any, argument: Any, plugin: Plugin) -> None:
     """Raise PluginError if a hook returned a value other than None or its argument; it would be ignored."""
     if value is not None and value is not argument:
         raise PluginError(f"{plugin.name} returned {type(value).__name__}: change its argument, and return nothing")
 
 
-def _apply_changes(pairs: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
+def _apply_changes(samples_and_changed: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
     """Apply a hook's changes to the samples. If any change is invalid, apply none and raise PluginError."""
     try:
-        changed = [(sample, checked_sample(view)) for sample, view in pairs]
+        changed = [(sample, checked_sample(view)) for sample, view in samples_and_changed]
         for _, new in changed:
             if new.reward is not None and not (isinstance(new.reward, int | float) and math.isfinite(new.reward)):
                 raise PluginError(f"the sample's reward is {new.reward!r:.100}: set a finite number, or None")

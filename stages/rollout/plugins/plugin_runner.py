@@ -49,12 +49,12 @@ class PluginRunner:
         self._calls: set[_Call] = set()
         self._stopping = False
 
-    async def run(self, function: Callable[[], Any], limit: float) -> Any:
+    async def run(self, function: Callable[[], Any], limit_seconds: float) -> Any:
         """Call `function`, await its result if it is awaitable, and return the result. If another call blocked the
         event loop, the call is repeated.
 
         Raises:
-            PluginError: the function raises, blocks the event loop, or takes more than `limit` seconds.
+            PluginError: the function raises, blocks the event loop, or takes more than `limit_seconds` seconds.
             Cancelled: `stop` was called.
         """
         while not self._stopping:
@@ -64,20 +64,24 @@ class PluginRunner:
             waiting = asyncio.wrap_future(call.result)
             call.start(in_thread=not self.is_async)
             try:
-                await asyncio.wait({waiting}, timeout=limit)
-                if not call.result.done() and self.is_async and not await loop.responds(min(limit, PATIENCE)):
-                    loop.abandon(
+                await asyncio.wait({waiting}, timeout=limit_seconds)
+                if (
+                    not call.result.done()
+                    and self.is_async
+                    and not await loop.responds_within(min(limit_seconds, PATIENCE))
+                ):
+                    loop.abandon_and_restart_calls(
                         call, f"{self.name} blocks its event loop: `await` slow operations, or leave out `async`"
                     )
                 if not call.result.done():
                     raise PluginError(
-                        f"{self.name} takes more than {limit:g} s: make the function faster, or raise "
+                        f"{self.name} takes more than {limit_seconds:g} s: make the function faster, or raise "
                         "--generate-timeout"
                     )
                 error = call.result.exception()
             finally:
                 self._calls.discard(call)
-                call.abandon()
+                call.cancel()
                 waiting.cancel()
             if error is None:
                 return call.result.result()
@@ -93,7 +97,7 @@ class PluginRunner:
         if self._calls:
             await asyncio.wait({asyncio.wrap_future(call.result) for call in self._calls}, timeout=GRACE)
         for call in self._calls:
-            call.settle(error=Cancelled())
+            call.set_result_once(error=Cancelled())
 
 
 class _Call:
@@ -113,7 +117,7 @@ class _Call:
             self.plugin_loop.calls.add(self)
             self.plugin_loop.loop.call_soon_threadsafe(self._create_task, self.function)
 
-    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+    def set_result_once(self, value: Any = None, error: BaseException | None = None) -> None:
         """Set the result or the error of the call, unless one is set already."""
         with suppress(InvalidStateError):
             if error is None:
@@ -121,22 +125,22 @@ class _Call:
             else:
                 self.result.set_exception(error)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel the call; its result is no longer needed."""
         self._abandoned = True
         self.plugin_loop.calls.discard(self)
-        self.plugin_loop.loop.call_soon_threadsafe(self._cancel)
+        self.plugin_loop.loop.call_soon_threadsafe(self._cancel_task)
 
     def _run_in_thread(self) -> None:
         try:
             value = self.function()
         except BaseException as error:
-            self.settle(error=error)
+            self.set_result_once(error=error)
             return
         if inspect.isawaitable(value):  # for example, a decorated async function
             self.plugin_loop.loop.call_soon_threadsafe(self._create_task, lambda: value)
         else:
-            self.settle(value)
+            self.set_result_once(value)
 
     def _create_task(self, function: Callable[[], Any]) -> None:
         if not self._abandoned:
@@ -145,11 +149,13 @@ class _Call:
     async def _run_in_loop(self, function: Callable[[], Any]) -> None:
         try:
             value = function()
-            self.settle(await value if inspect.isawaitable(value) else value)
+            self.set_result_once(await value if inspect.isawaitable(value) else value)
         except BaseException as error:
-            self.settle(error=RuntimeError("it was cancelled") if isinstance(error, asyncio.CancelledError) else error)
+            self.set_result_once(
+                error=RuntimeError("it was cancelled") if isinstance(error, asyncio.CancelledError) else error
+            )
 
-    def _cancel(self) -> None:
+    def _cancel_task(self) -> None:
         if self.task is not None:
             self.task.cancel()
 
@@ -173,14 +179,14 @@ class _PluginLoop:
                 cls._shared = cls()
             return cls._shared
 
-    async def responds(self, limit: float) -> bool:
-        """Return whether the event loop runs a callback within `limit` seconds, that is, whether no call blocks it."""
+    async def responds_within(self, limit_seconds: float) -> bool:
+        """Return whether the event loop runs a callback within the limit, that is, whether no call blocks it."""
         response: Future[None] = Future()
         self.loop.call_soon_threadsafe(response.set_result, None)
-        await asyncio.wait({asyncio.wrap_future(response)}, timeout=limit)
+        await asyncio.wait({asyncio.wrap_future(response)}, timeout=limit_seconds)
         return response.done()
 
-    def abandon(self, overdue: _Call, reason: str) -> None:
+    def abandon_and_restart_calls(self, overdue: _Call, reason: str) -> None:
         """Stop using this event loop. The call that blocks the loop (`overdue`, if the blocking call is unknown) fails
         with `reason`; all other calls restart in a new loop."""
         with self._lock:
@@ -190,4 +196,4 @@ class _PluginLoop:
         calls = list(self.calls)
         blocking = next((call for call in calls if running is not None and call.task is running), overdue)
         for call in calls:
-            call.settle(error=_BlockedError(reason) if call is blocking else _LoopReplaced())
+            call.set_result_once(error=_BlockedError(reason) if call is blocking else _LoopReplaced())

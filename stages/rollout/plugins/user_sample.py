@@ -25,7 +25,7 @@ LARGEST_LOGPROB = 1e-3  # log-probs may exceed 0 by a rounding error; larger val
 LARGEST_TOKEN = 2**31 - 1  # token ids are stored as int32
 
 
-def _alias_of(name: str) -> Any:
+def _alias_property(name: str) -> Any:
     """Return a property that is an alias of the attribute `name`."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value), doc=f"`{name}`")
 
@@ -132,9 +132,9 @@ class UserSample(Sample):
         self._response_length = length
 
     # slime's names; `checked_sample` converts their values to lists.
-    tokens = _alias_of("token_ids")
-    loss_masks = _alias_of("loss_mask")
-    rollout_log_probs = _alias_of("rollout_logprobs")
+    tokens = _alias_property("token_ids")
+    loss_masks = _alias_property("loss_mask")
+    rollout_log_probs = _alias_property("rollout_logprobs")
 
 
 def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
@@ -205,12 +205,12 @@ def _token_ids(sample: UserSample) -> list[int]:
 def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
     """Return the loss mask and the log-probs of all tokens. If given only for the response, prepend zeros."""
     num_response = len(sample.token_ids) - sample.prompt_length
-    mask = _per_token(sample, sample.loss_mask, sample._untouched[0], "loss_mask")
+    mask = _pad_to_all_tokens(sample, sample.loss_mask, sample._untouched[0], "loss_mask")
     if mask is None:
         mask = [0] * sample.prompt_length + [1] * num_response
     if wrong := [value for value in mask if value not in (0, 1)]:
         raise PluginError(f"loss_mask holds {wrong[0]}: use only 0 and 1")
-    logprobs = _per_token(sample, sample.rollout_logprobs, sample._untouched[1], "rollout_log_probs")
+    logprobs = _pad_to_all_tokens(sample, sample.rollout_logprobs, sample._untouched[1], "rollout_log_probs")
     if logprobs is None and any(mask) and not sample.remove_sample:
         raise PluginError(
             "the sample has trained tokens without log-probs: generate the tokens with engine.generate, or set "
@@ -219,7 +219,7 @@ def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
     return [int(value) for value in mask], logprobs or [0.0] * len(mask)
 
 
-def _per_token(sample: UserSample, value: Any, untouched: list[Any], name: str) -> list[Any] | None:
+def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], name: str) -> list[Any] | None:
     """Return `value` with one entry per token (0 for prompt tokens); None if the user function did not set it."""
     num_prompt, num_tokens = sample.prompt_length, len(sample.token_ids)
     if value is None or (value is untouched and len(untouched) == num_prompt and num_tokens != num_prompt):

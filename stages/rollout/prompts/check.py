@@ -109,7 +109,7 @@ def check_rendered_rows(
             _check_sequence_length(f"{path} row {number}", len(tokenizer.encode([text])[0]), config, max_seq_len)
 
 
-def first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str, Any]]]:
+def read_first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str, Any]]]:
     """Return (file and row for messages, prompt, label, metadata) of the first 64 rows of each entry of --prompt-data.
     Chat messages are returned as JSON text."""
     config = config.model_copy(update={"streaming_data": False})

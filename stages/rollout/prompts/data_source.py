@@ -93,7 +93,7 @@ def copy_sample(sample: Sample) -> Sample:
     )
 
 
-def group_samples(samples: Iterable[Any]) -> list[Group]:
+def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
     """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists."""
     groups: dict[str, Group] = {}
     for entry in samples:
@@ -203,12 +203,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: buffered groups first, then groups for the next prompts."""
-        groups = self._from_buffer(num_samples)
+        groups = self._take_from_buffer(num_samples)
         return groups + (self.dataset.sample(num_samples - len(groups)) if len(groups) < num_samples else [])
 
     def add_samples(self, samples: list[Group]) -> None:
         """Add unused groups to the buffer, for later rounds."""
-        self.buffer.extend(group_samples(samples))
+        self.buffer.extend(group_by_group_id(samples))
 
     def buffer_filter(self, args: Any, buffer: list[Any], num_samples: int) -> list[Any]:
         """Select at most `num_samples` groups of the buffer to be used next; the caller removes these groups from the
@@ -216,12 +216,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return buffer[:num_samples]
 
     def buffered_samples(self) -> list[Sample]:
-        return [sample for group in group_samples(self.buffer) for sample in group]
+        return [sample for group in group_by_group_id(self.buffer) for sample in group]
 
     def restore_buffer(self, samples: Sequence[Sample]) -> None:
-        self.buffer = group_samples(samples)
+        self.buffer = group_by_group_id(samples)
 
-    def _from_buffer(self, num_samples: int) -> list[Group]:
+    def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer:
             return []
         known = {id(entry) for entry in self.buffer}
@@ -236,7 +236,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             raise PluginError(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(selected, list) or not all(id(entry) in known for entry in selected):
             raise PluginError(f"{name} returned {_type_name(selected)}: return a list of elements of the buffer")
-        groups = group_samples(selected)
+        groups = group_by_group_id(selected)
         if len(groups) > num_samples:
             raise PluginError(f"{name} returned {len(groups)} groups: return at most num_samples ({num_samples})")
         used = {id(entry) for entry in selected}
@@ -262,7 +262,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
     ):
         raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
-    groups = group_samples(samples)
+    groups = group_by_group_id(samples)
     if len(groups) != num_groups:
         raise PluginError(f"{name} returned {len(groups)} groups: return num_samples ({num_groups})")
     num_samples = source.args.n_samples_per_prompt
@@ -320,7 +320,7 @@ class PromptIntake:
         source.load_state_dict(state or {})
         source.restore_buffer([copy_sample(sample) for sample in buffer])
         self._skipped_before = source.dataset.state.skipped
-        self._groups = {group[0].group_id: group for group in group_samples(buffer)}
+        self._groups = {group[0].group_id: group for group in group_by_group_id(buffer)}
 
     def next_groups(self, count: int) -> list[Group]:
         """Take the next `count` groups from the data source, and assign their samples to this round.
@@ -341,16 +341,16 @@ class PromptIntake:
                     sample.status = Status.PENDING
         return groups
 
-    def discarded_groups(self, *known: Iterable[Group]) -> list[Group]:
+    def groups_discarded_by_source(self, *used_groups: Iterable[Group]) -> list[Group]:
         """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
-        before, but neither in `known` nor in the buffer."""
-        accounted = {group[0].group_id for groups in (*known, self.buffered) for group in groups}
+        before, but neither in `used_groups` nor in the buffer."""
+        accounted = {group[0].group_id for groups in (*used_groups, self.buffered_groups) for group in groups}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 
     @property
-    def buffered(self) -> list[Group]:
+    def buffered_groups(self) -> list[Group]:
         """The groups in the data source's buffer, for later rounds."""
-        return group_samples(self.source.buffered_samples())
+        return group_by_group_id(self.source.buffered_samples())
 
     @property
     def num_skipped(self) -> int:

@@ -25,8 +25,8 @@ from penstock.stages.rollout.prompts.rows import (
     JsonLines,
     ParquetRows,
     Rows,
-    missing_column,
-    update_first,
+    describe_missing_column,
+    fill_first_row_numbers,
 )
 from penstock.stages.rollout.prompts.spool import open_spooled_rows
 from penstock.stages.rollout.prompts.workers import parse_blocks
@@ -82,7 +82,7 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
     rows: list[bytes] = []
     first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
     for part in parts():
-        update_first(first, part, len(rows))
+        fill_first_row_numbers(first, part, len(rows))
         rows += part.rows
     return _check_not_empty(PromptEntry(entry, rows, first))
 
@@ -91,7 +91,7 @@ def column_names(entry: str) -> list[str]:
     """Return the column names in the first row of an entry, for error messages. Raises DataError like `read_entry`."""
     name, file = (files := _Files.find(parse_slice(entry)[0])).files[0]
     if _without_compression(name).endswith(".parquet"):
-        with _as_data_errors(name), files.fs.open(file, "rb") as opened:
+        with _translate_file_errors(name), files.fs.open(file, "rb") as opened:
             return list(pq.read_schema(opened).names)
     blocks = files.blocks(Columns("", None, "", None))
     return next((list(record) for block in blocks for _, record in block.records()), [])
@@ -131,7 +131,7 @@ class _Files:
                 "package must be installed)"
             ) from None
         files = [(path, inner)]
-        with _as_data_errors(path):
+        with _translate_file_errors(path):
             if set("*?[") & set(inner) and not fs.exists(inner):
                 local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
                 files = [
@@ -151,12 +151,15 @@ class _Files:
         """Yield the unparsed rows of all files, in natural order of the file names (shard-2 precedes shard-10)."""
         for name, file in self.files:
             is_parquet = _without_compression(name).endswith(".parquet")
-            with _as_data_errors(name), self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened:
+            with (
+                _translate_file_errors(name),
+                self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened,
+            ):
                 yield from _parquet_blocks(opened, name, columns) if is_parquet else _jsonl_blocks(opened, name)
 
     def fingerprints(self) -> list[str]:
         """Return one string per file, which changes when the file changes; computed without reading the content."""
-        with _as_data_errors(self.uri):
+        with _translate_file_errors(self.uri):
             return [self.fs.ukey(file) for _, file in self.files]
 
 
@@ -174,7 +177,7 @@ def _without_compression(file: str) -> str:
 
 
 @contextmanager
-def _as_data_errors(path: str) -> Iterator[None]:
+def _translate_file_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError):
@@ -228,7 +231,7 @@ def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Par
     names = parquet.schema_arrow.names
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in names:
-            raise DataError(missing_column(path, key, names, columns))
+            raise DataError(describe_missing_column(path, key, names, columns))
     wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in names]
     number = 0
     try:

@@ -106,12 +106,12 @@ class Rows:
 FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_unlabelled")
 
 
-def update_first(first: dict[str, int | None], part: Rows, num_before: int) -> None:
-    """Fill row numbers (FIRST_ROW_KEYS) in `first` that are still None from `part`, whose rows follow `num_before`
-    earlier rows."""
+def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows, num_before: int) -> None:
+    """Fill row numbers (FIRST_ROW_KEYS) in `first_row_numbers` that are still None from `part`, whose rows follow
+    `num_before` earlier rows."""
     for key in FIRST_ROW_KEYS:
-        if first[key] is None and (number := getattr(part, key)) is not None:
-            first[key] = num_before + number
+        if first_row_numbers[key] is None and (number := getattr(part, key)) is not None:
+            first_row_numbers[key] = num_before + number
 
 
 def to_canonical_rows(block: Block, columns: Columns) -> Rows:
@@ -122,7 +122,7 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     """
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
-        prompt = _prompt(record, where, columns)
+        prompt = _read_prompt(record, where, columns)
         if isinstance(prompt, list) and result.first_chat is None:
             result.first_chat = number
         if result.first_unanswered is None and not (
@@ -134,14 +134,14 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
             label = "" if label is None else json.dumps(label, ensure_ascii=False, default=str)
         if not label and result.first_unlabelled is None:
             result.first_unlabelled = number
-        row = [prompt, label, _metadata(record.get(columns.metadata), where, columns.metadata)]
-        if columns.tools and (tools := _tools(record.get(columns.tools), where, columns.tools)):
+        row = [prompt, label, _parse_metadata(record.get(columns.metadata), where, columns.metadata)]
+        if columns.tools and (tools := _parse_tools(record.get(columns.tools), where, columns.tools)):
             row.append(tools)
         result.rows.append(json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=str).encode())
     return result
 
 
-def missing_column(where: str, key: str, names: list[str], columns: Columns) -> str:
+def describe_missing_column(where: str, key: str, names: list[str], columns: Columns) -> str:
     """Return the error message for a missing column."""
     flag = "--input-key" if key == columns.prompt else "--label-key"
     return (
@@ -149,10 +149,10 @@ def missing_column(where: str, key: str, names: list[str], columns: Columns) -> 
     )
 
 
-def _prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
+def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in record:
-            raise DataError(missing_column(where, key, list(record), columns))
+            raise DataError(describe_missing_column(where, key, list(record), columns))
     prompt: str | list[dict[str, Any]] = record[columns.prompt]
     if not is_text_or_messages(prompt):
         raise DataError(
@@ -173,7 +173,7 @@ def is_text_or_messages(prompt: Any) -> bool:
     )
 
 
-def _metadata(value: Any, where: str, key: str) -> dict[str, Any]:
+def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:
     """Return the metadata of a row as a dictionary; JSON text is parsed, and None becomes {}."""
     value = _parse_json_text(value, where, key, "--metadata-key")
     if value is None:
@@ -186,7 +186,7 @@ def _metadata(value: Any, where: str, key: str) -> dict[str, Any]:
     return value
 
 
-def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
     """Return the tool definitions of a row as a list; JSON text is parsed, None becomes [], and null fields (which
     Parquet adds) are removed."""
     value = _parse_json_text(value, where, key, "--tool-key")

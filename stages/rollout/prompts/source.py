@@ -122,7 +122,9 @@ class PromptSource:
             for file, (start, rows) in enumerate(zip(known, self.files))
             if len(rows) > start
         ]
-        return state.model_copy(update={"places": self._weighted_positions(state), "segments": (*state.segments, *new)})
+        return state.model_copy(
+            update={"places": self._positions_of_weighted_entries(state), "segments": (*state.segments, *new)}
+        )
 
     def take(
         self, state: SourceState, count: int, prompt_filter: PromptFilter | None = None
@@ -227,7 +229,7 @@ class PromptSource:
 
     # ---- rows seen by earlier rounds ---------------------------------------------------------------------------------
 
-    def _weighted_positions(self, state: SourceState) -> tuple[SourcePosition, ...]:
+    def _positions_of_weighted_entries(self, state: SourceState) -> tuple[SourcePosition, ...]:
         """Return the position in each weighted entry of --prompt-data; () without weights. If earlier rounds had no
         weights, compute the positions from the number of rows that these rounds visited."""
         if not self.shares:

@@ -24,7 +24,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, update_first
+from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
 from penstock.storage.errors import DataError
 
 FORMAT = 2  # version of the cached files; must also be incremented when rows.py changes
@@ -116,7 +116,7 @@ def open_spooled_rows(
         DataError: the cache directory is not writable or full, or `parts` raises DataError.
     """
     disk = _Cache(Path(cache) if cache else default_cache())
-    name = f"{_hash(entry, *astuple(columns))}-{_hash(FORMAT, *fingerprints)}"
+    name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"
     with disk.as_data_errors():
         disk.directory.mkdir(parents=True, exist_ok=True)
         if found := disk.open(name):
@@ -162,7 +162,7 @@ class _Cache:
         first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
         with self._new_file(f"{name}.rows") as file:
             for part in parts:
-                update_first(first, part, num_rows)
+                fill_first_row_numbers(first, part, num_rows)
                 for row in part.rows:
                     if num_rows % STRIDE == 0:
                         offsets.append(num_bytes)
@@ -203,5 +203,5 @@ class _Cache:
             ) from error
 
 
-def _hash(*parts: object) -> str:
+def _short_hash(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

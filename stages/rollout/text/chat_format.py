@@ -65,7 +65,7 @@ class ChatFormat:
         """
         return self._render(messages, tools, options or {}, open_reply=True)
 
-    def render_between(
+    def render_between_replies(
         self,
         opening: Sequence[Message],
         reply: Message,
@@ -88,7 +88,7 @@ class ChatFormat:
         """
         render = functools.partial(self._render, tools=tools, options=options or {})
         plain = {"role": "assistant", "content": PLACEHOLDER}
-        closing = _after_placeholder(render([*opening, plain], open_reply=False))
+        closing = _text_after_placeholder(render([*opening, plain], open_reply=False))
         if reply.get("tool_calls"):  # some templates accept tool results only after a tool call
             call = {"name": reply["tool_calls"][0]["function"]["name"], "arguments": json.dumps({"value": PLACEHOLDER})}
             calling = {
@@ -97,23 +97,25 @@ class ChatFormat:
                 "tool_calls": [{**reply["tool_calls"][0], "function": call}],
             }
             with suppress(TemplateError):  # other templates cannot render tool calls
-                before = _after_placeholder(render([*opening, calling], open_reply=False))
-                after = _after_placeholder(render([*opening, calling, *messages], open_reply=True))
+                before = _text_after_placeholder(render([*opening, calling], open_reply=False))
+                after = _text_after_placeholder(render([*opening, calling, *messages], open_reply=True))
                 if after.startswith(before):
                     return closing, closing + after.removeprefix(before)
-        return closing, _after_placeholder(render([*opening, plain, *messages], open_reply=True))
+        return closing, _text_after_placeholder(render([*opening, plain, *messages], open_reply=True))
 
-    def encode_between(self, closing: str, text: str, last: int | None) -> list[int]:
-        """Return the token ids of `text`, without the end-of-turn token if the reply already ends with one.
+    def encode_between_replies(self, closing_text: str, between_text: str, last_reply_token: int | None) -> list[int]:
+        """Return the token ids of `between_text`, without the end-of-turn token if the reply already ends with one.
 
         Args:
-            closing: first text returned by `render_between`.
-            text: second text returned by `render_between`.
-            last: last token id of the reply; None if the reply was truncated.
+            closing_text: first text returned by `render_between_replies`.
+            between_text: second text returned by `render_between_replies`.
+            last_reply_token: last token id of the reply; None if the reply was truncated.
         """
-        ids, ends = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, closing))
-        ended = last is not None and last in self._special
-        closed_again = bool(ids) and (ids[0] == last or (ids[0] in ends[:1] and ids[0] in self._special))
+        ids, ends = (
+            self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (between_text, closing_text)
+        )
+        ended = last_reply_token is not None and last_reply_token in self._special
+        closed_again = bool(ids) and (ids[0] == last_reply_token or (ids[0] in ends[:1] and ids[0] in self._special))
         return ids[1:] if ended and closed_again else ids
 
     def decode_reply(self, token_ids: list[int], *, ended: bool) -> str:
@@ -159,7 +161,7 @@ class ChatFormat:
             )
 
 
-def _after_placeholder(text: str) -> str:
+def _text_after_placeholder(text: str) -> str:
     _, placeholder, after = text.rpartition(PLACEHOLDER)
     if not placeholder:
         raise TemplateError(
@@ -169,9 +171,9 @@ def _after_placeholder(text: str) -> str:
     return after
 
 
-def convert_tool_calls(message: Message, form: tuple[bool, str | None]) -> Message:
-    """Return `message` with its tool calls in `form`, one of CALL_FORMS."""
-    as_text, no_content = form
+def convert_tool_calls(message: Message, call_form: tuple[bool, str | None]) -> Message:
+    """Return `message` with its tool calls in `call_form`, one of CALL_FORMS."""
+    as_text, no_content = call_form
     out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
     if not out["content"] and message.get("tool_calls"):
         out["content"] = no_content

@@ -61,7 +61,7 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
     pieces, position = [], 0
     for start, end in spans:
         if not position <= start <= end:
-            raise _cannot_locate("the spans of two assistant messages overlap")
+            raise _cannot_locate_error("the spans of two assistant messages overlap")
         pieces += [(conversation.text[position:start], False), (conversation.text[start:end], True)]
         position = end
     return [piece for piece in (*pieces, (conversation.text[position:], False)) if piece[0]]
@@ -111,9 +111,9 @@ class _Conversation:
     def generation_block_spans(self, trained: Sequence[int]) -> list[Span]:
         """Return the spans of the template's `{% generation %}` blocks for the messages with the indices `trained`."""
         text = self.text
-        marked = self._must_render(self.messages, mark=MARK).split(MARK)
+        marked = self._render_or_raise(self.messages, mark=MARK).split(MARK)
         if "".join(marked) != text:
-            raise _cannot_locate("marks around its {% generation %} blocks change the text of the conversation")
+            raise _cannot_locate_error("marks around its {% generation %} blocks change the text of the conversation")
         ends = [0]
         for part in marked:
             ends.append(ends[-1] + len(part))
@@ -123,7 +123,9 @@ class _Conversation:
             return [span for index, span in zip(answers, spans) if index in trained]
         if len(trained) == len(answers):
             return spans
-        raise _cannot_locate(f"it writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages")
+        raise _cannot_locate_error(
+            f"it writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
+        )
 
     def trained_span(self, index: int) -> Span:
         """Return the trained span of the assistant message `messages[index]`."""
@@ -134,23 +136,23 @@ class _Conversation:
         if isinstance(prompt, str) and self.text.startswith(prompt):
             return len(prompt)
         if index == 0:
-            raise _cannot_locate(
+            raise _cannot_locate_error(
                 "the conversation starts with an assistant message, which has no prompt; set its step_loss_mask to 0"
             )
         # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
         before = self.messages[: index - 1]
         asked = _add_end_mark(self.messages[index - 1])
-        tail = self._must_render([*before, asked], prompt=True).rpartition(MARK)[2]
+        tail = self._render_or_raise([*before, asked], prompt=True).rpartition(MARK)[2]
         _, position = self._locate_marks(index - 1, asked)
         if self.text.startswith(tail, position):
             return position + len(tail)
         # also_empty: an assistant message may have only tool calls
-        content, _ = self._locate_marks(index, _add_marks(self.messages[index], also_empty=True))
+        content, _ = self._locate_marks(index, _mark_texts(self.messages[index], also_empty=True))
         gap = self.text[position:content]
         shared = _common_prefix(gap, tail)
         if shared == gap or any(token in shared for token in self._added_tokens):
             return content  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
-        raise _cannot_locate(
+        raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt that it renders for generation"
         )
 
@@ -158,7 +160,7 @@ class _Conversation:
         marked, _, position = self._mark_and_locate(index)
         closing = rest = self.text[position:]
         if index + 1 < len(self.messages):
-            closing = self._must_render([*self.messages[:index], marked]).rpartition(MARK)[2]
+            closing = self._render_or_raise([*self.messages[:index], marked]).rpartition(MARK)[2]
         shared = _common_prefix(closing, rest)
         end = max(
             (shared.rfind(token) + len(token) for token in self.tokenizer.end_tokens if token in shared), default=0
@@ -166,7 +168,7 @@ class _Conversation:
         if end:
             return position + end
         if shared != closing:
-            raise _cannot_locate(
+            raise _cannot_locate_error(
                 f"the end of message {index + 1} is rendered differently when the conversation continues after it"
             )
         # The template writes no token that ends a turn: the model ends its turn with the token of the next role.
@@ -180,16 +182,16 @@ class _Conversation:
     def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
         """Return the assistant message `messages[index]` with marks around its texts, and the start and end of these
         texts in the rendered text."""
-        marked = _add_marks(self.messages[index])
+        marked = _mark_texts(self.messages[index])
         try:
             return marked, *self._locate_marks(index, marked)
         except _NotWrittenError:
-            marked = _add_marks(self.messages[index], also_empty=True)
+            marked = _mark_texts(self.messages[index], also_empty=True)
             return marked, *self._locate_marks(index, marked)
 
     def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
         """Return the positions of the first and last mark of message `marked`, in terms of the unmarked text."""
-        text = self._must_render([*self.messages[:index], marked, *self.messages[index + 1 :]])
+        text = self._render_or_raise([*self.messages[:index], marked, *self.messages[index + 1 :]])
         before, mark, rest = text.partition(MARK)
         if not mark:
             raise _NotWrittenError(
@@ -199,7 +201,7 @@ class _Conversation:
         start, end = len(before), len(self.text) - len(after)
         same = "".join(text.replace(MARK, "").split()) == "".join(self.text.split())
         if not (same and start <= end and self.text.startswith(before) and self.text.endswith(after)):
-            raise _cannot_locate(f"marks around the texts of message {index + 1} change how it is rendered")
+            raise _cannot_locate_error(f"marks around the texts of message {index + 1} change how it is rendered")
         return start, end
 
     @cached_property
@@ -209,10 +211,10 @@ class _Conversation:
     def _render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str | TemplateError:
         return self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)[0]
 
-    def _must_render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str:
+    def _render_or_raise(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str:
         text = self._render(messages, prompt=prompt, mark=mark)
         if isinstance(text, TemplateError):
-            raise _cannot_locate(f"rendering a part of the conversation fails: {str(text)[:100]}")
+            raise _cannot_locate_error(f"rendering a part of the conversation fails: {str(text)[:100]}")
         return text
 
 
@@ -225,7 +227,7 @@ class _NotWrittenError(TemplateError):
     """Raised if the chat template does not write a message."""
 
 
-def _cannot_locate(reason: str) -> TemplateError:
+def _cannot_locate_error(reason: str) -> TemplateError:
     return TemplateError(
         f"the assistant messages cannot be located in the text of the chat template ({reason}): use a template with "
         "{% generation %} blocks"
@@ -241,7 +243,7 @@ def _is_trained(message: Message) -> bool:
     return value is None or bool(value)
 
 
-def _add_marks(message: Message, *, also_empty: bool = False) -> Message:
+def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
     """Return an assistant message with marks around all its texts. Empty texts stay empty, because templates test for
     empty texts; with `also_empty`, two marks are always appended to the content."""
     out = dict(message)
@@ -249,7 +251,7 @@ def _add_marks(message: Message, *, also_empty: bool = False) -> Message:
         if isinstance(message.get(key), str):
             out[key] = "".join(_surround_with_marks(part) for part in _THINK_TAGS.split(message[key]))
         elif isinstance(message.get(key), list):
-            out[key] = [_mark_part(part, _surround_with_marks) for part in message[key]]
+            out[key] = [_change_text_of_part(part, _surround_with_marks) for part in message[key]]
     if also_empty and isinstance(message.get("content") or "", str):
         out["content"] = (out["content"] or "") + MARK + MARK
     if message.get("tool_calls"):
@@ -283,17 +285,17 @@ def _add_end_mark(message: Message) -> Message:
     """Return a message with a mark at the end of its content."""
     content = message["content"]
     if message["role"] == "assistant":
-        return _add_marks(message)
+        return _mark_texts(message)
     if isinstance(content, list) and content:
-        return {**message, "content": [*content[:-1], _mark_part(content[-1], lambda text: text + MARK)]}
+        return {**message, "content": [*content[:-1], _change_text_of_part(content[-1], lambda text: text + MARK)]}
     if not isinstance(content, str):
-        raise _cannot_locate(f"the content of a {message['role']} message is a {type(content).__name__}")
+        raise _cannot_locate_error(f"the content of a {message['role']} message is a {type(content).__name__}")
     end = _TOOL_RESPONSE_END.search(content)
     assert end is not None, "the pattern matches at the end of any text"
     return {**message, "content": content[: end.start()] + MARK + content[end.start() :]}
 
 
-def _mark_part(part: Any, change: Any) -> Any:
+def _change_text_of_part(part: Any, change: Any) -> Any:
     return (
         {**part, "text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
     )

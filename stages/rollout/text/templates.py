@@ -97,7 +97,7 @@ class TemplateRenderer:
                 error = RenderLimitError if answer.get("limit") else TemplateError
                 results.append(answer["text"] if "text" in answer else error(answer["error"]))
         except (EOFError, BrokenPipeError, TimeoutError) as error:
-            results.append(self._close_dead_child(process, error))
+            results.append(self._close_child_and_explain(process, error))
         except (
             BaseException
         ):  # KeyboardInterrupt, for example: the next request must not read the remaining answers to this request
@@ -135,7 +135,7 @@ class TemplateRenderer:
             self._owner, self._unread = os.getpid(), bytearray()
         return self._process
 
-    def _close_dead_child(self, process: subprocess.Popen[bytes], error: Exception) -> TemplateError:
+    def _close_child_and_explain(self, process: subprocess.Popen[bytes], error: Exception) -> TemplateError:
         """Close a child that died or hangs, and return the reason as an error; the next request starts a new child."""
         self.close()
         code = process.returncode
