@@ -48,5 +48,5 @@ def test_a_line_cut_by_a_full_disk_can_be_appended_again(small_disk: Path, fill:
             outbox.append("second", {"text": "x" * 6000})  # longer than what is left of the file's last page
     filler.unlink()
     assert outbox.append("second", {"text": "x" * 6000}) and outbox.append("third", {})
-    assert [line["key"] for line, _ in outbox.lines(0)] == ["first", "second", "third"]
-    assert [line["key"] for line, _ in Outbox(small_disk).lines(0)] == ["first", "second", "third"]
+    assert [line["key"] for line, _ in outbox.lines_from(0)] == ["first", "second", "third"]
+    assert [line["key"] for line, _ in Outbox(small_disk).lines_from(0)] == ["first", "second", "third"]

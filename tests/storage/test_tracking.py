@@ -196,7 +196,7 @@ for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_log
             os._exit(9)
         return result
     setattr(tracker.client, name, dying)
-for line, end in outbox.lines(0):
+for line, end in outbox.lines_from(0):
     record = parse_record(line)
     lineage.add(record.key, record.commit)
     tracker.deliver([record], lineage)
@@ -310,7 +310,7 @@ def test_a_key_is_accepted_once_even_after_a_restart(tmp_path: Path) -> None:
     assert Outbox(tmp_path).append("k", {"n": 1})
     again = Outbox(tmp_path)
     assert not again.append("k", {"n": 2})
-    assert [line["n"] for line, _ in again.lines(0)] == [1]
+    assert [line["n"] for line, _ in again.lines_from(0)] == [1]
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
@@ -321,7 +321,7 @@ def test_a_line_cut_by_a_kill_is_skipped(cut: int, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-cut])
     outbox = Outbox(tmp_path)
     assert outbox.append("c", {"n": 3})
-    kept = [line["key"] for line, _ in outbox.lines(0)]
+    kept = [line["key"] for line, _ in outbox.lines_from(0)]
     assert kept == (["a", "b", "c"] if cut == 1 else ["a", "c"])  # one byte is only the end of the line
     assert outbox.append("b", {"n": 2}) is (cut > 1)
 
