@@ -176,7 +176,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def health(self, url: str, timeout: float = 30) -> bool:
-        """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check."""
+        """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check; of an
+        engine whose KV cache is released, only the server is checked."""
 
     @abstractmethod
     def weight_version(self, url: str, timeout: float = 30) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
@@ -144,6 +144,8 @@ class EnginePool:
         with self._lock:
             for replica in self._replicas:
                 replica.finish_adoption()
+                with suppress(RuntimeError):  # it could not start; `restart_and_publish` starts it again
+                    replica.wait_for_url()
             urls = [replica.wait_for_url() for replica in self._replicas if replica.answers_requests()]
             if urls:
                 self._connect(urls).release_memory()

@@ -118,7 +118,7 @@ class SGLangClient(EngineClient):
         _call_for_each_url(self.urls, memory.resume_cache)
 
     def health(self, url: str, timeout: float = 30) -> bool:
-        return control.generates_tokens(url, timeout)
+        return memory.is_released(url, timeout) or control.generates_tokens(url, timeout)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         return control.weight_version(url, timeout)

@@ -12,6 +12,7 @@ SGLang ends the server if memory is released twice or resumed without having bee
 
 from __future__ import annotations
 
+from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.sglang import control
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
@@ -22,6 +23,15 @@ TIMEOUT = 300.0  # seconds
 def has_kv_cache(version: str) -> bool:
     """Return whether a server that reports this weight version has a KV cache."""
     return not version.startswith((RELEASED, LOADING, LOADED))
+
+
+def is_released(url: str, timeout: float) -> bool:
+    """Return whether the server answers and has no KV cache; it is paused then."""
+    try:
+        info = control.call_server(url, "/model_info", timeout=timeout)
+    except (EngineGone, EngineRefused):
+        return False
+    return not has_kv_cache(str(info.get("weight_version", "")))
 
 
 def release(url: str) -> None:
@@ -36,9 +46,10 @@ def release(url: str) -> None:
     control.set_version(url, RELEASED)
 
 
-def resume_weights(url: str) -> None:
-    """Allocate the memory of the weights again. Their values are undefined until they are loaded."""
+def resume_weights(url: str, version: str) -> None:
+    """Allocate the memory of the weights again, to load `version`. Their values are undefined until then."""
     control.call_server(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
+    control.set_version(url, f"{LOADING}{version}")
 
 
 def resume_cache(url: str) -> None:

@@ -68,8 +68,12 @@ class EngineGroup:
             timeout=TIMEOUT,
         )
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
-        for future in joining:
-            future.result()
+        try:
+            for future in joining:
+                future.result()
+        except BaseException:
+            self.close()  # frees the group's name, for the next try
+            raise
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Start to send a byte tensor to all servers, which must be about to receive it. It has been sent when all

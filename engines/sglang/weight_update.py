@@ -192,7 +192,8 @@ class WeightUpdate:
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
             self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._urls_with_kv_cache)
-            self._call_all(memory.resume_weights, [url for url in self.urls if versions[url] == memory.RELEASED])
+            released = [url for url in self.urls if versions[url] == memory.RELEASED]
+            self._call_all(lambda url: memory.resume_weights(url, self.version), released)
             self._set_versions("updating:", memory.LOADING)
         except BaseException:
             self._resume_generation()

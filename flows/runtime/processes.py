@@ -235,8 +235,13 @@ class Processes:
             failpoint("trainer-offloaded")
 
     def _release_engines(self) -> None:
-        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it."""
-        if self._engines is not None and self.config.run.offloads_engines:
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of those that
+        an earlier driver left on an external Ray cluster."""
+        if not self.config.run.offloads_engines or self.config.train.loss_type == "sft_loss":
+            return
+        if self._engines is None and not self.cluster.owned:
+            self.start_engines()
+        if self._engines is not None:
             with self._record_memory_switch("engines: release weights and KV cache"):
                 self._engines.release_memory()
             failpoint("engines-released")
