@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ FLAGS = [
 ]
 
 
-def test_kills_while_trainer_and_engines_take_turns(world: World, agrees: Callable[..., None]) -> None:
+def test_kills_while_trainer_and_engines_take_turns(world: World) -> None:
     flags = [*tiny_flags(world, ROUNDS), *FLAGS]
     flags.remove("--partial-rollout")  # tokens of an older policy would hide wrong weights in an engine
     pipeline = Pipeline(world, "turns", str(world.root / "store"), flags)
@@ -36,7 +35,9 @@ def test_kills_while_trainer_and_engines_take_turns(world: World, agrees: Callab
     )
     assert all(kill["num_killed"] for kill in kills)
     assert verdict(pipeline)["replayed_rounds"] == ROUNDS
-    agrees(pipeline.store, pipeline.keys, num_rounds=ROUNDS, gap=1e-4)
+    for rollout_id in range(ROUNDS):
+        step = pipeline.store.committed(pipeline.keys.step(rollout_id))
+        assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < 1e-4
     check_turns(Path(pipeline.store.path("runs/turns/logs")))
 
 
