@@ -90,7 +90,7 @@ def benchmark_model(title: str, root: Path, config: dict[str, Any], turns: int) 
     copied, converted, peaks = [], [], []
     for turn in range(turns):
         work: list[Callable[[], None]] = [
-            lambda: copied.append(measure(root, copy, source, root / "out")),
+            lambda: copied.append(measure(copy, source, root / "out")),
             lambda: converted.append(measure_in_process(root, convert, source, root / "out", peaks)),
         ]
         for step in work if turn % 2 == 0 else reversed(work):
@@ -166,7 +166,7 @@ def measure_export(root: Path, source: Path) -> float:
 # ---- measurement -----------------------------------------------------------------------------------------------------
 
 
-def measure(root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> float:
+def measure(work: Callable[[Path, Path], None], source: Path, target: Path) -> float:
     """Return the wall-clock seconds of `work(source, target)`, with `source` evicted from the page cache at the start.
     Delete `target` afterwards."""
     evict(source)
@@ -205,7 +205,7 @@ def _run_child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source
 
     import_megatron()
     importlib.import_module("penstock.engines.megatron.engine")
-    seconds = measure(root, work, source, target)
+    seconds = measure(work, source, target)
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
 

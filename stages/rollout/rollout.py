@@ -30,13 +30,7 @@ from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
-from penstock.stages.rollout.group import (
-    EngineGenerator,
-    Generator,
-    GroupRunner,
-    make_grader,
-    mask_stale_tokens,
-)
+from penstock.stages.rollout.group import EngineGenerator, Generator, GroupRunner, make_grader, mask_stale_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import (
     drop_metrics,

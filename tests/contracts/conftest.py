@@ -1,5 +1,5 @@
-"""`pytest tests/contracts --plugin my_pkg.my:fn --kind reward` asks one function of yours; without --plugin our own
-ones are asked."""
+"""`pytest tests/contracts --plugin my_pkg.my:fn --kind reward` checks one user-defined function; without `--plugin`,
+Penstock's own functions are checked."""
 
 from __future__ import annotations
 
