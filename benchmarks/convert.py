@@ -91,13 +91,13 @@ def benchmark_model(title: str, root: Path, config: dict[str, Any], turns: int) 
     for turn in range(turns):
         work: list[Callable[[], None]] = [
             lambda: copied.append(measure(copy, source, root / "out")),
-            lambda: converted.append(measure_in_process(root, convert, source, root / "out", peaks)),
+            lambda: converted.append(measure_in_process(convert, source, root / "out", peaks)),
         ]
         for step in work if turn % 2 == 0 else reversed(work):
             step()
-    verified = measure_in_process(root, convert_and_verify, source, root / "out", [])
+    verified = measure_in_process(convert_and_verify, source, root / "out", [])
     exported = measure_export(root, source)
-    loaded = measure_in_process(root, load_and_save, source, root / "out", [])
+    loaded = measure_in_process(load_and_save, source, root / "out", [])
     copy_s, convert_s = statistics.median(copied), statistics.median(converted)
     return (
         f"| {title} | {size / 1e9:.1f} | {size / 1e9 / copy_s:.2f} | {size / 1e9 / convert_s:.2f} "
@@ -158,7 +158,7 @@ def measure_export(root: Path, source: Path) -> float:
     """Convert a model, and return the seconds of exporting it to Hugging Face format."""
     convert(source, root / "store")
     model = next(path for path in (root / "store" / "models").glob("attempt-*") if path.is_dir())
-    seconds = measure_in_process(root, export_to_hf, model, root / "out", [])
+    seconds = measure_in_process(export_to_hf, model, root / "out", [])
     shutil.rmtree(root / "store")
     return seconds
 
@@ -178,14 +178,12 @@ def measure(work: Callable[[Path, Path], None], source: Path, target: Path) -> f
     return seconds
 
 
-def measure_in_process(
-    root: Path, work: Callable[[Path, Path], None], source: Path, target: Path, peaks: list[int]
-) -> float:
+def measure_in_process(work: Callable[[Path, Path], None], source: Path, target: Path, peaks: list[int]) -> float:
     """Return the seconds of `work(source, target)` in a new process, without imports. Append the peak memory of the
     process, in bytes, to `peaks`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe()
-    process = context.Process(target=_run_child, args=(sender, root, work, source, target))
+    process = context.Process(target=_run_child, args=(sender, work, source, target))
     process.start()
     seconds, peak = receiver.recv()
     process.join()
@@ -193,7 +191,7 @@ def measure_in_process(
     return seconds
 
 
-def _run_child(pipe: Any, root: Path, work: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+def _run_child(pipe: Any, work: Callable[[Path, Path], None], source: Path, target: Path) -> None:
     for module in (
         "transformers.models.auto",
         "penstock.stages.convert.to_torch_dist",
