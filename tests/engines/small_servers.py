@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from aiohttp import web
 
+from penstock.engines.backends import engine_backend
 from penstock.engines.ports import reserve_free_port
+from penstock.engines.serving.replica import Replica, StartCancelled
+from penstock.engines.weights.routes import ProcessPlace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -30,16 +34,32 @@ def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
     }
 
 
-def serve_json(say: Callable[[str], dict[str, Any]], port: int = 0) -> ThreadingHTTPServer:
-    """Start a server in background threads that answers every GET with `say(path)`; port 0 is a free one."""
+def serve_json(
+    say: Callable[[str], dict[str, Any]],
+    port: int = 0,
+    change: Callable[[str, dict[str, Any]], None] = lambda path, body: None,
+) -> ThreadingHTTPServer:
+    """Start a server in background threads that answers every GET with `say(path)`, and every POST after
+    `change(path, body)`; an AssertionError of either is answered with HTTP 500. Port 0 is a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(say(self.path)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
+            self._answer(lambda: say(self.path))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(lambda: change(self.path, body) or {})
+
+        def _answer(self, make: Callable[[], dict[str, Any]]) -> None:
+            try:
+                status, answer = 200, make()
+            except AssertionError as error:
+                status, answer = 500, {"error": str(error)}
+            text = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(text)
 
         def log_message(self, *words: Any) -> None:
             pass
@@ -116,3 +136,107 @@ class SmallEngine:
             return answer([ids[-1], 0])
         finally:
             del self._running[rid]
+
+
+class SmallServer:
+    """The control routes of an SGLang server. Like SGLang, it dies if memory is released or resumed twice, or released
+    while it generates."""
+
+    def __init__(self, version: str = "run/0", events: list[str] | None = None) -> None:
+        self.version = version
+        self.allocated = {"weights", "kv_cache"}
+        self.events = [] if events is None else events
+        self.hangs = self.paused = self.refuses_resume = self.dead = False
+        self.http = serve_json(self._say, change=self._change)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def _say(self, path: str) -> dict[str, Any]:
+        assert not self.dead
+        if path == "/health_generate" and self.hangs:
+            time.sleep(0.4)
+        assert path != "/health_generate" or not self.paused
+        return {"weight_version": self.version, "version": "0.5.21", "tp_size": 1}
+
+    def _change(self, path: str, body: dict[str, Any]) -> None:
+        assert not self.dead
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return
+        tags = set(body.get("tags", ()))
+        if path == "/release_memory_occupation":
+            self.dead = not self.paused or not tags <= self.allocated
+            self.allocated -= tags
+        elif path == "/resume_memory_occupation":
+            assert not self.refuses_resume
+            self.dead = bool(tags & self.allocated)
+            self.allocated |= tags
+        elif path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+        assert not self.dead
+        self.events.append(" ".join(["engine:", path.removeprefix("/").split("_")[0], *sorted(tags)]))
+
+    def die(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class SmallReplica(Replica):
+    """A replica without Ray, whose servers are threads of the test."""
+
+    def __init__(self, index: int, make_server: Callable[[], SmallServer] = SmallServer) -> None:
+        self.index, self.make_server = index, make_server
+        self.client = engine_backend().connect(lambda: [])
+        self.num_starts = 0
+        self.starts = True  # whether servers come up
+        self.start_seconds = 0.0
+        self.launch_server()
+
+    def launch_server(self) -> None:
+        self.num_starts += 1
+        self.server: SmallServer | None = self.make_server()
+        self.known_url = self.server.url
+        self._ready = time.monotonic() + self.start_seconds
+
+    def finish_adoption(self) -> None:
+        pass
+
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        if self.known_url is None:
+            self.launch_server()
+        while time.monotonic() < self._ready:
+            if cancelled():
+                raise StartCancelled
+            time.sleep(0.01)
+        if not self.starts:
+            self.kill()
+            raise RuntimeError("the server failed to start: no such model")
+        assert self.known_url is not None
+        return self.known_url
+
+    def alive(self) -> bool:
+        """A Ray actor that starts a server does not answer, so the server counts as dead."""
+        return self.server is not None and time.monotonic() >= self._ready
+
+    def place(self) -> ProcessPlace:
+        return ProcessPlace("")
+
+    def pid(self) -> int:
+        return 0
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        return "the last line"
+
+    def release(self) -> None:
+        self.kill()
+
+    def exit_report(self) -> str:
+        return f"engine {self.index} died (exit code -9); tail of its log:\nthe last line"
+
+    def die(self) -> None:
+        if self.server is not None:
+            self.server.die()
+        self.server = None
+
+    def kill(self) -> None:
+        self.die()
+        self.known_url = None

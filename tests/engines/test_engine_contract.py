@@ -162,7 +162,7 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
         assert client.weight_version(url) == "contract/5"
         for _ in range(2):
             client.release_memory()
-            assert client.weight_version(url) == "released"
+            assert client.weight_version(url) == "released" and client.health(url)
         client.update_weights(fleet.weights(), version)
         assert client.weight_version(url) == f"loaded:{version}"
         if version == "contract/5":  # released again before the cache is back

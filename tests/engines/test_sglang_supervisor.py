@@ -1,114 +1,25 @@
-"""The supervisor with small servers that die, hang and start as scripted."""
+"""The supervisor and the pool with small servers that die, hang and start as scripted."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_servers import serve_json
+from small_servers import SmallReplica
 
-from penstock.engines.backends import engine_backend
 from penstock.engines.generation import EngineGone
 from penstock.engines.options import HealthCheck
 from penstock.engines.serving import supervisor
-from penstock.engines.serving.replica import Replica, StartCancelled
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Supervisor
-from penstock.engines.weights.routes import ProcessPlace
 
 VERSION = "run/3"
 QUICK = HealthCheck(interval=0.05, timeout=0.2, failures=2, max_restarts=2)
-
-
-class SmallServer:
-    """The HTTP answers of an engine."""
-
-    def __init__(self) -> None:
-        self.version = "run/0"
-        self.hangs = False
-        self.http = serve_json(self._say)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-
-    def _say(self, path: str) -> dict[str, Any]:
-        if path == "/health_generate" and self.hangs:
-            time.sleep(0.4)
-        return {"weight_version": self.version}
-
-    def die(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-
-class SmallReplica(Replica):
-    """A replica without Ray, whose servers are threads of the test."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.client = engine_backend().connect(lambda: [])
-        self.num_starts = 0
-        self.starts = True  # whether servers come up
-        self.start_seconds = 0.0
-        self.launch_server()
-
-    def launch_server(self) -> None:
-        self.num_starts += 1
-        self.server: SmallServer | None = SmallServer()
-        self.known_url = self.server.url
-        self._ready = time.monotonic() + self.start_seconds
-
-    def finish_adoption(self) -> None:
-        pass
-
-    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        if self.known_url is None:
-            self.launch_server()
-        while time.monotonic() < self._ready:
-            if cancelled():
-                raise StartCancelled
-            time.sleep(0.01)
-        if not self.starts:
-            self.kill()
-            raise RuntimeError("the server failed to start: no such model")
-        assert self.known_url is not None
-        return self.known_url
-
-    def alive(self) -> bool:
-        return self.server is not None
-
-    def answers(self) -> bool:
-        return self.alive()
-
-    def generates_tokens(self, timeout: float) -> bool:
-        return self.alive() and self.client.health(self.wait_for_url(), timeout)
-
-    def weight_version(self) -> str:
-        return self.client.weight_version(self.wait_for_url())
-
-    def place(self) -> ProcessPlace:
-        return ProcessPlace("")
-
-    def pid(self) -> int:
-        return 0
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return "the last line"
-
-    def release(self) -> None:
-        self.kill()
-
-    def exit_report(self) -> str:
-        return f"engine {self.index} died (exit code -9); tail of its log:\nthe last line"
-
-    def die(self) -> None:
-        if self.server is not None:
-            self.server.die()
-        self.server = None
-
-    def kill(self) -> None:
-        self.die()
-        self.known_url = None
 
 
 class World:
@@ -240,3 +151,18 @@ def test_engines_are_not_restarted_after_the_supervisor_exits(world: World) -> N
     assert time.monotonic() - start < 30, "the exit does not wait for a starting server"
     eventually(lambda: not any(thread.name.startswith("engine-") for thread in threading.enumerate()))
     assert running._failure is None and len(world.published) == 1
+
+
+def test_release_of_memory_waits_for_starting_engines_and_skips_engines_that_cannot_start(world: World) -> None:
+    cluster: Any = SimpleNamespace(
+        check_alive=lambda: None, find_actor=lambda name: None, place_processes=lambda *sizes: []
+    )
+    pool = EnginePool(cluster, ServerSpec(model_path="/model"), num_engines=0)
+    pool._replicas = list(world.engines)
+    starting, failing = world.engines
+    failing.starts = False
+    starting.kill()
+    starting.start_seconds = 0.2
+    starting.launch_server()
+    pool.release_memory()
+    assert starting.server is not None and starting.server.allocated == set()

@@ -1,14 +1,22 @@
-"""Details of weight updates: fused tensors stay together, and a slow shared-memory manager is retried."""
+"""Details of weight updates: buckets, retries, engines that fail, and engines whose memory is released."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from small_servers import SmallServer
 
+from penstock.engines.generation import EngineRefused
 from penstock.engines.sglang import weight_payload
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket
+from penstock.engines.sglang.weight_update import WeightUpdate
 from penstock.engines.weights.buckets import split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -52,3 +60,52 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
         with pytest.raises(RuntimeError, match=message):
             bucket.serialize()
     assert len(tries) == num_tries
+
+
+@pytest.fixture
+def servers() -> Iterator[list[SmallServer]]:
+    servers = [SmallServer(), SmallServer()]
+    yield servers
+    for server in servers:
+        server.die()
+
+
+def test_weights_are_resumed_once_if_another_engine_refuses(servers: list[SmallServer]) -> None:
+    """The first try resumes the weights of one engine only; SGLang would die if the second try resumed them again."""
+    client = SGLangClient([server.url for server in servers])
+    client.release_memory()
+    servers[1].refuses_resume = True
+    with pytest.raises(EngineRefused):
+        WeightUpdate(client.urls, "run/1").__enter__()
+    assert [server.version for server in servers] == ["loading:run/1", "released"]
+    servers[1].refuses_resume = False
+    with WeightUpdate(client.urls, "run/1"):
+        assert [server.version for server in servers] == ["loading:run/1"] * 2
+    client.resume_cache()
+    assert [(server.version, server.paused) for server in servers] == [("run/1", False)] * 2
+
+
+def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> None:
+    """It is paused, so it generates no token for a health check; a paused engine with a KV cache is not healthy."""
+    released, paused = servers
+    client = SGLangClient([released.url])
+    client.release_memory()
+    paused.paused = True
+    assert client.health(released.url) and not client.health(paused.url)
+    with WeightUpdate(client.urls, "run/1"):
+        assert client.health(released.url)
+    assert client.health(released.url)
+    released.dead = True
+    assert not client.health(released.url)
+
+
+def test_failed_join_frees_the_name_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first broadcast, as NCCL does
+
+    def refuse(url: str, route: str, body: dict[str, Any]) -> None:
+        raise EngineRefused(f"{url}{route} answered HTTP 400")
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            with pytest.raises(EngineRefused):
+                EngineGroup({"http://engine": 1}, "127.0.0.1", torch.device("cpu"), pool.submit, refuse)
