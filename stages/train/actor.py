@@ -18,9 +18,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
+from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
+    POLICY_METHODS,
     AuxiliaryModel,
     Build,
     FencedError,
@@ -75,7 +76,7 @@ class TrainActor:
                 "are kept. If you did not start the other driver, find and stop it"
             )
         if needed := NEEDED_ON_DEVICE.get(method):
-            self._memory_switches += self.models.onload(needed)
+            self._memory_switches += self.models.onload(needed, critic=method not in POLICY_METHODS)
         return getattr(self, method)(*args)
 
     def adopt(self, owner: str) -> RankInfo:
@@ -259,9 +260,9 @@ class TrainActor:
         return None
 
     def offload(self, keep: tuple[StateKind, ...]) -> None:
-        """Move all state except the kinds `keep` to host memory. Gradients are discarded. Later calls move the state
-        that they need back to the device."""
-        self._memory_switches += self.models.offload([kind for kind in STATE_KINDS if kind not in keep])
+        """Move the state of policy and critic to host memory, except the kinds `keep` of the policy. Gradients are
+        discarded. Later calls move the state that they need back to the device."""
+        self._memory_switches += self.models.offload(keep)
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""

@@ -17,7 +17,7 @@ import torch
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
 from penstock.engines.megatron.weights import Snapshot
-from penstock.engines.memory import MemorySwitch, StateKind
+from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 from penstock.stages.train.config import TrainConfig
 
 
@@ -52,15 +52,20 @@ class Models:
         """Make the current policy the reference."""
         self.reference, self.refreshed = self.policy.snapshot(), True
 
-    def offload(self, kinds: Collection[StateKind]) -> list[MemorySwitch]:
-        """Move these kinds of state of the trained models to host memory; see `MegatronEngine.offload`. Return the
-        measurements."""
-        switches = [engine.offload(kinds) for engine in (self.policy, self.critic) if engine is not None]
+    def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
+        """Move the state of policy and critic to host memory, except the kinds `keep` of the policy; see
+        `MegatronEngine.offload`. Return the measurements. Reference and teacher are always in host memory."""
+        switches = [self.policy.offload([kind for kind in STATE_KINDS if kind not in keep])]
+        if self.critic is not None:
+            switches.append(self.critic.offload(STATE_KINDS))
         return [switch for switch in switches if switch is not None]
 
-    def onload(self, kinds: Collection[StateKind]) -> list[MemorySwitch]:
-        """Move these kinds of state of the trained models back to the device. Return the measurements."""
-        switches = [engine.onload(kinds) for engine in (self.policy, self.critic) if engine is not None]
+    def onload(self, kinds: Collection[StateKind], *, critic: bool = True) -> list[MemorySwitch]:
+        """Move these kinds of state of the policy, and of the critic if `critic` is True, back to the device. Return
+        the measurements."""
+        switches = [self.policy.onload(kinds)]
+        if critic and self.critic is not None:
+            switches.append(self.critic.onload(kinds))
         return [switch for switch in switches if switch is not None]
 
 

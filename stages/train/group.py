@@ -260,8 +260,8 @@ class TrainerGroup:
             raise errors[0]
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
-        """Move the state of all ranks except the kinds `keep` to host memory, if ranks are running. Later calls move
-        the state that they need back to the device."""
+        """Move the state of all ranks to host memory, except the kinds `keep` of the policy, if ranks are running.
+        Later calls move the state that they need back to the device."""
         with self.lock:
             if self._actors:
                 self._call("offload", keep)

@@ -26,6 +26,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "digest": ("weights",),
     "publish": ("weights",),
 }
+POLICY_METHODS = ("publish",)  # of these methods: they need no state of the critic
 
 
 class TrainerSpec(BaseModel):

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from random_rollouts import commit_rollouts
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.memory import STATE_KINDS
+from penstock.stages.train.batching import Batch
 from penstock.stages.train.build import Models, build_models, load_auxiliary, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
+from penstock.storage.refs import RunKeys
+from penstock.storage.samples.shards import read_table
+from penstock.storage.store import Store
 from tests.engines.megatron_reference import SHAPE
+from tests.engines.test_megatron_residency import sizes
 
 PPO = {"advantage_estimator": "ppo"}
 
 
 def models(shape: ModelShape = SHAPE, **options: object) -> Models:
-    config = TrainConfig(params_dtype="fp32", **options)
+    config = TrainConfig(**{"params_dtype": "fp32", **options})
     return build_models(shape, config)
 
 
@@ -61,8 +69,54 @@ def test_only_a_refreshed_reference_is_saved(saved: Path, tmp_path: Path) -> Non
 def test_offload_moves_policy_and_critic(world: None) -> None:
     with_critic = models(**PPO)
     digest, state = with_critic.digest(), with_critic.optimizer_state_digest()
-    both = ["policy: offload weights, optimizer", "value: offload weights, optimizer"]
-    assert [switch.name for switch in with_critic.offload(("weights", "optimizer"))] == both
-    assert with_critic.offload(("weights", "optimizer")) == []
-    assert len(with_critic.onload(("weights", "optimizer"))) == 2
+    both = ["policy: offload gradients, optimizer", "value: offload weights, gradients, optimizer"]
+    assert [switch.name for switch in with_critic.offload(keep=("weights",))] == both
+    assert [switch.name for switch in with_critic.offload()] == ["policy: offload weights"]
+    assert with_critic.offload() == []
+    assert [switch.name for switch in with_critic.onload(("weights",), critic=False)] == ["policy: onload weights"]
+    both = ["policy: onload optimizer", "value: onload weights, optimizer"]
+    assert [switch.name for switch in with_critic.onload(("weights", "optimizer"))] == both
     assert (with_critic.digest(), with_critic.optimizer_state_digest()) == (digest, state)
+
+
+ALL_MODELS: dict[str, Any] = {
+    **PPO,
+    **{"use_kl_loss": True, "kl_loss_coef": 0.1, "use_opd": True, "opd_kl_coef": 0.1, "opd_teacher_load": "teacher"},
+    **{"num_steps_per_rollout": 2, "max_tokens_per_gpu": 120, "lr": 1e-3, "params_dtype": "bf16"},
+}
+
+
+def test_offloads_with_critic_reference_and_teacher_change_no_bit(world: None, tmp_path: Path) -> None:
+    """All device memory of policy and critic is freed between the rounds; reference and teacher have none."""
+    names = ("initial", "reference", "teacher")
+    for seed, name in enumerate(names):
+        models(seed=seed, params_dtype="bf16").policy.save_weights(tmp_path / name)
+    store, keys = Store(str(tmp_path / "store")), RunKeys("run")
+    commit_rollouts(store, keys, 2)
+
+    def train(moves: bool) -> tuple[Any, ...]:
+        from penstock.stages.train.step import train_rollout
+
+        own, results = models(**ALL_MODELS), []
+        for name in names[1:]:
+            load_auxiliary(own, name, tmp_path / name)
+        load_initial(own, tmp_path / "initial")
+        assert own.reference and own.teacher and own.critic
+        config = TrainConfig(**ALL_MODELS)
+        for rollout_id in range(2):
+            if moves:
+                own.offload(keep=("weights",))
+                own.offload()
+                assert [sizes(engine) for engine in (own.policy, own.critic)] == [
+                    {kind: {0} for kind in STATE_KINDS}
+                ] * 2
+                assert {tensor.device.type for tensor in (*own.reference, *own.teacher)} == {"cpu"}
+                own.onload(STATE_KINDS)
+            rollout = store.committed(keys.rollout(rollout_id))
+            assert rollout is not None
+            batch = Batch.from_table(read_table(store, rollout), needs_rewards=True)
+            results.append(train_rollout(own, batch, config).steps)
+        own.refresh_reference()
+        return results, own.digest(), own.optimizer_state_digest()
+
+    assert train(moves=True) == train(moves=False)

@@ -1,0 +1,231 @@
+"""The order of a round in which trainer and engines take turns on the same devices, with scripted models behind the
+real flow, trainer group and actor, engine pool, and HTTP client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
+from penstock.engines.serving import pool as pools
+from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.weights.routes import ProcessPlace
+from penstock.flows import tasks
+from penstock.flows.options.flags import parse
+from penstock.flows.runtime.processes import Processes
+from penstock.stages.train.actor import TrainActor
+from penstock.stages.train.build import Models
+from penstock.stages.train.group import TrainerGroup
+from penstock.stages.train.spec import SaveResult, TrainResult
+from penstock.storage.refs import CheckpointRef, Commit, RolloutRef, RunKeys, commit_key
+from penstock.storage.store import Store
+from tests.engines.real_models import REAL_MODELS
+from tests.engines.small_servers import SmallReplica, SmallServer
+
+KEYS = RunKeys("turns")
+Events = list[str]
+
+
+class ScriptedModel:
+    """The state of a trained model, without tensors."""
+
+    def __init__(self, name: str, events: Events) -> None:
+        self.name, self.events, self.offloaded = name, events, set[StateKind]()
+
+    def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
+        moved = [kind for kind in STATE_KINDS if kind in kinds and kind not in self.offloaded]
+        self.offloaded |= set(moved)
+        return self._record("offload", moved)
+
+    def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
+        moved = [kind for kind in STATE_KINDS if kind in kinds and kind in self.offloaded]
+        self.offloaded -= set(moved)
+        return self._record("onload", moved)
+
+    def _record(self, action: str, moved: list[StateKind]) -> MemorySwitch | None:
+        if not moved:
+            return None
+        self.events.append(f"{self.name}: {action} {', '.join(moved)}")
+        sizes = ("device_bytes_before", "device_bytes_after", "host_bytes_before", "host_bytes_after")
+        return MemorySwitch(name=self.events[-1], seconds=0.0, **dict.fromkeys(sizes, 0))
+
+
+class ScriptedActor(TrainActor):
+    """A rank whose calls run in the test's process; the work on the models is only recorded."""
+
+    def train(self, rollout: Commit, version: int) -> TrainResult:
+        self._record("train")
+        self._state = self._state.model_copy(update={"version": version + 1})
+        return TrainResult(metrics={}, steps=[], seconds={}, digest={}, fingerprint=self.fingerprint())
+
+    def save(self, attempt: str) -> SaveResult:
+        self._record("save")
+        return SaveResult(files=[], digest={}, optimizer_digest={})
+
+    def _hf_weights(self) -> Iterator[Any]:
+        assert "weights" not in self.models.policy.offloaded  # type: ignore[attr-defined]
+        yield from ()
+
+    def _record(self, event: str) -> None:
+        models: list[Any] = [self.models.policy, self.models.critic]
+        assert not any(model.offloaded for model in models)
+        models[0].events.append(event)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"bit_exact": True}
+
+    def memory_use(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class ScriptedCluster:
+    """A Ray cluster whose actors run in the test's process: a call is its result."""
+
+    num_gpus = 0
+
+    def __init__(self, *, owned: bool = True) -> None:
+        self.owned = owned
+
+    def alive(self) -> bool:
+        return True
+
+    def check_alive(self) -> None:
+        pass
+
+    def find_actor(self, name: str) -> None:
+        return None
+
+    def place_processes(self, *sizes: int) -> list[Any]:
+        return []
+
+    def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls, []
+
+    def get(self, call: Any, timeout: float | None = None) -> Any:
+        return call
+
+
+class World:
+    """A run with a critic, whose engine serves policy 0 and whose trainer holds policy 0 on the device."""
+
+    def __init__(self, directory: Path, flags: list[str], cluster: ScriptedCluster) -> None:
+        real = REAL_MODELS["qwen3-0.6B"]
+        (directory / "config.json").write_text(json.dumps({"architectures": [real.architecture], **real.config}))
+        flags = ["--hf-checkpoint", str(directory), "--advantage-estimator", "ppo", "--num-rollout", "3", *flags]
+        self.config = parse([*flags, "--save-interval", "1", "--update-weight-transport", "disk"])
+        self.events: Events = []
+        self.store = Store(str(directory / "store"))
+        self.engine = SmallReplica(0, lambda: SmallServer("turns/0", self.events))
+        self.processes = Processes(
+            self.config, self.store, KEYS, {}, note=lambda text: None, on_published=lambda *published: None
+        )
+        self.cluster: Any = cluster
+        self.processes._cluster = self.cluster
+        self.processes.base = CheckpointRef(key="base", uri="", format="torch_dist", policy_version=0)
+
+    def start_pool(self, *_: Any) -> EnginePool:
+        pool = EnginePool(self.cluster, ServerSpec(model_path="/model"), num_engines=0)
+        pool._replicas = [self.engine]
+        return pool
+
+    def start_trainer(self) -> None:
+        group: TrainerGroup = self.processes._new_trainer(self.cluster, self.config)
+        actor = ScriptedActor(group._current_build(), 0, "incarnation", group._owner)
+        actor._state = actor._state.model_copy(update={"clean": True})
+        models: list[Any] = [ScriptedModel(name, self.events) for name in ("policy", "critic")]
+        actor.models = Models(*models)
+        group._actors = [SimpleNamespace(call=SimpleNamespace(remote=actor.call))]
+        group.places = lambda: [ProcessPlace("")]  # type: ignore[method-assign]
+        self.processes._trainer = group
+
+    @property
+    def session(self) -> Any:
+        return SimpleNamespace(
+            config=self.config,
+            store=self.store,
+            keys=KEYS,
+            processes=self.processes,
+            needs_rollout=lambda version: True,
+            print_and_track=lambda prefix, commit: commit,
+            read_existing_commit=self.store.committed,
+        )
+
+    def run_round(self, r: int) -> None:
+        """Run the stages of a round as the flow does, without Prefect."""
+        with self.processes.engines_at(r):
+            server = self.engine.server
+            assert server is not None and not server.paused and server.version == f"turns/{r}"
+            assert server.allocated == {"weights", "kv_cache"}
+            self.events.append("generate")
+            self.store.commit(KEYS.rollout(r), Commit(kind="rollout", index=r))
+        rollout = RolloutRef(key=commit_key(KEYS.rollout(r)), rollout_id=r, num_samples=1, policy_version=r)
+        tasks.train.body(self.session, rollout)
+        for stage in tasks.schedule(self.session)(r + 1):
+            getattr(stage, "body", stage)(self.session, r + 1)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(*flags: str, owned: bool = True) -> World:
+        worlds.append(World(tmp_path, list(flags), ScriptedCluster(owned=owned)))
+        monkeypatch.setattr(pools, "start_pool", worlds[-1].start_pool)
+        monkeypatch.setattr(tasks, "save", tasks.save.body)
+        return worlds[-1]
+
+    yield make
+    for made in worlds:
+        made.engine.kill()
+
+
+RELEASE = ["engine: pause", "engine: release kv_cache weights"]
+ONLOAD = [f"{model}: onload weights, gradients, optimizer" for model in ("policy", "critic")]
+# publishing needs the policy's weights only
+OFFLOAD = ["policy: offload gradients, optimizer", "critic: offload weights, gradients, optimizer"]
+RESUME = ["engine: resume weights", "engine: update"]
+RESUME_CACHE = ["engine: resume kv_cache", "engine: continue"]
+WORK = ["train", "save"]
+UPDATE = ["engine: pause", "engine: update", "engine: continue"]
+LAST_OFFLOAD = ["policy: offload weights"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--colocate", [*RELEASE, *ONLOAD, *WORK, *OFFLOAD, *RESUME, *LAST_OFFLOAD, *RESUME_CACHE]),
+        ("--offload-train", [*ONLOAD, *WORK, *OFFLOAD, *UPDATE, *LAST_OFFLOAD]),
+        ("--offload-rollout", [*RELEASE, *WORK, *RESUME, *RESUME_CACHE]),
+    ],
+)
+def test_memory_moves_in_turn_between_generation_and_training(
+    world: Callable[..., World], flag: str, expected: list[str]
+) -> None:
+    run = world(flag)
+    run.start_trainer()
+    for r in range(2):
+        run.run_round(r)
+    with run.processes.engines_at(2):
+        run.events.append("generate")
+    first, second, third = (index for index, event in enumerate(run.events) if event == "generate")
+    assert run.events[:first] == ([] if flag == "--offload-rollout" else [*OFFLOAD, *LAST_OFFLOAD])
+    assert run.events[first + 1 : second] == expected
+    assert run.events[second + 1 : third] == expected
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["own Ray", "external Ray"])
+def test_engines_of_a_killed_driver_release_their_memory_before_the_trainer_starts(
+    world: Callable[..., World], owned: bool
+) -> None:
+    """Only an external Ray cluster can have engines of an earlier driver; else none are started just to be released."""
+    run = world("--colocate", owned=owned)
+    group = run.processes._new_trainer(run.cluster, run.config)
+    group.before_onload()
+    server = run.engine.server
+    assert server is not None and server.allocated == ({"weights", "kv_cache"} if owned else set())
