@@ -73,6 +73,7 @@ def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: i
             max_tokens=microbatch_tokens(config),
             log_probs_chunk_size=train.log_probs_chunk_size,
             critic=train.uses_critic,
+            num_frozen=train.uses_reference + train.use_opd,
             megatron=train.megatron,
         )
         trainer = trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
@@ -174,9 +175,10 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
     """Return a warning if a run may exceed the GPU's memory."""
     if plan.peak <= plan.gpu_bytes:
         return []
-    parts = [f"weights, gradients and optimizer {format_gib(plan.trainer.fixed)}"] if plan.trainer else []
-    if plan.trainer:
-        parts.append(f"activations and logits {format_gib(plan.trainer.activations + plan.trainer.temporary)}")
+    parts = []
+    if trainer := plan.trainer:
+        parts.append(f"weights, gradients and optimizer {format_gib(trainer.fixed)}")
+        parts.append(f"activations and logits {format_gib(trainer.activations + trainer.temporary)}")
     if plan.engine and plan.colocated:
         parts.append(f"engine {format_gib(plan.engine.static)}")
     return [

@@ -76,7 +76,8 @@ class MegatronEngine:
     Args:
         shape: shape of the model.
         layout: parallel sizes, the same as passed to `init_parallel`.
-        dtype: dtype of weights and computation; gradient buffers and optimizer states are fp32 in either case.
+        dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
+            unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
         optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
             lr_warmup_iters, lr_decay_iters.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
@@ -262,6 +263,7 @@ class MegatronEngine:
         """
         self._memory.require_on_device("weights", "gradients", "optimizer")
         updated, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients; the gradient buffers are not changed
         self._param_gather.start_all()
         if updated:
             self.scheduler.step(num_scheduler_steps)

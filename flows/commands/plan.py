@@ -96,7 +96,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     """Print the table and the verdict."""
     rows: list[Row] = []
     if plan.trainer:
-        rows += _trainer_rows(plan.trainer, config)
+        rows += _trainer_rows(plan.trainer, config, plan.offload_train)
     if plan.engine:
         engine, share = plan.engine, plan.engine.static / plan.gpu_bytes
         rows += [
@@ -127,7 +127,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     print(verdict)
 
 
-def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
+def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
     from penstock.engines.megatron.memory.plan import RUNTIME
 
     train = config.train
@@ -138,6 +138,10 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
     )
     recompute = train.megatron.get("recompute_granularity", "none")
     models = " of policy and critic" if train.uses_critic else ""
+    frozen = [name for name, used in (("reference", train.uses_reference), ("teacher", train.use_opd)) if used]
+    on_host = [*frozen, *(["weights", "optimizer"] if offload_train else [])]
+    if train.megatron.get("optimizer_cpu_offload") and not offload_train:
+        on_host.append("optimizer")
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
         ("trainer, gradients", format_gib(trainer.gradients), ""),
@@ -152,8 +156,10 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
             format_gib(trainer.temporary),
             f"logits of {train.log_probs_chunk_size:,} tokens, or one layer",
         ),
+        ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
         ("trainer", format_gib(trainer.total), sizes),
+        ("host memory of a trainer rank", format_gib(trainer.host_bytes(offload_train)), ", ".join(on_host)),
     ]
 
 

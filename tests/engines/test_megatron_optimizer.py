@@ -143,6 +143,31 @@ def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert on_device == [sum(numels[index : index + 2]) for index in range(len(chunks))]
 
 
+def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
+    """The optimizer step copies the gradients to fp32, as many bytes as the plan counts, and frees the copies."""
+    from penstock.engines.megatron.memory.plan import TrainerOptions, trainer_memory
+    from penstock.engines.megatron.optimizer import inner_optimizers
+    from penstock.engines.megatron.parallel_layout import ParallelLayout
+
+    options = {"grad_reduce_in_bf16": True}
+    engine, offloaded = make_engine(SHAPE, "bf16", **options), make_engine(SHAPE, "bf16", **options, **OFFLOAD)
+    plain = make_engine(SHAPE, "bf16")
+    assert {buffer.grad_data.dtype for chunk in engine.wrapped for buffer in chunk.buffers} == {torch.bfloat16}
+    [inner] = inner_optimizers(engine.optimizer)
+    params = [param for group in inner.param_groups for param in group["params"]]
+    copies: list[int] = []
+    inner.register_step_pre_hook(lambda *_: copies.append(sum(param.grad.nbytes for param in params)))
+    before = engine.digest()
+    result = train(engine, range(3))
+    assert copies == [trainer_memory(SHAPE, ParallelLayout(), 1, TrainerOptions(megatron=options)).update] * 3
+    assert not any(param.grad is not None for param in params)
+    assert train(offloaded, range(3)) == result and before.items().isdisjoint(result[1].items())
+    expected = train(plain, range(3))
+    assert result[0] != expected[0]
+    for ours, theirs in zip(result[0], expected[0]):
+        assert ours == pytest.approx(theirs, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -14,6 +14,7 @@ from penstock.engines.families import shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.local_gpus import select_visible_gpus
 from penstock.engines.megatron.memory.plan import (
+    CHUNK_NUMEL,
     GIB,
     RUNTIME,
     TrainerMemory,
@@ -87,6 +88,22 @@ def test_one_rank_holds_all_parameters_and_more_ranks_need_less(name: str) -> No
         assert expert.weights < plans[1].weights and expert.optimizer <= plans[1].optimizer
 
 
+def test_update_and_host_memory_of_an_offloaded_optimizer() -> None:
+    """Two chunks of state are on the device during an update; the embedding is a chunk of its own."""
+    offload, size = {"optimizer_cpu_offload": True}, real_shape("qwen3-4B").num_parameters
+    fp32 = plan_of("qwen3-4B", megatron=offload)
+    bf16 = plan_of("qwen3-4B", megatron={**offload, **FULL, "grad_reduce_in_bf16": True})
+    assert fp32.update == 12 * (CHUNK_NUMEL + 151936 * 2560)
+    assert bf16.update == fp32.update + 4 * size and 2 * bf16.gradients == fp32.gradients
+    assert bf16.total == bf16.fixed + bf16.update + RUNTIME and bf16.update > bf16.activations + bf16.temporary
+    assert fp32.total == fp32.fixed + fp32.activations + fp32.temporary + RUNTIME
+    assert plan_of("qwen3-0.6B", num_ranks=64, megatron=offload).update == round(12 * 596_049_920 / 64)
+    assert fp32.host == fp32.host_bytes(False) == 12 * size and plan_of("qwen3-4B").host == 0
+    critic = plan_of("qwen3-4B", megatron=offload, critic=True, num_frozen=2)
+    assert critic.update == fp32.update and critic.host == 12 * critic.parameters + 2 * 2 * size
+    assert critic.host_bytes(offload_train=True) == critic.host + 2 * critic.parameters
+
+
 FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 EMBEDDING, LOSS = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
 
@@ -153,7 +170,7 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
 
 
 def test_colocated_peak_is_the_larger_phase() -> None:
-    trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7)
+    trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7, 5, 3)
     assert colocated_peak_bytes(trainer, 50) == trainer.total + 50
     assert colocated_peak_bytes(trainer, 50, offload_train=True) == trainer.total + 50
     assert colocated_peak_bytes(trainer, 50, offload_rollout=True) == trainer.total

@@ -131,6 +131,22 @@ def test_doctor_prints_the_plan_of_the_recipe(
     assert "24.0 GiB" in capsys.readouterr().out
 
 
+def test_4b_model_trains_on_one_80_gib_gpu(model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/engines.md; a critic, a reference and a teacher fit, too, most of their state on the host."""
+    words = ["--hf-checkpoint", model_dir("qwen3-4B"), "--gpu-memory-gib", "80", "--max-tokens-per-gpu", "16384"]
+    words += ["--colocate", *FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16"]
+    assert main(["doctor", "--plan", *words]) == 0
+    rows = {line[:34].strip(): line[34:].split() for line in capsys.readouterr().out.splitlines()}
+    assert [rows[f"trainer, {name}"][0] for name in ("weights", "gradients", "optimizer")] == ["7.5", "7.5", "0.0"]
+    assert rows["trainer"][0] == "39.7" and rows["host memory of a trainer rank"] == ["52.4", "weights,", "optimizer"]
+    models = "--advantage-estimator ppo --use-kl-loss --use-opd --opd-teacher-load teacher"
+    assert main(["doctor", "--plan", *words, *models.split()]) == 0
+    rows = {line[:34].strip(): line[34:].split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["trainer, weights"][:3] == ["15.0", "8,044,938,752", "parameters"] and rows["trainer"][0] == "54.7"
+    assert rows["host memory of a trainer rank"] == ["119.9", "reference,", "teacher,", "weights,", "optimizer"]
+    assert main(["doctor", "--plan", *words[:-2], *models.split()]) == 1
+
+
 def test_doctor_plans_separate_gpus_and_sft(
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

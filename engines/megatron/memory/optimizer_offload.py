@@ -1,8 +1,8 @@
 """Keep AdamW's moments and the fp32 main parameters of bf16 weights in host memory (`--optimizer-cpu-offload`).
 
 A step copies the state of a few parameters at a time to the device and updates them there, so the results are
-bit-identical to those of the ordinary optimizer. While a chunk of parameters is updated, the next chunk is copied to
-the device and the previous one back to host memory.
+bit-identical to those of the ordinary optimizer. While a chunk of parameters is updated and copied back to host memory,
+the next chunk is copied to the device, on another stream.
 
 Between steps a main parameter's device storage has 0 bytes. Megatron's optimizer reads and writes main parameters when
 it loads, saves and updates weights; `OptimizerOffload` replaces the four methods that do so.
@@ -23,8 +23,9 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from penstock.engines.megatron.memory.plan import CHUNK_NUMEL
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CHUNK_NUMEL = 2**25  # parameter elements of a chunk: 384 MiB of state; two chunks are on the device at the same time
 HOST_NUMEL = 2**26  # fp32 elements of a host buffer: torch rounds pinned allocations up to a power of two
 
 

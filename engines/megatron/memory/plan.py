@@ -24,6 +24,8 @@ MOMENTS = 2 * FP32  # bytes per parameter
 # CUDA context, libraries, workspaces and fragmentation of the caching allocator. Three totals measured on an H100
 # exceed the estimate of the tensors by 5.2 to 5.6 GiB (tests/engines/test_memory_plan.py).
 RUNTIME = 5 * GIB
+# Parameter elements of a chunk of --optimizer-cpu-offload: 384 MiB of state. A larger parameter is a chunk of its own.
+CHUNK_NUMEL = 2**25
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class TrainerOptions:
     max_tokens: int = 8192  # of a micro-batch, on one rank
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     critic: bool = False  # whether a second, trained model is on every rank
+    num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
     megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's options, in any spelling
 
 
@@ -48,6 +51,8 @@ class TrainerMemory:
     optimizer: int
     activations: int  # of all micro-batches in flight
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
+    update: int  # peak of the optimizer step above `fixed`: fp32 copies of bf16 gradients, chunks of offloaded state
+    host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
 
     @property
     def fixed(self) -> int:
@@ -56,8 +61,12 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak of a training step."""
-        return self.fixed + self.activations + self.temporary + RUNTIME
+        """Bytes at the peak of a training step: of the backward pass, or of the optimizer step after it."""
+        return self.fixed + max(self.activations + self.temporary, self.update) + RUNTIME
+
+    def host_bytes(self, offload_train: bool) -> int:
+        """Return the bytes in host memory; with `offload_train` also those of weights and optimizer."""
+        return self.host + (self.weights + self.optimizer if offload_train else 0)
 
 
 def trainer_memory(
@@ -91,23 +100,35 @@ def stage_memory(
     models = [count_stage_parameters(shape, layout, layers, stage)]
     if options.critic:
         models.append(count_stage_parameters(shape, layout, layers, stage, critic=True))
-    dense, expert = sum(model.dense for model in models), sum(model.expert for model in models)
-    weights = size * (dense + expert)
+    parameters = sum(model.total for model in models)
     gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
     offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
-    state_size = ((FP32 if options.dtype != "fp32" else 0) + MOMENTS) * (1 - offloaded)
+    state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
+    shards = [model.dense / replicas + model.expert / expert_replicas for model in models]  # parameters of an optimizer
+    state = state_size * sum(shards)
+    # models are updated one after another, and each frees the copies of its gradients
+    update = FP32 * max(shards) if gradient_size < FP32 else 0.0
+    if offloaded:
+        update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest_parameter(shape, layout)))
     activations, temporary = activation_bytes(shape, layout, options, layers, stage)
     return TrainerMemory(
         stage=stage,
-        parameters=dense + expert,
-        weights=weights,
-        gradients=gradient_size * (dense + expert),
-        optimizer=round(state_size * (dense / replicas + expert / expert_replicas)),
+        parameters=parameters,
+        weights=size * parameters,
+        gradients=gradient_size * parameters,
+        optimizer=round((1 - offloaded) * state),
         activations=round(activations),
         temporary=round(temporary),
+        update=round(update),
+        host=round(offloaded * state) + options.num_frozen * size * models[0].total,
     )
+
+
+def largest_parameter(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the number of elements of the largest parameter of a rank: the embedding, or gate and up projection."""
+    return max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
 
 
 def count_stage_parameters(

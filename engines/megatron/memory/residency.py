@@ -81,8 +81,6 @@ class DeviceMemory:
         )
 
     def _move_to_host(self, kinds: list[StateKind]) -> None:
-        if "gradients" in kinds:
-            self._optimizer.zero_grad()  # frees the fp32 copies of gradients that are reduced in bf16
         moved = {kind: [(storage, storage.nbytes()) for storage in self._storages(kind)] for kind in kinds}
         with self._copies_on_side_stream():
             for kind in kinds:

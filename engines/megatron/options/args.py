@@ -54,6 +54,7 @@ ALIASES: dict[str, dict[str, Any]] = {
     "no_persist_layer_norm": {"persist_layer_norm": False},
     "no_check_for_nan_in_loss_and_grad": {"check_for_nan_in_grad": False},
     "accumulate_allreduce_grads_in_fp32": {"grad_reduce_in_fp32": True},
+    "grad_reduce_in_bf16": {"grad_reduce_in_fp32": False},
     "disable_bias_linear": {"add_bias_linear": False},
     "ddp_bucket_size": {"bucket_size": ...},  # `...` is replaced by the option's value
     "ddp_average_in_collective": {"average_in_collective": True},
