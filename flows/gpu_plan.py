@@ -178,7 +178,12 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
     parts = []
     if trainer := plan.trainer:
         parts.append(f"weights, gradients and optimizer {format_gib(trainer.fixed)}")
-        parts.append(f"activations and logits {format_gib(trainer.activations + trainer.temporary)}")
+        backward = trainer.activations + trainer.temporary
+        parts.append(
+            f"activations and logits {format_gib(backward)}"
+            if backward >= trainer.update
+            else f"optimizer step {format_gib(trainer.update)}"
+        )
     if plan.engine and plan.colocated:
         parts.append(f"engine {format_gib(plan.engine.static)}")
     return [

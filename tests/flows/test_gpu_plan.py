@@ -232,6 +232,10 @@ def test_activations_above_the_memory_only_warn(
     preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
     [warning] = preflight.config_warnings("post_train", config)
     assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
+    bf16 = [*FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16", "--max-tokens-per-gpu", "2048"]
+    with_gpus(monkeypatch, 12)
+    [warning] = preflight.config_warnings("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16))
+    assert "(weights, gradients and optimizer 2.2, optimizer step 4.3, engine 3.6)" in warning
     with_gpus(monkeypatch, 80)
     assert preflight.config_warnings("post_train", config) == []
 
