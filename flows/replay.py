@@ -38,7 +38,7 @@ USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [
   --from A start at policy version A, or at the newest checkpoint before it; default 0, the initial weights
   --to B   end at policy version B; default the last committed one. Round r trains version r to r + 1
   --json FILE
-           write {round: {verdict, digest}} to a file
+           write {round: {verdict, digest, metrics}} to a file
 
 Placement options of the trainer (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bitwise
 equality is expected with the placement and the hardware of the run. Exit code 1 if any round differs."""
@@ -90,7 +90,7 @@ def replay(
         placement: placement fields of the trainer's config that replace the recorded ones.
         first: policy version to start at, or the newest checkpoint before it.
         last: policy version to end at; default the last committed one.
-        json_file: file to write each round's verdict and weight digest to.
+        json_file: file to write each round's verdict, weight digest and metrics to.
 
     Raises:
         ReplayError: a round differs from its commit.
@@ -113,7 +113,7 @@ def replay(
             reason = f": {replayed.why}" if replayed.why else ""
             print(f"  round {rollout_id:>4}  {replayed.verdict}{reason}", flush=True)
     if json_file:
-        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest} for r in rounds}
+        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest, "metrics": r.metrics} for r in rounds}
         Path(json_file).write_text(json.dumps(content, indent=1))
     differing = [r.rollout_id for r in rounds if r.verdict == "DIFFERS"]
     equal = sum(r.verdict == "equal bit for bit" for r in rounds)

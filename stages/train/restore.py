@@ -39,6 +39,7 @@ class ReplayResult(Frozen):
     verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
     why: str  # first difference, or ""
     digest: dict[str, str]  # parameter shard -> hash of its bits, after the replay
+    metrics: dict[str, float]  # of the replayed round, as in its step commit
 
 
 class PolicyRestorer:
@@ -211,7 +212,9 @@ class PolicyRestorer:
                 else _describe_metric_beyond_tolerance(committed, trained)
             )
             verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
-        return ReplayResult(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
+        return ReplayResult(
+            rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest, metrics=trained.metrics
+        )
 
     def _auxiliary_models(self, checkpoint: Commit | None) -> dict[AuxiliaryModel, Commit]:
         """Return the commits of the reference and the teacher that the algorithm needs, without the reference if
