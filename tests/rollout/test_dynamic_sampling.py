@@ -261,7 +261,7 @@ def test_audit_reports_dropped_or_buffered_prompt_missing_from_commit(
     assert any(f"number {int(lost)} is missing" in line for line in problems_of(bench))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0.0, 0.3, 0.6]),
