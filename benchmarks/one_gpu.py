@@ -61,7 +61,7 @@ def print_rounds(config) -> None:
     """Print the phase seconds and metrics in the rollout and step commits of every round."""
     store, keys = open_store(config.run), RunKeys(config.run.run)
     for r in store.committed_indices(f"{keys.prefix}/steps"):
-        rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+        rollout, step = store.committed(keys.rollout_prefix(r)), store.committed(keys.step_prefix(r))
         print(f"\nround {r}")
         for commit in (rollout, step):
             print("  seconds ", {name: round(value, 3) for name, value in commit.seconds.items()})

@@ -109,7 +109,7 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
         commits = [
             commit
             for r in range(version, rounds)
-            for prefix in (keys.rollout(r), keys.step(r))
+            for prefix in (keys.rollout_prefix(r), keys.step_prefix(r))
             if (commit := store.committed(prefix))
         ]
         again = sum(sum(commit.seconds.values()) for commit in commits)
@@ -118,9 +118,11 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
             f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):11.2f}{again:26.1f}"
             f"{(loaded + replayed) / again:8.2f}"
         )
-    train = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step(r))))
+    train = statistics.median(
+        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step_prefix(r)))
+    )
     rollout = statistics.median(
-        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r)))
+        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout_prefix(r)))
     )
     print(f"  medians per round: rollout {rollout:.2f} s, training {train:.2f} s")
     cluster.stop()

@@ -88,9 +88,9 @@ def print_round_breakdown(root: Path, rounds: int) -> None:
     shares: dict[str, list[float]] = {}
     for r in range(WARM_UP_ROUNDS, rounds):
         before, step, rollout = (
-            store.committed(keys.step(r - 1)),
-            store.committed(keys.step(r)),
-            store.committed(keys.rollout(r)),
+            store.committed(keys.step_prefix(r - 1)),
+            store.committed(keys.step_prefix(r)),
+            store.committed(keys.rollout_prefix(r)),
         )
         assert before and step and rollout
         wall = step.created_at - before.created_at

@@ -27,7 +27,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
-from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, reveal
+from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
@@ -230,7 +230,7 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
                 f"{flag(name)} contains a secret, which would be readable on the Prefect server: "
                 "give env:NAME or secret-file:PATH instead"
             )
-        reveal(value)
+        resolve_secrets(value)
 
 
 def secret_fields() -> list[tuple[str, str]]:

@@ -265,7 +265,7 @@ def find_checkpoint(config: PostTrainConfig) -> Commit | str:
     keys = RunKeys(run)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints") if is_run_name(run) else []
     wanted = int(version) if version.isdigit() else versions[-1] if versions and not version else -1
-    commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
+    commit = store.committed(keys.checkpoint_prefix(wanted)) if wanted in versions else None
     if commit is None:
         existing = ", ".join(f"{run}/{number}" for number in versions) or "none of this run"
         raise OptionError(

@@ -269,7 +269,7 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
     group = TrainerGroup(cluster, spec)
     try:
-        base = CheckpointRef.model_validate(store.read_json(keys.origin("base")))
+        base = CheckpointRef.model_validate(store.read_json(keys.origin_key("base")))
         yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
@@ -280,7 +280,7 @@ def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
     """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
     from penstock.engines.families.shape import ModelShape
 
-    base = store.read_json(keys.origin("base"))
+    base = store.read_json(keys.origin_key("base"))
     if base is None:
         raise RunError(
             f"run {keys.run!r} has no initial weights and has not trained any round: there is nothing to replay"

@@ -46,7 +46,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
     from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
-    prefix = session.keys.rollout(rollout_id)
+    prefix = session.keys.rollout_prefix(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
         with session.display.progress("samples") as report, session.processes.engines_at(rollout_id) as engines:
@@ -74,7 +74,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     from penstock.stages.rollout.rollout import RolloutContext
     from penstock.stages.rollout.sft_data import sft_data_stage
 
-    prefix = session.keys.rollout(rollout_id)
+    prefix = session.keys.rollout_prefix(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
         context = RolloutContext(
@@ -91,7 +91,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     from penstock.stages.train.restore import step_ref
 
     r = rollout.rollout_id
-    prefix = session.keys.step(r)
+    prefix = session.keys.step_prefix(r)
     commit = session.store.committed(prefix) or session.processes.policy.train_round(r)
     return step_ref(session.keys, session.print_and_track(prefix, commit))
 
@@ -118,7 +118,7 @@ def checkpoint(session: Session, version: int) -> None:
 @stage("checkpoint-{version:06d}")
 def save(session: Session, version: int) -> CheckpointRef:
     """Save policy `version` with its optimizer state, then remove old checkpoints."""
-    prefix = session.keys.checkpoint(version)
+    prefix = session.keys.checkpoint_prefix(version)
     if session.store.committed(prefix) is None:
         session.processes.policy.save_checkpoint(version)
     commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
@@ -140,7 +140,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     evals = session.config.eval
-    prefix = session.keys.eval(version, name)
+    prefix = session.keys.eval_prefix(version, name)
     commit = session.store.committed(prefix)
     if commit is None:
         config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
@@ -188,7 +188,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
-    missing = [name for name in names if session.store.committed(session.keys.eval(version, name)) is None]
+    missing = [name for name in names if session.store.committed(session.keys.eval_prefix(version, name)) is None]
     if (
         len(missing) > 1 and not session.config.rollout.agent_endpoint_port
     ):  # parallel evaluations cannot share a fixed port
@@ -201,10 +201,10 @@ def export(session: Session, version: int) -> CheckpointRef:
     """Export policy `version` as a Hugging Face directory."""
     from penstock.stages.convert.to_hf import export_hf
 
-    prefix = session.keys.export(version)
+    prefix = session.keys.export_prefix(version)
     commit = session.store.committed(prefix)
     if commit is None:
-        checkpoint = session.keys.checkpoint(version)
+        checkpoint = session.keys.checkpoint_prefix(version)
         commit = session.processes.cluster.run(
             export_hf,
             session.store,

@@ -172,23 +172,23 @@ class RunKeys:
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
 
-    def origin(self, role: str) -> str:
+    def origin_key(self, role: str) -> str:
         """Return the key of the record that refers to the model in the role `role`, one of ORIGINS."""
         return f"{self.prefix}/{role}.json"
 
-    def rollout(self, rollout_id: int) -> str:
+    def rollout_prefix(self, rollout_id: int) -> str:
         return f"{self.prefix}/rollouts/{rollout_id:06d}"
 
-    def step(self, rollout_id: int) -> str:
+    def step_prefix(self, rollout_id: int) -> str:
         return f"{self.prefix}/steps/{rollout_id:06d}"
 
-    def checkpoint(self, policy_version: int) -> str:
+    def checkpoint_prefix(self, policy_version: int) -> str:
         return f"{self.prefix}/checkpoints/{policy_version:06d}"
 
-    def eval(self, policy_version: int, task: str) -> str:
+    def eval_prefix(self, policy_version: int, task: str) -> str:
         return f"{self.prefix}/evals/{policy_version:06d}/{task}"
 
-    def export(self, policy_version: int) -> str:
+    def export_prefix(self, policy_version: int) -> str:
         return f"{self.prefix}/exports/{policy_version:06d}"
 
 

@@ -20,7 +20,7 @@ from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_r
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.engines.weights.routes import ProcessPlace
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 
 class EnginePool:
@@ -198,7 +198,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
         LayoutError: the cluster has too few GPUs.
     """
     has_gpus = cluster.num_gpus > 0
-    options = options.replace_spec_fields(args=reveal(options.spec.args))
+    options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(
         update={
             "args": backend.server_args(options, has_gpus=has_gpus),

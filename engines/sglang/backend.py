@@ -18,7 +18,7 @@ from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
 from penstock.storage.errors import EngineError, OptionError
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -87,7 +87,7 @@ class SGLangBackend(EngineBackend):
             return None
         from penstock.engines.sglang.router import SGLangRouter
 
-        args = check_router_args(reveal(options.router))
+        args = check_router_args(resolve_secrets(options.router))
         return SGLangRouter(args, options.spec.log_dir, max_restarts=options.router_restarts)
 
     def check_options(self, options: EngineOptions) -> None:

@@ -75,7 +75,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
-    evaluations = {name: commit for name in names if (commit := store.committed(keys.eval(chosen, name)))}
+    evaluations = {name: commit for name in names if (commit := store.committed(keys.eval_prefix(chosen, name)))}
     if not evaluations:
         raise RunError(
             f"version {chosen} of run {run!r} is not evaluated completely: resume it with `penstock resume {run}`"

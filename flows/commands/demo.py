@@ -214,6 +214,6 @@ def export_directory(config: PostTrainConfig) -> Path:
     from penstock.flows.runtime.runs import open_store
 
     store = open_store(config.run)
-    commit = store.committed(RunKeys(config.run.run).export(config.run.num_rollout))
+    commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
     assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
     return Path(store.path(commit.attempt))

@@ -25,7 +25,7 @@ from penstock.flows.options.flags import store_config, updated_by_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed
 from penstock.storage.maintenance.retention import unfinished_fork_key
@@ -102,11 +102,11 @@ def fork(
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
         prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at)]
-        in_parallel(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
+        map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
         same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
         for name in ("base", *dict(same_auxiliary)):
-            if model := store.read(old.origin(name)):  # missing if the parent has not converted its model yet
-                store.create(new.origin(name), model)
+            if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
+                store.create(new.origin_key(name), model)
         create_run_record(store, flow, config, parent=entry)
     store.delete([unfinished_fork_key(new)])
     shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at)]

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     chosen = select_evaluations(store, keys, own.get("--version"), own.get("--dataset"))
     rows = []
     for version, name in chosen:
-        old = store.committed(keys.eval(version, name))
+        old = store.committed(keys.eval_prefix(version, name))
         assert old is not None, "`select_evaluations` returns committed ones"
         new = rescore_evaluation(store, keys, config, given, version, name)
         task = next(iter(eval_rewards(new)))

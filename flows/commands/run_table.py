@@ -59,7 +59,7 @@ def _run_row(store: Store, keys: RunKeys) -> list[str]:
             raise RunError("run.json is missing: restore it from a backup")
         return []
     rounds = store.committed_indices(f"{keys.prefix}/steps")
-    rollouts = [store.committed(keys.rollout(r)) for r in rounds[:1] + rounds[-1:]]
+    rollouts = [store.committed(keys.rollout_prefix(r)) for r in rounds[:1] + rounds[-1:]]
     rewards = [rollout.summary.get("rollout/raw_reward") for rollout in rollouts if rollout]
     parent = record.get("parent")
     return [

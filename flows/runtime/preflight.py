@@ -21,7 +21,7 @@ from penstock.flows.runtime.runs import check_run, open_store
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -256,7 +256,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
     from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
     from penstock.stages.rollout.prompts.check import read_first_rows
 
-    rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
+    rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
     check_reward_options(rollout)
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # the generate function may grade its samples

@@ -369,7 +369,7 @@ def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, 
     parent = record.get("parent")
     if parent is None or parent["at"] == 0:
         return None
-    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint(parent["at"])):
+    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint_prefix(parent["at"])):
         return None
     before, after = config_of_round(record, parent["at"] - 1), validated(record["config"])
     return None if training_options(before) == training_options(after) else (parent["at"], before)

@@ -35,7 +35,7 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
     before = _previous_target_rounds(store, keys, per_start)
     if before is not None:
         # The export is the last stage of a start.
-        exported = before == 0 or store.committed(keys.export(before)) is not None
+        exported = before == 0 or store.committed(keys.export_prefix(before)) is not None
         if trained < before or not exported:
             return before
     return trained + per_start

@@ -124,7 +124,7 @@ class Session:
 
     def needs_rollout(self, version: int) -> bool:
         """Return whether the rollout of policy `version` is still to be generated."""
-        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout(version)) is None
+        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
@@ -157,7 +157,7 @@ class Session:
         Raises:
             RunError: the run uses another model, because the files at `path` have changed.
         """
-        key = self.keys.origin(role)
+        key = self.keys.origin_key(role)
         self.store.create(key, model.model_dump_json().encode())
         pinned = CheckpointRef.model_validate(self.store.read_json(key))
         if pinned.key != model.key:

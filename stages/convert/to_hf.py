@@ -63,7 +63,7 @@ def export_hf(
         ExportPlan(source, origin, shard_bytes) as plan,
     ):
         progress = Progress(plan.num_bytes, on_progress)
-        disk.in_parallel(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
+        disk.map_in_threads(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
         plan.write_config_and_index(writing.path)
         failpoint("export-writing")
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(checkpoint)

@@ -17,7 +17,7 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, check
 from penstock.stages.convert.hf.headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError
 from penstock.storage.refs import Commit
 from penstock.storage.store import Store
@@ -144,7 +144,7 @@ def verify_conversion(
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
     sizes = dict(
-        entry for entries in in_parallel(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
+        entry for entries in map_in_threads(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
     )
     assert sizes.keys() == layout.hf_names()
     return ConversionReport(len(sizes), sum(sizes.values()))

@@ -117,7 +117,7 @@ class WorkItems(Generic[W]):
                 self.target.store.create(self._record_key(item), record)
 
         with full_disk_as_store_error(self.target.store), leases.writer_lease(self.target.store, self.target.attempt):
-            disk.in_parallel(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
+            disk.map_in_threads(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
     def unfinished(self, items: Sequence[W] | None = None) -> list[W]:
         """Return those of `items` (default: all) that have no record, or whose files are missing."""
@@ -146,7 +146,7 @@ class WorkItems(Generic[W]):
             files = [] if record is None else record.get("files", [])
             return record if all(store.size(file["path"]) == file["bytes"] for file in files) else None
 
-        return disk.in_parallel(read, items, 16)
+        return disk.map_in_threads(read, items, 16)
 
     def delete_records(self) -> None:
         """Delete the records, and temporary files of killed processes. Called after the result was published."""

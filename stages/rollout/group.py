@@ -25,7 +25,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
 
@@ -279,5 +279,5 @@ def _num_trained_tokens(group: Group) -> int:
 
 def make_grader(config: RolloutConfig) -> Grader:
     """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
-    config = config.model_copy(update={"rm_url": reveal(config.rm_url)})
+    config = config.model_copy(update={"rm_url": resolve_secrets(config.rm_url)})
     return Grader.from_options(config, config.reward_workers, config.model_dump())

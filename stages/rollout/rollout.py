@@ -127,7 +127,7 @@ def rollout_stage(
 
     Args:
         context: inputs, engines and store.
-        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout(12)`.
+        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
         round: number and kind of the round, and the policy version that generates it.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
         num_prompts: number of groups to keep, by default `rollout_batch_size`.

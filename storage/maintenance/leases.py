@@ -254,7 +254,9 @@ def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
                 f"`penstock gc` claimed {attempt} for deletion before it was committed: rerun the stage (if "
                 "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
             )
-    sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
+    sizes = disk.map_in_threads(
+        lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES
+    )
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
             _delete_keys_or_warn(store, [key])

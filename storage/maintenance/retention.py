@@ -100,7 +100,7 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
         if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
     ]
     for version in unfinished:
-        tombstone = read_tombstone(store, keys.checkpoint(version))
+        tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
         assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
         _delete_expired_checkpoint(store, keys, version, tombstone)
     return unfinished
@@ -142,7 +142,7 @@ def unfinished_fork_key(keys: RunKeys) -> str:
 
 
 def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> None:
-    prefix = keys.checkpoint(version)
+    prefix = keys.checkpoint_prefix(version)
     commit = store.committed(prefix)
     if commit is None:
         return  # another driver has deleted the checkpoint
@@ -160,11 +160,11 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
 
 def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
     """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
-    prefix, attempt = keys.checkpoint(version), tombstone.commit.attempt
+    prefix, attempt = keys.checkpoint_prefix(version), tombstone.commit.attempt
     commit = store.committed(prefix)
     if commit is not None and commit.attempt == attempt:
         store.delete([commit_key(prefix)])
     # A fork of this run has the checkpoint under the same version, with the same files.
-    others = (store.committed(RunKeys(run).checkpoint(version)) for run in store.list("runs") if run != keys.run)
+    others = (store.committed(RunKeys(run).checkpoint_prefix(version)) for run in store.list("runs") if run != keys.run)
     if not any(other is not None and other.attempt == attempt for other in others):
         store.delete([record.path for record in tombstone.commit.files])

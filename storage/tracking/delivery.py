@@ -143,7 +143,7 @@ class RunTracking:
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
         """Deliver the undelivered lines of the outbox, read from the byte `offset` on. Return the offset of the end of
         the last line."""
-        delivered = self._outbox.delivered
+        delivered = self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)
@@ -167,13 +167,13 @@ class RunTracking:
         try:
             tracker.deliver([record for _, record in batch], lineage)
         except Exception as error:
-            if not tracker.is_final(error):
+            if not tracker.is_permanent_refusal(error):
                 raise
             for line, record in batch:  # deliver one by one, so that only records that the tracker refuses are skipped
                 try:
                     tracker.deliver([record], lineage)
                 except Exception as reason:
-                    if not tracker.is_final(reason):
+                    if not tracker.is_permanent_refusal(reason):
                         raise
                     self._outbox.record_refused_line(line, str(reason))
         self._outbox.mark_delivered(end_offset)

@@ -97,7 +97,8 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
     create_run_record(store, "post_train", run)
     for version in (5, 10):
         store.commit(
-            keys.checkpoint(version), Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}")
+            keys.checkpoint_prefix(version),
+            Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}"),
         )
     for named, attempt in (("first", "a10"), ("first/5", "a5")):
         config = config_of("--load", named, *store_words)

@@ -252,7 +252,7 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     run = flags.parse([*words, "--run", "first"])
     store = open_store(run.run)
     create_run_record(store, "post_train", run)
-    store.commit(RunKeys("first").checkpoint(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
+    store.commit(RunKeys("first").checkpoint_prefix(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
     config = with_hf_checkpoint(
         flags.parse(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
     )

@@ -47,7 +47,7 @@ def check_kills(world: World, num_rollouts: int, schedule: list[tuple[str, str]]
     assert all(kill["num_killed"] for kill in kills)
     assert verdict(pipeline)["replayed_rounds"] == num_rollouts
     for rollout_id in range(num_rollouts):
-        step = pipeline.store.committed(pipeline.keys.step(rollout_id))
+        step = pipeline.store.committed(pipeline.keys.step_prefix(rollout_id))
         assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < 1e-4
     check_turns(Path(pipeline.store.path("runs/turns/logs")))
 

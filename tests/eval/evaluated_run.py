@@ -38,10 +38,10 @@ def evaluate(
     """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
     for a failed grader."""
     keys = open_run(store, "evaluate", config)
-    if not store.exists(keys.origin("base")):
+    if not store.exists(keys.origin_key("base")):
         store.commit("models/abc", Commit(kind="model", policy_version=0))
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
-        store.create(keys.origin("base"), base.model_dump_json().encode())
+        store.create(keys.origin_key("base"), base.model_dump_json().encode())
     path = dict(config.eval.eval_prompt_data)[name]
     source = PromptSource.open(config.rollout.model_copy(update=config.eval.overrides(path, name)))
     prompts, after = source.take(source.restore(None), len(source))
@@ -60,7 +60,7 @@ def evaluate(
     ]
     with Grader(RewardSettings("exact_number")) as grader:
         grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
-    attempt = store.new_attempt(keys.eval(version, name))
+    attempt = store.new_attempt(keys.eval_prefix(version, name))
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
     commit = Commit(
@@ -68,7 +68,7 @@ def evaluate(
         inputs={"prompt_data/0": path}, summary=compute_eval_metrics(samples, name),
         state={"data_source": after.model_dump(mode="json")},
     )  # fmt: skip
-    return store.commit(keys.eval(version, name), commit)
+    return store.commit(keys.eval_prefix(version, name), commit)
 
 
 def sample_of(group: str, index: int, version: int, label: str, response: str, where: tuple[int, int, int]) -> Sample:

@@ -75,7 +75,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     }
     assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_own} == {(0.0, 5, 4)}
     assert (len(asked_plain), len(asked_own)) == (3, 2)
-    commit = store.committed(session.keys.eval(7, "own"))
+    commit = store.committed(session.keys.eval_prefix(7, "own"))
     assert commit is not None and {"eval/own-pass@4", "eval/own-majority@4", "eval/own-ci_low"} <= commit.summary.keys()
     assert found["own"].mean_reward == commit.summary["eval/own"]
     assert cli.main(["eval", "--rescore", "run", "--store", store.root, "--eval-rm-type", "boxed_exact_number"]) == 0

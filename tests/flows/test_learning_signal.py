@@ -26,7 +26,10 @@ NEVER_RIGHT = {
 def commit_round(store: Store, index: int, grad_norm: float | None, summary: dict[str, float] | None = None) -> None:
     rollout = NEVER_RIGHT if summary is None else summary
     step = {} if grad_norm is None else {"train/grad_norm": grad_norm}
-    for prefix, kind, numbers in ((KEYS.rollout(index), "rollout", rollout), (KEYS.step(index), "step", step)):
+    for prefix, kind, numbers in (
+        (KEYS.rollout_prefix(index), "rollout", rollout),
+        (KEYS.step_prefix(index), "step", step),
+    ):
         fields: dict[str, Any] = {"kind": kind, "run": "r", "index": index, "policy_version": index, "summary": numbers}
         store.commit(prefix, Commit(**fields))
 
@@ -62,7 +65,7 @@ def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     session.display = Display("r", "post_train", session.config, "/store", console=console)
     for index in range(3):
         commit_round(session.store, index, 0.01)  # of a KL loss
-        for prefix in (KEYS.rollout(index), KEYS.step(index)):
+        for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
             session.print_and_track(prefix, session.read_existing_commit(prefix))
     assert ("WARNING: nothing was learned in the last 3 rounds" in out.getvalue()) == expected
     assert out.getvalue().count("WARNING") == int(expected)

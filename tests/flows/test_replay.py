@@ -96,11 +96,11 @@ def test_replay_equals_the_run_and_detects_a_tampered_commit(
     assert clean.returncode == 0, clean.stdout + clean.stderr
     assert "3 of 3 rounds are equal bit for bit" in clean.stdout
     replayed = json.loads((tmp_path / "replayed.json").read_text())
-    last = store.committed(KEYS.step(2))
+    last = store.committed(KEYS.step_prefix(2))
     assert last is not None and replayed["2"]["digest"] == last.state["digest"]
     assert files(store) == before
 
-    record = Path(store.path(f"{KEYS.step(2)}.commit.json"))
+    record = Path(store.path(f"{KEYS.step_prefix(2)}.commit.json"))
     tampered = json.loads(record.read_text())
     name = min(tampered["state"]["digest"])
     tampered["state"]["digest"][name] = "0" * 16

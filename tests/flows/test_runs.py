@@ -29,7 +29,7 @@ def config(store: Path, *words: str) -> PostTrainConfig:
 
 
 def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
-    for kind, key, version in (("rollout", KEYS.rollout(r), r), ("step", KEYS.step(r), r + 1)):
+    for kind, key, version in (("rollout", KEYS.rollout_prefix(r), r), ("step", KEYS.step_prefix(r), r + 1)):
         fields = {
             "run": "r",
             "index": r,

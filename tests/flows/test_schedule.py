@@ -32,9 +32,11 @@ def start(store: Store, config: PostTrainConfig) -> int:
 
 def train(store: Store, rounds: range, *, export: bool = False) -> None:
     for r in rounds:
-        store.commit(KEYS.step(r), Commit(kind="step", index=r, policy_version=r + 1))
+        store.commit(KEYS.step_prefix(r), Commit(kind="step", index=r, policy_version=r + 1))
     if export:
-        store.commit(KEYS.export(rounds.stop), Commit(kind="export", index=rounds.stop, policy_version=rounds.stop))
+        store.commit(
+            KEYS.export_prefix(rounds.stop), Commit(kind="export", index=rounds.stop, policy_version=rounds.stop)
+        )
 
 
 def test_each_start_adds_num_rollout_per_start_once(store: Store) -> None:

@@ -181,7 +181,7 @@ class Bench:
 
     def journal(self, r: int) -> list[Commit]:
         """The entries of a round's journal."""
-        prefix = f"{KEYS.rollout(r)}.journal"
+        prefix = f"{KEYS.rollout_prefix(r)}.journal"
         entries = [self.store.committed(f"{prefix}/{number:06d}") for number in self.store.committed_indices(prefix)]
         return [entry for entry in entries if entry is not None]
 
@@ -198,7 +198,7 @@ class Bench:
                 stop=stop,
                 connect=partial(self.connect, version=r, **changes),
             ),
-            KEYS.rollout(r),
+            KEYS.rollout_prefix(r),
             RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
             read_resume_point(self.store, KEYS, r),
         )

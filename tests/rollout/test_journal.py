@@ -20,7 +20,7 @@ from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_samples
 
-PREFIX = RunKeys("run").rollout(0)
+PREFIX = RunKeys("run").rollout_prefix(0)
 JOURNAL = f"{PREFIX}.journal"
 
 

@@ -46,8 +46,8 @@ def make_run(
         if version < rounds:
             roll_one(store, keys, config, version)
             step = Commit(kind="step", run=keys.run, index=version, policy_version=version + 1)
-            step.inputs = {"rollout": commit_key(keys.rollout(version))}
-            store.commit(keys.step(version), step)
+            step.inputs = {"rollout": commit_key(keys.rollout_prefix(version))}
+            store.commit(keys.step_prefix(version), step)
     return keys
 
 
@@ -62,7 +62,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
     fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
     return commit_samples(
-        store, keys.rollout(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+        store, keys.rollout_prefix(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
     )
 
 
@@ -78,15 +78,19 @@ def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int
         "summary": {"eval/sums": reward},
     }
     return commit_samples(
-        store, keys.eval(version, "sums"), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+        store,
+        keys.eval_prefix(version, "sums"),
+        samples,
+        state={"data_source": after.model_dump(mode="json")},
+        **fields,
     )
 
 
 def save_one(store: Store, keys: RunKeys, version: int) -> Commit:
     files = {"weights": f"{keys.run} {version}".encode(), "optimizer": b"moments"}
     fields = {"run": keys.run, "index": version, "policy_version": version, "state": {"digest": {"w": str(version)}}}
-    inputs = {"step": commit_key(keys.step(version - 1))} if version else {}
-    return commit_files(store, keys.checkpoint(version), files, kind="checkpoint", inputs=inputs, **fields)
+    inputs = {"step": commit_key(keys.step_prefix(version - 1))} if version else {}
+    return commit_files(store, keys.checkpoint_prefix(version), files, kind="checkpoint", inputs=inputs, **fields)
 
 
 def commit_files(store: Store, prefix: str, files: dict[str, bytes], **fields) -> Commit:

@@ -28,7 +28,7 @@ from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
-PREFIX = KEYS.rollout(0)
+PREFIX = KEYS.rollout_prefix(0)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

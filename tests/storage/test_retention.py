@@ -11,7 +11,7 @@ from made_run import BATCH, commit_files, config_of, make_run, save_one, score_o
 from penstock.flows.commands import gc
 from penstock.flows.commands.fork import fork
 from penstock.storage.errors import StoreError
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import (
     expire_checkpoints,
@@ -85,11 +85,11 @@ def test_the_newest_the_best_and_the_requested_checkpoints_are_kept(store: Store
     assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [], "again changes nothing"
     assert expire_checkpoints(store, keys, keep=1, best="eval/unknown") == [1, 3, 5]
     assert expired_versions(store, keys) == [1, 2, 3, 4, 5]
-    tombstone = read_tombstone(store, keys.checkpoint(2))
+    tombstone = read_tombstone(store, keys.checkpoint_prefix(2))
     assert tombstone is not None and tombstone.commit.state["digest"] == {"w": "2"}
     assert tombstone.why == "beyond the newest 2 and not the best by eval/sums"
     assert [found.key for found in store.walk(f"{keys.prefix}/checkpoints/000002")] == []
-    assert not Path(store.path(keys.checkpoint(2))).exists()
+    assert not Path(store.path(keys.checkpoint_prefix(2))).exists()
 
 
 def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
                 expire_checkpoints(dying, keys, keep=1)
         else:
             assert expire_checkpoints(dying, keys, keep=1) == [1, 2] and dying.left == 0
-        assert audit(store, keys).problems == [], f"killed before change {left}"
+        assert audit_run(store, keys).problems == [], f"killed before change {left}"
         assert 3 in kept(store, keys)
         expire_checkpoints(store, keys, keep=1)
         assert kept(store, keys) == [3] and expired_versions(store, keys) == [1, 2]
@@ -120,15 +120,15 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
 def test_shared_files_are_deleted_with_the_last_run_that_names_them(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 4, save=(1, 2, 4))
     fork_keys = shared(store, data, at=4)
-    commit = store.committed(keys.checkpoint(1))
+    commit = store.committed(keys.checkpoint_prefix(1))
     assert commit is not None
     expire_checkpoints(store, keys, keep=1)
     assert kept(store, keys) == [4] and kept(store, fork_keys) == [1, 2, 4]
-    assert audit(store, fork_keys).problems == [], "the fork needs its parent's files"
+    assert audit_run(store, fork_keys).problems == [], "the fork needs its parent's files"
     assert find_orphans(store, older_than=0) == []
     expire_checkpoints(store, fork_keys, keep=1)
     assert not any(store.exists(record.path) for record in commit.files)
-    assert audit(store, fork_keys).problems == audit(store, keys).problems == []
+    assert audit_run(store, fork_keys).problems == audit_run(store, keys).problems == []
 
 
 def test_parent_and_fork_keep_the_checkpoint_at_the_fork_point(store: Store, data: Path) -> None:
@@ -146,9 +146,9 @@ def test_a_version_saved_again_after_it_expired_is_kept(store: Store, data: Path
     expire_checkpoints(store, keys, keep=1)
     save_one(store, keys, 2)
     finish_interrupted_expiries(store, keys)
-    assert kept(store, keys) == [2, 3] and audit(store, keys).problems == []
+    assert kept(store, keys) == [2, 3] and audit_run(store, keys).problems == []
     assert expire_checkpoints(store, keys, keep=1) == [2], "and it can expire again"
-    assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint(2))).exists()
+    assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint_prefix(2))).exists()
 
 
 @pytest.mark.integration
@@ -157,8 +157,8 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
     fork_keys = shared(store, data, at=3)
     expire_checkpoints(store, keys, keep=1)  # a listing that lags may hide some of them: those stay until the next time
-    assert store.committed(keys.checkpoint(3)) is not None
-    assert audit(store, keys).problems == audit(store, fork_keys).problems == []
+    assert store.committed(keys.checkpoint_prefix(3)) is not None
+    assert audit_run(store, keys).problems == audit_run(store, fork_keys).problems == []
 
 
 # ---- leftovers -------------------------------------------------------------------------------------------------------
@@ -166,21 +166,21 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
 
 def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     """Return one orphan of each kind: directory or file -> kind."""
-    lost, model = f"{keys.rollout(9)}/attempt-lost", "models/abc/attempt-lost"
+    lost, model = f"{keys.rollout_prefix(9)}/attempt-lost", "models/abc/attempt-lost"
     files = {
         f"{lost}/part-00000.parquet": "unfinished attempt",
         f"{lost}/deep/part": "unfinished attempt",
         f"{model}/weights": "unfinished attempt",
-        f"{keys.rollout(0)}.journal/attempt-x/part-00000.parquet": "journal of a finished round",
-        f"{keys.rollout(0)}.journal/000000.commit.json": "journal of a finished round",
-        f"{keys.step(0)}.commit.json.0123456789ab.tmp": "temporary file",
+        f"{keys.rollout_prefix(0)}.journal/attempt-x/part-00000.parquet": "journal of a finished round",
+        f"{keys.rollout_prefix(0)}.journal/000000.commit.json": "journal of a finished round",
+        f"{keys.step_prefix(0)}.commit.json.0123456789ab.tmp": "temporary file",
         f"{keys.prefix}/published/weights-1/model.safetensors": "published weights",
         "runs/half/fork.json": "half-made fork",
         "runs/half/steps/000000.commit.json": "half-made fork",
         ".penstock-probe-01234567": "probe file",
     }
     needed = [
-        f"{keys.rollout(9)}.journal/attempt-x/part",
+        f"{keys.rollout_prefix(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
         f"{keys.prefix}/changes/000000.json",
     ]
@@ -190,7 +190,7 @@ def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     return {
         lost: "unfinished attempt",
         model: "unfinished attempt",
-        f"{keys.rollout(0)}.journal": "journal of a finished round",
+        f"{keys.rollout_prefix(0)}.journal": "journal of a finished round",
         "runs/half": "half-made fork",
         f"{keys.prefix}/published/weights-1": "published weights",
     } | {key: kind for key, kind in files.items() if kind in ("temporary file", "probe file")}
@@ -211,23 +211,23 @@ def test_gc_deletes_exactly_the_orphans(kind: str, tmp_path: Path, data: Path, r
     assert {orphan.key for orphan in find_orphans(store, "r", older_than=3600, now=later)} == {
         key for key in wanted if key.startswith("runs/r/")
     }
-    attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout(9)))
+    attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout_prefix(9)))
     assert (len(attempt.files), attempt.bytes) == (2, 4)
     assert all(remove_orphan(store, orphan) for orphan in found)
     assert {found.key for found in store.walk("")} - before == {
-        f"{keys.rollout(9)}.journal/attempt-x/part",
+        f"{keys.rollout_prefix(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
         f"{keys.prefix}/changes/000000.json",
     }
     assert before <= {found.key for found in store.walk("")}, "nothing that was needed went"
-    assert audit(store, keys).problems == []
+    assert audit_run(store, keys).problems == []
 
 
 def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
     # a model's attempt is not under the model's prefix, which is known only when it is committed
     for attempt, prefix in (
-        (store.new_attempt(keys.checkpoint(1)), keys.checkpoint(1)),
+        (store.new_attempt(keys.checkpoint_prefix(1)), keys.checkpoint_prefix(1)),
         ("models/attempt-x", "models/other"),
     ):
         with store.writing(attempt) as out:
@@ -249,19 +249,19 @@ def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
     assert gc.delete_orphans(store, found, None, 3600) == {found[0].key}
     assert kept(store, keys) == [2] and find_orphans(store, older_than=0) == []
-    assert store.exists(tombstone_key(keys.checkpoint(1)))
+    assert store.exists(tombstone_key(keys.checkpoint_prefix(1)))
 
 
 def test_an_unreadable_record_stops_gc(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
-    Path(store.path(commit_key(keys.rollout(0)))).write_text("{")
+    Path(store.path(commit_key(keys.rollout_prefix(0)))).write_text("{")
     with pytest.raises(StoreError, match=r"rollouts/000000.commit.json .*nothing is deleted"):
         find_orphans(store, older_than=0)
 
 
 def test_the_command_deletes_only_with_the_flag(store: Store, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = make_run(store, config_of(store, data), BATCH)
-    lost = f"{keys.rollout(9)}/attempt-lost/part"
+    lost = f"{keys.rollout_prefix(9)}/attempt-lost/part"
     store.create(lost, b"x" * 1500)
     where = ["--store", store.root]
     assert gc.main(["r", *where]) == 0

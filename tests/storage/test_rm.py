@@ -12,7 +12,7 @@ from penstock.flows.commands import fork, gc, rm
 from penstock.flows.options.flags import parse
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.orphans import find_orphans
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, removal_marker_key, remove_run
@@ -56,10 +56,10 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
         command(store, "r")
     with pytest.raises(OptionError, match="--yes other"):
         command(store, "r", "--yes", "other")
-    assert audit(store, KEYS).problems == []
+    assert audit_run(store, KEYS).problems == []
     assert command(store, "r", "--yes", "r") == 0
     assert files(store) == others and store.list("runs") == ["other"]
-    assert audit(store, RunKeys("other")).problems == []
+    assert audit_run(store, RunKeys("other")).problems == []
 
 
 @pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])

@@ -16,7 +16,7 @@ from penstock.storage import secret_references, secrets
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
 from penstock.storage.refs import RunKeys
-from penstock.storage.secret_references import hide_literal_secrets, reveal
+from penstock.storage.secret_references import hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
@@ -58,11 +58,11 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
     assert config.run.store_options["endpoint_url"] == "http://127.0.0.1:9000"
     assert config.run.store_options["key"] == "env:PENSTOCK_SECRET_STORE_OPTIONS_KEY"
     assert config.rollout.sglang["max_total_tokens"] == 64 and config.rollout.input_key == "question"
-    assert reveal(config.run.store_options) | {} == {
+    assert resolve_secrets(config.run.store_options) | {} == {
         "key": "AKIA-literal", "secret": "s3cr3t/with+slash", "endpoint_url": "http://127.0.0.1:9000", "anon": False
     }  # fmt: skip
-    assert reveal(config.rollout.sglang)["api_key"] == "engine-key-1"
-    assert reveal(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
+    assert resolve_secrets(config.rollout.sglang)["api_key"] == "engine-key-1"
+    assert resolve_secrets(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
     assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith(
         "postgresql://me:db-passw0rd@"
     )
@@ -134,12 +134,12 @@ def test_a_secret_file_must_be_private(tmp_path: Path) -> None:
     path = tmp_path / "new" / "key"
     write_private(path, "from-a-file\n")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert reveal(f"secret-file:{path}") == "from-a-file"
+    assert resolve_secrets(f"secret-file:{path}") == "from-a-file"
     path.chmod(0o640)
     with pytest.raises(OptionError, match="chmod 600"):
-        reveal(f"secret-file:{path}")
+        resolve_secrets(f"secret-file:{path}")
     with pytest.raises(OptionError, match="cannot be read"):
-        reveal(f"secret-file:{tmp_path}/none")
+        resolve_secrets(f"secret-file:{tmp_path}/none")
 
 
 def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
@@ -167,7 +167,7 @@ def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
 
 def test_two_configs_in_one_process_keep_separate_secrets() -> None:
     first, second = (flags.parse(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
-    assert (reveal(first.rollout.rm_url), reveal(second.rollout.rm_url)) == tuple(
+    assert (resolve_secrets(first.rollout.rm_url), resolve_secrets(second.rollout.rm_url)) == tuple(
         f"https://u:pw-number-{n}@h.example/" for n in (1, 2)
     )
 

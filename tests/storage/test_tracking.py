@@ -107,7 +107,7 @@ def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> Non
         if commit.kind in ("rollout", "eval"):
             commit.summary |= shared
     second = offered[-1][1].model_copy(update={"summary": {"eval/other": 0.5, **shared}})
-    track(tmp_path / "out", database, [*offered, (commit_key(KEYS.eval(4, "other")), second)])
+    track(tmp_path / "out", database, [*offered, (commit_key(KEYS.eval_prefix(4, "other")), second)])
     with sqlite3.connect(database) as connection:
         points = connection.execute("select run_uuid, key, step, count(*) from metrics group by 1, 2, 3").fetchall()
         linked = connection.execute(
@@ -339,4 +339,4 @@ def test_an_offset_beyond_the_end_is_clamped(tmp_path: Path) -> None:
     outbox.mark_delivered(10_000)
     assert outbox.num_waiting() == 0
     outbox.append("k", {"n": 1})
-    assert Outbox(tmp_path).delivered <= (tmp_path / "outbox.jsonl").stat().st_size
+    assert Outbox(tmp_path).delivered_offset <= (tmp_path / "outbox.jsonl").stat().st_size

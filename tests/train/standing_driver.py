@@ -33,7 +33,7 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
         elif command == "round":
             PolicyRestorer(store, KEYS, group, base).train_round(int(words[0]))
         elif command == "train":
-            rollout = store.committed(KEYS.rollout(int(words[0])))
+            rollout = store.committed(KEYS.rollout_prefix(int(words[0])))
             assert rollout is not None
             group.train(rollout, int(words[0]))
         elif command == "kill":

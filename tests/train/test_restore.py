@@ -93,7 +93,7 @@ def store(tmp_path: Path) -> Store:
     store = Store(str(tmp_path))
     write(store, "models/base", "model", 0, ["base"])
     for rollout_id in range(5):
-        write(store, KEYS.rollout(rollout_id), "rollout", rollout_id, [])
+        write(store, KEYS.rollout_prefix(rollout_id), "rollout", rollout_id, [])
     return store
 
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_loads_another_optimizer_state_fails(trained: Store) -
 
 def test_a_fork_may_add_or_drop_a_critic(trained: Store) -> None:
     group = ListTrainer(trained)
-    commit = trained.committed(KEYS.checkpoint(2))
+    commit = trained.committed(KEYS.checkpoint_prefix(2))
     assert commit is not None
     group.more = {"critic.weights": "new"}
     restorer(trained, group).restore(2)
@@ -212,8 +212,8 @@ def test_a_fork_may_add_or_drop_a_critic(trained: Store) -> None:
     saved = commit.model_copy(
         update={"state": commit.state | {"digest": commit.state["digest"] | {"critic.weights": "old"}}}
     )
-    trained.delete([commit_key(KEYS.checkpoint(2))])
-    trained.commit(KEYS.checkpoint(2), saved)
+    trained.delete([commit_key(KEYS.checkpoint_prefix(2))])
+    trained.commit(KEYS.checkpoint_prefix(2), saved)
     group.more, group.damage = {}, 0
     restorer(trained, group).load(2)
     group.more = {"critic.weights": "new"}
