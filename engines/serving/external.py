@@ -54,7 +54,7 @@ class ExternalReplica(Replica):
             StartCancelled: `cancelled` returned True while waiting.
         """
         while not self._checked:
-            if self.client.health(self._url):
+            if self.client.generates_tokens(self._url):
                 self.backend.check_external_server(self._url, self.spec.model_path)
                 self._checked = True
             elif cancelled():

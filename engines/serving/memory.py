@@ -17,17 +17,17 @@ class EngineMemory:
     token: int  # KV cache of one token
 
     @property
-    def kv_cache(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """Bytes left for the KV cache; 0 if the weights take all."""
         return max(0, self.static - self.weights)
 
     @property
-    def tokens(self) -> int:
+    def num_kv_cache_tokens(self) -> int:
         """Number of tokens that fit in the KV cache."""
-        return self.kv_cache // self.token
+        return self.kv_cache_bytes // self.token
 
 
-def engine_memory(
+def estimate_engine_memory(
     shape: ModelShape, gpus_per_engine: int, static: int, *, weight_bytes: float = 2, kv_bytes: int = 2
 ) -> EngineMemory:
     """Return the memory of one GPU of an engine.

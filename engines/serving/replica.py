@@ -83,7 +83,7 @@ class Replica(ABC):
 
     def generates_tokens(self, timeout: float) -> bool:
         """Return whether the server runs and generates tokens within `timeout` seconds."""
-        return self.alive() and self.client.health(self._address(), timeout)
+        return self.alive() and self.client.generates_tokens(self._address(), timeout)
 
     def _address(self) -> str:
         """Return the address for health checks."""

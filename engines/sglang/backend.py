@@ -122,14 +122,14 @@ class SGLangBackend(EngineBackend):
                     ) from None
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        from penstock.engines.serving.memory import engine_memory
+        from penstock.engines.serving.memory import estimate_engine_memory
 
         args = check_sglang_args(options.spec.args)
         share = args.get("mem_fraction_static")
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):
             raise EngineError(f"--sglang-mem-fraction-static takes a number between 0 and 1; found {str(share)[:80]!r}")
         quantized, dtype = args.get("quantization"), str(args.get("dtype", "auto"))
-        return engine_memory(
+        return estimate_engine_memory(
             shape,
             options.gpus_per_engine,
             round((share or STATIC_SHARE) * gpu_bytes),

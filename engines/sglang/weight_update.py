@@ -191,7 +191,7 @@ class WeightUpdate:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
-            self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._urls_with_kv_cache)
+            self._call_all(lambda url: control.pause_generation(url, timeout=self.timeout), self._urls_with_kv_cache)
             released = [url for url in self.urls if versions[url] == memory.RELEASED]
             self._call_all(lambda url: memory.resume_weights(url, self.version), released)
             self._set_versions("updating:", memory.LOADING)
@@ -313,7 +313,7 @@ class WeightUpdate:
                 if url in self._in_session:
                     self.call(url, "/end_weight_update", {})
                 if url in self._urls_with_kv_cache:
-                    control.resume(url)
+                    control.resume_generation(url)
             except (EngineGone, EngineRefused) as error:
                 logger.warning(
                     "an engine could not resume generation after a weight update (%s); the supervisor will restart it",
@@ -328,9 +328,9 @@ class WeightUpdate:
         return [url for url in self.urls if url not in self._without_cache]
 
     def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
-        self._call_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
+        self._call_all(lambda url: control.set_weight_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
         self._call_all(
-            lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
+            lambda url: control.set_weight_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
         )
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:

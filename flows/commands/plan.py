@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, validated
-from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, gpu_plan, microbatch_tokens
+from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, microbatch_tokens, plan_gpu_memory
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.display import print_table
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     check_layout(shape, config.train)
     if flow != "sft":
         check_engine_gpus(config, shape)
-    plan = gpu_plan(flow, config, shape, gpu_bytes_from_flags(own))
+    plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
     print_plan(plan, config)
     return 0 if plan_fits(plan) else 1
 
@@ -89,7 +89,7 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 def plan_fits(plan: GpuPlan) -> bool:
     """Return whether the run fits: its peak in the GPU, and the engine's weights in the engine's share."""
-    return plan.peak <= plan.gpu_bytes and not (plan.engine and plan.engine.weights >= plan.engine.static)
+    return plan.peak_bytes <= plan.gpu_bytes and not (plan.engine and plan.engine.weights >= plan.engine.static)
 
 
 def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
@@ -105,11 +105,15 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
                 format_gib(engine.weights),
                 f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine",
             ),
-            ("engine, KV cache", format_gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
+            (
+                "engine, KV cache",
+                format_gib(engine.kv_cache_bytes),
+                f"{engine.num_kv_cache_tokens:,} tokens of {engine.token:,} bytes",
+            ),
             ("engine", format_gib(engine.static), f"static share {share:.2f} of the GPU"),
         ]
     if plan.trainer and plan.engine:
-        separate = max(plan.trainer.total, plan.engine.static)
+        separate = max(plan.trainer.peak_bytes, plan.engine.static)
         rows += [
             _row_with_verdict("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
             _row_with_verdict(
@@ -123,7 +127,9 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
         verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
     else:
         verdict = "fits" if plan_fits(plan) else "does not fit"
-        verdict += f": a GPU {placement} needs an estimated {format_gib(plan.peak)} of {format_gib(plan.gpu_bytes)} GiB"
+        verdict += (
+            f": a GPU {placement} needs an estimated {format_gib(plan.peak_bytes)} of {format_gib(plan.gpu_bytes)} GiB"
+        )
     print(verdict)
 
 
@@ -153,7 +159,7 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig) -> list[Row]:
             f"logits of {train.log_probs_chunk_size:,} tokens, or one layer",
         ),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
-        ("trainer", format_gib(trainer.total), sizes),
+        ("trainer", format_gib(trainer.peak_bytes), sizes),
     ]
 
 

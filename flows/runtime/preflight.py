@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, check_secrets
-from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, gpu_plan, memory_warnings
+from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run, open_store
@@ -176,7 +176,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
         return
     if config.run.ray_address is None:
         check_gpu_count(flow, config, len(gpus))
-    check_memory(gpu_plan(flow, config, shape, min(gpus)))
+    check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
 def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -300,7 +300,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     warnings: list[str] = []
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-        warnings += memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
+        warnings += memory_warnings(plan_gpu_memory(flow, config, shape, min(gpus)))
     if flow != "post_train":
         return warnings
     rollout = config.rollout

@@ -221,7 +221,7 @@ class Processes:
             self._offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
             with self._record_memory_switch("engines: resume KV cache"):
-                self.connect(urls).resume_cache()
+                self.connect(urls).resume_kv_cache()
         seconds = time.perf_counter() - start
         if self.config.run.alternates_trainer_and_engines:
             self._switches += trainer.take_memory_switches()

@@ -82,12 +82,12 @@ class ScriptedClient(EngineClient):
         self.served_version = "released"
         self._paused = True
 
-    def resume_cache(self) -> None:
+    def resume_kv_cache(self) -> None:
         if self.served_version.startswith("loaded:"):
             self.served_version = self.served_version.removeprefix("loaded:")
             self._paused = False
 
-    def health(self, url: str, timeout: float = 30) -> bool:
+    def generates_tokens(self, url: str, timeout: float = 30) -> bool:
         return url in self.urls
 
     def weight_version(self, url: str, timeout: float = 30) -> str:

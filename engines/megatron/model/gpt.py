@@ -153,12 +153,12 @@ def _build_chunk(
         shape=shape,
     )
     for name, param in chunk.named_parameters():
-        if is_expert(name):
+        if is_routed_expert_parameter(name):
             param.allreduce = False
     return chunk
 
 
-def is_expert(name: str) -> bool:
+def is_routed_expert_parameter(name: str) -> bool:
     """Return whether the parameter of this name belongs to a routed expert.
 
     Experts are sharded over other process groups than dense weights, so Megatron must reduce their gradients and update
