@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
@@ -30,7 +30,7 @@ def main(directory: Path, train_options: list[str]) -> int:
     if not model.exists():
         make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
     write_prompts(prompts)
-    config = parse(
+    config = parse_config(
         [
             *(
                 "--config",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validated
+from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.refs import CheckpointRef, RunKeys
@@ -64,7 +64,7 @@ def tiny_config(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
     }
     values["rollout"] |= {"prompt_data": [str(root / "data" / "train.jsonl")], "rm_type": "random"}
     values["rollout"] |= {"rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
-    return validated(values)
+    return validate_config(values)
 
 
 def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:

@@ -18,7 +18,7 @@ import aiohttp
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import read_toml, validated
+from penstock.flows.config import read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
@@ -71,7 +71,7 @@ def tiny_config(root: Path, **sections: dict) -> object:
     del values["eval"], values["run"]["save_interval"]
     for section, entries in sections.items():
         values[section] |= entries
-    return validated(values)
+    return validate_config(values)
 
 
 # ---- 1. a round ------------------------------------------------------------------------------------------------------

@@ -27,14 +27,14 @@ def convert(session: Session) -> CheckpointRef:
     cluster = session.processes.cluster
     for name, path in session.config.train.auxiliary_models.items():
         session.pin_model(name, path, import_model(cluster, session.store, config, path))
-    return session.set_base(run_conversion(cluster, session.store, config, verify=True))
+    return session.pin_base_model(run_conversion(cluster, session.store, config, verify=True))
 
 
 @stage("restore")
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy, unless all rounds are trained. The engines load meanwhile."""
     session.processes.materialize_fork()
-    version = session.num_trained()
+    version = session.num_trained_rounds()
     if version < session.config.run.num_rollout:
         session.processes.restore_trainer_at(version)
 
@@ -92,7 +92,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 
     r = rollout.rollout_id
     prefix = session.keys.step_prefix(r)
-    commit = session.store.committed(prefix) or session.processes.policy.train_round(r)
+    commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
     return step_ref(session.keys, session.print_and_track(prefix, commit))
 
 
@@ -100,7 +100,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless the rollout of that version is committed or not needed."""
     if session.needs_rollout(version):
-        session.processes.publish(version)
+        session.processes.publish_weights(version)
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -120,7 +120,7 @@ def save(session: Session, version: int) -> CheckpointRef:
     """Save policy `version` with its optimizer state, then remove old checkpoints."""
     prefix = session.keys.checkpoint_prefix(version)
     if session.store.committed(prefix) is None:
-        session.processes.policy.save_checkpoint(version)
+        session.processes.policy_restorer.save_checkpoint(version)
     commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
@@ -155,7 +155,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.connect,
+                connect=session.processes.engine_client_factory,
             )
             commit = rollout_stage(
                 context,
@@ -219,14 +219,14 @@ def export(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
-def finish(session: Session) -> None:
+def publish_results(session: Session) -> None:
     """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
     session.wait_for_checkpoint()
-    table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
+    table = "\n".join(f"| {title} | {text} |" for title, text in session.print_results().items())
     publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
-def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
+def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
     evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish."""
     run, evals = session.config.run, session.config.eval

@@ -6,7 +6,7 @@ stages/eval/compare.py computes the differences and their intervals; this file p
 from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.errors import DataError, OptionError, RunError
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(
             f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
         )
-    store = open_store(parse_store(rest, "eval --compare"), probe=False)
+    store = open_store(parse_store_options(rest, "eval --compare"), probe=False)
     (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
     common = sorted(a.keys() & b.keys())
     if not common:

@@ -18,10 +18,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag
+from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag_of_field
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
-from penstock.flows.options.flags import store_config, updated_by_argv
+from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
@@ -64,23 +64,23 @@ def main(argv: list[str]) -> int:
         check_run_name(own["--name"], "--name"),
         flags.parse_values(rest),
     )
-    where = store_config(given)
+    where = store_options_from_values(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
     check_rounds_are_trained(store, RunKeys(old), at)
     config = forked_config(parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    shared = fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
+    shared = create_fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
-        print(f"  {flag(field)}: {before!r} -> {after!r}")
+        print(f"  {flag_of_field(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
     print(f"to continue: {penstock_command()} resume {name}{options}")
     return 0
 
 
-def fork(
+def create_fork(
     store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at: int, *, restart_data: bool
 ) -> str:
     """Create the run `config.run.run` from the first `at` rounds of `parent.run.run`. Safe to call again after a kill.
@@ -125,7 +125,7 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     given = flags.parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
-    config = updated_by_argv(parent, argv)
+    config = update_config_from_argv(parent, argv)
     config = with_absolute_paths(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
     if config.run.num_rollout < at_round:
         raise OptionError(

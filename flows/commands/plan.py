@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import PostTrainConfig, validated
+from penstock.flows.config import PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, microbatch_tokens, plan_gpu_memory
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
     distribute_gpus(values, own)
-    config = validated(values)
+    config = validate_config(values)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)

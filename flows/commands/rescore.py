@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.flows.config import PostTrainConfig, flag, validated
+from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
 from penstock.flows.runtime.display import format_with_interval, print_table
@@ -83,8 +83,8 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     values = flags.parse_values(argv)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise OptionError(f"{flag(other)} has no effect on scoring stored samples: leave it out")
-    given = validated(values)
+            raise OptionError(f"{flag_of_field(other)} has no effect on scoring stored samples: leave it out")
+    given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(
             f"--eval-rm-type {given.eval.eval_rm_type} and --custom-rm-path {given.rollout.custom_rm_path} "

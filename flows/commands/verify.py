@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.flows.options.argv import format_bytes, parse_run_argument, split_args
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.maintenance.audit import Audit, audit_run
 from penstock.storage.refs import RunKeys
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """
     positional, own, rest = split_args(argv, {"--no-hashes": False})
     run = parse_run_argument("verify", positional)
-    store = open_store(parse_store(rest, "verify"), probe=False)
+    store = open_store(parse_store_options(rest, "verify"), probe=False)
     start = time.monotonic()
     result = audit_run(store, RunKeys(run), hashes="--no-hashes" not in own)
     print(f"{run} in {store.uri}")

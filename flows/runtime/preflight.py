@@ -17,7 +17,7 @@ from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
-from penstock.flows.runtime.runs import check_run, open_store
+from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
@@ -71,7 +71,7 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
     """Check that this config may start a new run, or continue the existing run of its name."""
     store = open_store(config.run, probe=False)
     try:
-        check_run(store, flow, config)
+        check_run_may_start(store, flow, config)
     except OSError as error:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"

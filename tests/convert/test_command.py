@@ -23,7 +23,7 @@ from penstock.storage.store import Store
 
 
 def config_of(*words: str) -> PostTrainConfig:
-    return with_hf_checkpoint(flags.parse(translate_flags(words)))
+    return with_hf_checkpoint(flags.parse_config(translate_flags(words)))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
     words = ["--load", str(tmp_path / "trained"), "--origin-hf-dir", str(source), *store_words]
     assert find_checkpoint(config_of(*words)) == str(trained)
 
-    run = flags.parse(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
+    run = flags.parse_config(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
     store, keys = open_store(run.run), RunKeys("first")
     create_run_record(store, "post_train", run)
     for version in (5, 10):

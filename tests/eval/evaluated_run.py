@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.eval.score import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
@@ -27,7 +27,7 @@ def write_sums(path: Path, rows: int = 4) -> Path:
 
 def config_of(store: Store, data: Path, run: str, *words: str) -> PostTrainConfig:
     where = ["--run", run, "--store", store.root, "--hf-checkpoint", "model", "--eval-prompt-data", "sums", str(data)]
-    return parse(
+    return parse_config(
         [*where, "--label-key", "label", "--rm-type", "exact_number", "--rollout-max-response-len", str(LIMIT), *words]
     )
 

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from scripted_engine import ScriptedClient, write_jsonl
 
 from penstock.flows import cli, tasks
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.store import Store
@@ -46,7 +46,9 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     store = Store(str(tmp_path / "store"))
     words = f"--run run --store {store.root} --eval-prompt-data plain {plain} --label-key label"
     words += f" --eval-config {tmp_path / 'evals.toml'}"
-    config = parse(f"{words} --rm-type exact_number --eval-temperature 0.5 --n-samples-per-eval-prompt 2".split())
+    config = parse_config(
+        f"{words} --rm-type exact_number --eval-temperature 0.5 --n-samples-per-eval-prompt 2".split()
+    )
     clients: list[ScriptedClient] = []
 
     def connect(urls: list[str], timeout: float) -> ScriptedClient:

@@ -12,7 +12,7 @@ from penstock_command import penstock
 from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
@@ -35,7 +35,7 @@ def command(store: Store, *words: str) -> int:
 
 def go_on(store: Store, run: str, rounds: int) -> RunKeys:
     """What `penstock resume` does, without engines."""
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, run)
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, run)
     return make_run(store, config, rounds)
 
 
@@ -63,7 +63,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     assert not store.exists(unfinished_fork_key(keys))
     go_on(store, "f", ROUNDS + 2)
     assert audit_run(store, keys).problems == audit_run(store, old).problems == []
-    flow, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
+    flow, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("post_train", 1e-3, 12, "f")
     assert open_run(store, flow, config).run == "f", "the fork may be resumed as it stands"
 
@@ -77,9 +77,9 @@ def test_fork_killed_anywhere_is_finished_by_the_same_command(store: Store) -> N
         store.delete([found.key for found in store.walk("runs/f")])
         dying = Dying(store, left)
         with pytest.raises(KeyboardInterrupt):
-            flow, parent = read_flow_and_config(parse(["--store", store.root]).run, "r")
+            flow, parent = read_flow_and_config(parse_config(["--store", store.root]).run, "r")
             config = fork.forked_config(parent, [], "f", 4)
-            fork.fork(dying, flow, parent, config, 4, restart_data=False)
+            fork.create_fork(dying, flow, parent, config, 4, restart_data=False)
         assert store.read(RunKeys("f").record) is None
         assert command(store, *words) == 0
         found = {found.key: store.read(found.key) for found in store.walk("runs/f")}
@@ -135,10 +135,10 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
 
 def test_fork_with_another_group_size_derives_batch_sizes_again(store: Store) -> None:
     assert command(store, "r", "--at", "2", "--name", "f", "--n-samples-per-prompt", "4") == 0
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (4 * BATCH, 1)
     assert command(store, "r", "--at", "2", "--name", "g", "--global-batch-size", "3") == 0
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, "g")
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "g")
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (3, 2)
     go_on(store, "f", ROUNDS)
     assert audit_run(store, RunKeys("f")).problems == []

@@ -52,14 +52,14 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: bool
 ) -> None:
-    from penstock.flows.options.flags import parse
+    from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime import session as sessions
 
     out, page = io.StringIO(), logging.getLogger("page of the flow run")
     monkeypatch.setattr(sessions, "get_run_logger", lambda: page)
     session = sessions.Session.__new__(sessions.Session)
     session.store, session.keys = Store(str(tmp_path)), KEYS
-    session.config = parse(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
+    session.config = parse_config(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
     session.tracker = SimpleNamespace(record=lambda key, commit: True)  # type: ignore[assignment]
     console = Console(file=out, soft_wrap=True, highlight=False)
     session.display = Display("r", "post_train", session.config, "/store", console=console)

@@ -12,7 +12,7 @@ from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.errors import OptionError
@@ -40,9 +40,9 @@ def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
 
 
 def test_replay_accepts_only_placement_options() -> None:
-    assert placement_options(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
+    assert placement_options(parse_config(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
     with pytest.raises(ValueError, match=r"--lr .*recorded"):
-        placement_options(parse(["--lr", "1e-3"]))
+        placement_options(parse_config(["--lr", "1e-3"]))
 
 
 @pytest.fixture

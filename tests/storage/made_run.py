@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig, config_hash
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
@@ -19,7 +19,7 @@ ROWS, BATCH, SAMPLES = 5, 3, 2  # an epoch ends inside every second round
 def config_of(store: Store, data: Path, run: str = "r", *words: str) -> PostTrainConfig:
     where = ["--run", run, "--store", store.root if store.is_local else store.uri, "--prompt-data", str(data)]
     sizes = ["--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(SAMPLES), "--num-rollout", "9"]
-    return parse([*where, *sizes, "--rollout-shuffle", "--hf-checkpoint", "model", *words])
+    return parse_config([*where, *sizes, "--rollout-shuffle", "--hf-checkpoint", "model", *words])
 
 
 def write_data(path: Path, rows: int = ROWS, word: str = "prompt") -> Path:

@@ -9,7 +9,7 @@ import pytest
 from made_run import BATCH, commit_files, config_of, make_run, save_one, score_one, write_data
 
 from penstock.flows.commands import gc
-from penstock.flows.commands.fork import fork
+from penstock.flows.commands.fork import create_fork
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
@@ -66,7 +66,9 @@ def kept(store: Store, keys: RunKeys) -> list[int]:
 
 
 def shared(store: Store, data: Path, at: int, name: str = "f", parent: str = "r") -> RunKeys:
-    fork(store, "post_train", config_of(store, data, parent), config_of(store, data, name), at, restart_data=False)
+    create_fork(
+        store, "post_train", config_of(store, data, parent), config_of(store, data, name), at, restart_data=False
+    )
     return RunKeys(name)
 
 

@@ -9,7 +9,7 @@ from made_run import config_of, make_run, write_data
 
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit_run
@@ -196,6 +196,6 @@ def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
     assert err.count("\n") == 1 and "--yes r" in err
     assert main(["rm", "empty", "--store", store.root]) == 0
     assert "removed" in capsys.readouterr().out
-    assert parse(["--store", store.root]).run.store == store.root and not store.exists(
+    assert parse_config(["--store", store.root]).run.store == store.root and not store.exists(
         removal_marker_key(RunKeys("empty"))
     )
