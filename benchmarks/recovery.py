@@ -98,7 +98,7 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
         group.ensure_started()
         times.append(time.perf_counter())
         policy = PolicyRestorer(store, keys, group, base)
-        policy.load(version)
+        policy.load_checkpoint(version)
         times.append(time.perf_counter())
         for rollout_id in range(version, rounds):
             verdict = policy.replay_round(rollout_id).verdict

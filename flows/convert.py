@@ -214,7 +214,7 @@ def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commi
             open_parent_store(ref.uri, config.run.store_options)[0] if options.convert_save else open_store(config.run)
         )
         args = (store, commit, options.hf_checkpoint, options.model_family_path)
-        return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).rows())
+        return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).report_rows())
 
 
 @contextmanager

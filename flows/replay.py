@@ -139,9 +139,9 @@ def replay_round_task(policy: PolicyRestorer, checkpoint_version: int, rollout_i
     A trainer at another version (at the start, or after a failure) first loads version `checkpoint_version` and replays
     all rounds from there to `rollout_id`.
     """
-    state = policy.group.state()
+    state = policy.group.policy_state()
     if rollout_id == checkpoint_version or state is None or not state.clean or state.version != rollout_id:
-        policy.load(checkpoint_version)
+        policy.load_checkpoint(checkpoint_version)
         for before in range(checkpoint_version, rollout_id):
             policy.replay_round(before)
     return policy.replay_round(rollout_id)

@@ -143,7 +143,9 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     prefix = session.keys.eval_prefix(version, name)
     commit = session.store.committed(prefix)
     if commit is None:
-        config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
+        config = session.config.rollout.model_copy(
+            update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
+        )
         source = PromptSource.open(config)
         with session.display.progress(f"eval {name}") as report, session.processes.engines_at(version) as engines:
             context = RolloutContext(
@@ -165,7 +167,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 summarize=lambda samples: compute_eval_metrics(
                     samples,
                     name,
-                    pass_threshold=evals.settings(name).get("pass_threshold"),
+                    pass_threshold=evals.data_set_settings(name).get("pass_threshold"),
                     require_pass_rate=evals.log_passrate,
                 ),
             )

@@ -131,7 +131,7 @@ def merge_scoring_settings(
 
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout.model_copy(
-        update=evals.overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
+        update=evals.rollout_overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
     )
     update: dict[str, Any] = {key: getattr(options, key) for key in options.model_fields_set}
     if rm_type := given_config.eval.eval_rm_type or options.rm_type:
@@ -149,7 +149,7 @@ def merge_scoring_settings(
         rm_model_path=rollout.rm_model_path,
         rm_url=rollout.rm_url,
         evaluated_integers=rollout.rm_evaluated_integers,
-        pass_threshold=evals.settings(data_set).get("pass_threshold") if threshold is None else threshold,
+        pass_threshold=evals.data_set_settings(data_set).get("pass_threshold") if threshold is None else threshold,
     )
     return scoring, rollout
 

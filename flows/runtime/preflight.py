@@ -198,7 +198,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
         )
     lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
     for name, _ in evals.eval_prompt_data:
-        own = evals.settings(name).get("max_response_len")
+        own = evals.data_set_settings(name).get("max_response_len")
         flag_name = (
             "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
         )
@@ -219,7 +219,7 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
 
 def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check tokenizer, prompts and rewards of training and evaluations. Raises InputError."""
-    from penstock.stages.rollout.plugins.check import check_functions
+    from penstock.stages.rollout.plugins.check import check_rollout_functions
     from penstock.stages.rollout.prompts.check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
 
@@ -235,11 +235,11 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
-        config.rollout.model_copy(update=config.eval.overrides(path, name))
+        config.rollout.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.eval_prompt_data
     ]
     if flow in GENERATING:
-        check_functions(config.rollout, evaluation=flow == "evaluate")
+        check_rollout_functions(config.rollout, evaluation=flow == "evaluate")
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise RewardError(
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
@@ -271,7 +271,7 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.model.experts import experts_format
     from penstock.stages.convert.targets import config_directory
-    from penstock.stages.plugins import load_checked
+    from penstock.stages.plugins import load_checked_function
 
     for name, path in train.auxiliary_models.items():
         directory = config_directory(path)
@@ -285,7 +285,7 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
                 )
     for path, default_name, words in train.plugins:
-        load_checked(path, default_name, words)
+        load_checked_function(path, default_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:

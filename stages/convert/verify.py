@@ -33,7 +33,7 @@ class ConversionReport:
     num_bytes: int
     logits: str = ""  # result of the logits comparison, as text
 
-    def rows(self) -> list[tuple[str, str]]:
+    def report_rows(self) -> list[tuple[str, str]]:
         """Return (title, text) pairs for the terminal."""
         return [
             ("names", f"{self.num_tensors} tensors, the same in both formats"),
@@ -136,7 +136,7 @@ def verify_conversion(
     converted = TorchDistWeights(directory, checkpoint)
 
     def check_parameter(name: str) -> list[tuple[str, int]]:
-        with converted.borrow(name) as parameter:
+        with converted.open_parameter(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
                 check_bits_equal_source(hf_name, weights, tensor)

@@ -79,13 +79,13 @@ class PolicyRestorer:
             RunError: a round before `version` is not committed.
         """
         with self.group.lock:
-            state = self.group.state()
+            state = self.group.policy_state()
             current = state.version if state is not None and state.run == self.keys.run and state.clean else None
             if current == version:
                 return
             if current is None or current > version:
                 current = newest_checkpoint(self.store, self.keys, version)
-                self.load(current)
+                self.load_checkpoint(current)
             for rollout_id in range(current, version):
                 number = f"{rollout_id - current + 1} of {version - current}"
                 self.on_progress(f"replaying training of rollout {rollout_id} ({number})")
@@ -93,7 +93,7 @@ class PolicyRestorer:
                 trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
                 _check_agreement(committed, trained, self.keys.step_prefix(rollout_id))
 
-    def load(self, version: int) -> None:
+    def load_checkpoint(self, version: int) -> None:
         """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights.
 
         Raises:

@@ -111,7 +111,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
 def test_verification_reports_what_was_compared(source: Path, model: Path) -> None:
     store, commit = Store(str(model.parent)), read_record(Store(str(model.parent)), "model")
     assert commit is not None
-    names, _, bits, logits = (text for _, text in verify_existing(store, commit, source).rows())
+    names, _, bits, logits = (text for _, text in verify_existing(store, commit, source).report_rows())
     extra = sum(name.startswith("model.layers.2.") for name in HFWeights(source).info)
     assert names.startswith(f"{len(HFWeights(source).info) - extra} tensors")
     assert bits.startswith(f"{int(commit.summary['convert/num_bytes']):,} bytes")

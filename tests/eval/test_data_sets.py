@@ -48,7 +48,7 @@ def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file:
         *("--n-samples-per-eval-prompt", "4", "--custom-rm-path", "mine.py", "--pass-threshold", "2"),
     ).eval
     assert evals.eval_prompt_data == [("mine", "mine.jsonl"), ("aime", "aime.jsonl"), ("gpqa", "gpqa.jsonl")]
-    aime, gpqa, mine = (evals.overrides("p", name) for name in ("aime", "gpqa", "mine"))
+    aime, gpqa, mine = (evals.rollout_overrides("p", name) for name in ("aime", "gpqa", "mine"))
     assert [one["rollout_temperature"] for one in (aime, gpqa, mine)] == [0.0, 0.6, 0.9], "set, defaults, flag"
     assert [one["n_samples_per_prompt"] for one in (aime, gpqa, mine)] == [16, 4, 4]
     assert [one.get("rm_type") for one in (aime, gpqa, mine)] == ["math", "gpqa", None]
@@ -60,7 +60,7 @@ def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file:
         False,
         False,
     )
-    assert [evals.settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
+    assert [evals.data_set_settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
 
 
 def test_a_config_keeps_the_content_of_a_deleted_file(file: Path) -> None:

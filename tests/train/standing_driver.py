@@ -39,7 +39,7 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
         elif command == "kill":
             group.kill()
             return {"left": [group.cluster.find_actor(f"trainer-{rank}") is not None for rank in range(3)]}
-        state = group.state()
+        state = group.policy_state()
     except Exception as error:
         return {"error": type(error).__name__, "told": str(error)}
     if state is None:

@@ -153,7 +153,7 @@ def test_rank_killed_during_a_step_is_restored_bit_for_bit(world: SimpleNamespac
     threading.Timer(0.05, os.kill, (rank.pid, signal.SIGKILL)).start()
     with pytest.raises(RankDied, match=rf"(?s)rank 0 \(process {rank.pid}\) died in 'train'; .*end of the log"):
         group.train(store.committed(KEYS.rollout_prefix(0)), 0)
-    assert group.state() is None
+    assert group.policy_state() is None
 
     told: list[str] = []
     PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(3)
@@ -180,7 +180,7 @@ def test_offloads_between_rounds_change_no_bit(world: SimpleNamespace) -> None:
             assert result.digest == world.commits[rollout_id].state["digest"]
         group.offload()
         assert len(onloads) == 4
-        group.state()
+        group.policy_state()
         assert group.digest() == result.digest and len(onloads) == 4
         assert group.optimizer_digest() == store.committed(KEYS.checkpoint_prefix(2)).state["optimizer_digest"]
         saved = group.save(store.new_attempt("scratch"))
@@ -266,7 +266,7 @@ def test_failed_call_kills_the_group_and_raises_its_error(world: SimpleNamespace
     group.ensure_started()
     with pytest.raises(AssertionError, match="asked to train policy 7"):
         group.train(world.store.committed(KEYS.rollout_prefix(0)), 7)
-    assert group.state() is None
+    assert group.policy_state() is None
 
 
 def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleNamespace, engine_pool: EnginePool) -> None:
@@ -358,7 +358,7 @@ def test_checkpoint_is_saved_during_other_calls_and_kill_does_not_wait(world: Si
     PolicyRestorer(store, KEYS, group, base).restore(3)
     with ThreadPoolExecutor() as threads:
         saving = threads.submit(PolicyRestorer(store, KEYS, group, base).save_checkpoint, 3)
-        states = [group.state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
+        states = [group.policy_state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
         assert saving.result().policy_version == 3
         assert {state.version for state in states if state} == {3} and None not in states
 
@@ -368,7 +368,7 @@ def test_checkpoint_is_saved_during_other_calls_and_kill_does_not_wait(world: Si
         group.kill()
         with pytest.raises(RankDied, match=r"(died in|killed before the call of) 'train'"):
             training.result()
-    assert group.state() is None
+    assert group.policy_state() is None
     PolicyRestorer(store, KEYS, group, base).restore(3)
     assert group.digest() == world.commits[2].state["digest"]
 
