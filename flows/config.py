@@ -316,9 +316,9 @@ def training_options(config: PostTrainConfig) -> dict[str, Any]:
     return train | {"temperature": config.rollout.rollout_temperature}
 
 
-def flag_of_field(name: str) -> str:
+def flag_of_field(field_name: str) -> str:
     """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + name.replace("_", "-")
+    return "--" + field_name.replace("_", "-")
 
 
 def describe_error(error: ValidationError) -> str:

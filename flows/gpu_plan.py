@@ -37,7 +37,7 @@ class GpuPlan:
         """Bytes at the peak of the GPU that needs most."""
         if self.trainer and self.engine and self.colocated:
             return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
-        sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static if self.engine else 0]
+        sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static_bytes if self.engine else 0]
         return max(sizes)
 
     def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
@@ -47,7 +47,7 @@ class GpuPlan:
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
         return colocated_peak_bytes(
-            self.trainer, self.engine.static, offload_train=offload_train, offload_rollout=offload_rollout
+            self.trainer, self.engine.static_bytes, offload_train=offload_train, offload_rollout=offload_rollout
         )
 
 
@@ -157,16 +157,16 @@ def check_memory(plan: GpuPlan) -> None:
     trainer, engine = plan.trainer, plan.engine
     if trainer and trainer.resident_bytes > plan.gpu_bytes:
         raise LayoutError(
-            f"the trainer needs {format_gib(trainer.resident_bytes)} GiB per GPU (weights {format_gib(trainer.weights)}, "
-            f"gradients {format_gib(trainer.gradients)}, optimizer {format_gib(trainer.optimizer)}), "
-            f"but a GPU has {format_gib(plan.gpu_bytes)} GiB: use more GPUs, larger parallel sizes, or "
-            "--optimizer-cpu-offload"
+            f"the trainer needs {format_gib(trainer.resident_bytes)} GiB per GPU ("
+            f"weights {format_gib(trainer.weights)}, gradients {format_gib(trainer.gradients)}, "
+            f"optimizer {format_gib(trainer.optimizer)}), but a GPU has "
+            f"{format_gib(plan.gpu_bytes)} GiB: use more GPUs, larger parallel sizes, or --optimizer-cpu-offload"
         )
-    if engine and engine.weights >= engine.static:
+    if engine and engine.weight_bytes >= engine.static_bytes:
         raise EngineError(
-            f"an engine needs {format_gib(engine.weights)} GiB per GPU for weights, but its static share "
-            f"(--sglang-mem-fraction-static) is {format_gib(engine.static)} of {format_gib(plan.gpu_bytes)} GiB: raise "
-            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+            f"an engine needs {format_gib(engine.weight_bytes)} GiB per GPU for weights, but its static share "
+            f"(--sglang-mem-fraction-static) is {format_gib(engine.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: "
+            "raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
         )
 
 
@@ -178,7 +178,7 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
     if plan.trainer:
         parts.append(f"activations and logits {format_gib(plan.trainer.activations + plan.trainer.temporary)}")
     if plan.engine and plan.colocated:
-        parts.append(f"engine {format_gib(plan.engine.static)}")
+        parts.append(f"engine {format_gib(plan.engine.static_bytes)}")
     return [
         f"a training step may need {format_gib(plan.peak_bytes)} GiB per GPU ({', '.join(parts)}), but a GPU has "
         f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, "

@@ -124,7 +124,9 @@ def save(session: Session, version: int) -> CheckpointRef:
     commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
-        expired = expire_checkpoints(session.store, session.keys, keep=run.keep_checkpoints, best=run.keep_best)
+        expired = expire_checkpoints(
+            session.store, session.keys, num_to_keep=run.keep_checkpoints, best_metric=run.keep_best
+        )
         if expired:
             session.display.note(f"removed old checkpoints: {', '.join(map(str, expired))}")
     uri = session.store.path(commit.attempt or "")

@@ -22,7 +22,7 @@ _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this
 
 
 def hide_literal_secrets(path: str, value: Any) -> Any:
-    """Return a config value with its literal secrets replaced by references that `resolve_secrets` resolves in this process.
+    """Return a config value with its literal secrets replaced by references that only this process can resolve.
 
     Args:
         path: name of the option, for instance `store_options`; it becomes part of the reference.

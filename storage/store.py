@@ -146,7 +146,7 @@ class Store:
             failpoint("commit-before-seal")
             seal = leases.seal_attempt_against_deletion(self, commit)
             failpoint("commit-sealed")
-            seal.check()
+            seal.raise_if_expired()
         created = self.create(commit_key(prefix), encode_commit(commit))
         existing = commit if created else self.committed(prefix)
         assert existing is not None, f"the commit record of {prefix} was neither created nor found"

@@ -179,7 +179,7 @@ def _indices_after_context_gather(lengths: list[int], context: int) -> Tensor:
 
 
 def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
-    """Group the sequences of a stream by length (see `round_up_to_bucket_length`), so that padding each group to a batch is cheap.
+    """Group the sequences of a stream by length (`round_up_to_bucket_length`), so that padding each group is cheap.
 
     For example, 256 sequences of about 10 tokens become one bucket: one attention call per layer instead of 256.
 

@@ -34,7 +34,9 @@ class ExternalReplica(Replica):
         self.spec = spec
         self.index = index
         self.backend = backend
-        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
+        self.client = backend.connect(
+            lambda: []
+        )  # only its `generates_tokens` and `version` are used, which take an address
         self.known_url = self._url = engine_url(address)
         if key := spec.args.get("api_key"):
             keys.set_api_key(self._url, key)

@@ -32,7 +32,7 @@ class EnginePool:
         cluster: the Ray connection that runs the actors.
         spec: model and settings of every server.
         num_engines: number of servers, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
-        offset: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which uses the first.
+        first_gpu: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which starts at 0.
         health: health-check settings within `serving`.
         external: host:port of external engines; if given, the pool starts no engines itself.
         backend: the engine implementation.
@@ -46,7 +46,7 @@ class EnginePool:
         cluster: Cluster,
         spec: ServerSpec,
         num_engines: int = 1,
-        offset: int = 0,
+        first_gpu: int = 0,
         health: HealthCheck | None = None,
         *,
         external: Sequence[str] = (),
@@ -66,7 +66,7 @@ class EnginePool:
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
         else:
-            slots = cluster.place_processes(num_engines, spec.tensor_parallel, offset)
+            slots = cluster.place_processes(num_engines, spec.tensor_parallel, first_gpu)
             self._replicas += [
                 RayReplica(cluster, spec, index, slot, owner, backend) for index, slot in enumerate(slots)
             ]

@@ -140,7 +140,7 @@ class RayReplica(Replica):
         self.backend = backend
         self.client = backend.connect(
             lambda: []
-        )  # only its `health` and `weight_version` are used, which take an address
+        )  # only its `generates_tokens` and `weight_version` are used, which take an address
         self._log = ""
         self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
         self._deadline = 0.0

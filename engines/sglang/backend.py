@@ -133,8 +133,8 @@ class SGLangBackend(EngineBackend):
             shape,
             options.gpus_per_engine,
             round((share or STATIC_SHARE) * gpu_bytes),
-            weight_bytes=1 if quantized else 4 if dtype in ("float", "float32") else 2,
-            kv_bytes=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+            bytes_per_weight=1 if quantized else 4 if dtype in ("float", "float32") else 2,
+            bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         )
 
     def check_external_server(self, url: str, model_path: str) -> None:

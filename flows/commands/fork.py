@@ -81,9 +81,9 @@ def main(argv: list[str]) -> int:
 
 
 def create_fork(
-    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at: int, *, restart_data: bool
+    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, *, restart_data: bool
 ) -> str:
-    """Create the run `config.run.run` from the first `at` rounds of `parent.run.run`. Safe to call again after a kill.
+    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`; repeatable after a kill.
 
     Returns:
         how many commits of each kind are shared, as text.
@@ -94,14 +94,14 @@ def create_fork(
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    check_rounds_are_trained(store, old, at)
-    entry = make_parent_record(store, parent, at, restart_data)
+    check_rounds_are_trained(store, old, at_round)
+    entry = make_parent_record(store, parent, at_round, restart_data)
     reserve_run_name(store, new, {"flow": flow, "config": _config_to_json_values(config), "parent": entry})
     if is_removed(store, old) or describe_removing_process(store, old):
         store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
-        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at)]
+        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
         map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
         same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
         for name in ("base", *dict(same_auxiliary)):
@@ -109,7 +109,9 @@ def create_fork(
                 store.create(new.origin_key(name), model)
         create_run_record(store, flow, config, parent=entry)
     store.delete([unfinished_fork_key(new)])
-    shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at)]
+    shared = [
+        prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)
+    ]
     return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
 
 

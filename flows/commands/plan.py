@@ -89,7 +89,9 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 def plan_fits(plan: GpuPlan) -> bool:
     """Return whether the run fits: its peak in the GPU, and the engine's weights in the engine's share."""
-    return plan.peak_bytes <= plan.gpu_bytes and not (plan.engine and plan.engine.weights >= plan.engine.static)
+    return plan.peak_bytes <= plan.gpu_bytes and not (
+        plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes
+    )
 
 
 def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
@@ -98,22 +100,22 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     if plan.trainer:
         rows += _trainer_rows(plan.trainer, config)
     if plan.engine:
-        engine, share = plan.engine, plan.engine.static / plan.gpu_bytes
+        engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         rows += [
             (
                 "engine, weights",
-                format_gib(engine.weights),
+                format_gib(engine.weight_bytes),
                 f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine",
             ),
             (
                 "engine, KV cache",
                 format_gib(engine.kv_cache_bytes),
-                f"{engine.num_kv_cache_tokens:,} tokens of {engine.token:,} bytes",
+                f"{engine.num_kv_cache_tokens:,} tokens of {engine.bytes_per_token:,} bytes",
             ),
-            ("engine", format_gib(engine.static), f"static share {share:.2f} of the GPU"),
+            ("engine", format_gib(engine.static_bytes), f"static share {share:.2f} of the GPU"),
         ]
     if plan.trainer and plan.engine:
-        separate = max(plan.trainer.peak_bytes, plan.engine.static)
+        separate = max(plan.trainer.peak_bytes, plan.engine.static_bytes)
         rows += [
             _row_with_verdict("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
             _row_with_verdict(
@@ -123,7 +125,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
         ]
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
-    if plan.engine and plan.engine.weights >= plan.engine.static:
+    if plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes:
         verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
     else:
         verdict = "fits" if plan_fits(plan) else "does not fit"

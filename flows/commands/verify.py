@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     run = parse_run_argument("verify", positional)
     store = open_store(parse_store_options(rest, "verify"), probe=False)
     start = time.monotonic()
-    result = audit_run(store, RunKeys(run), hashes="--no-hashes" not in own)
+    result = audit_run(store, RunKeys(run), verify_hashes="--no-hashes" not in own)
     print(f"{run} in {store.uri}")
     for title, text in audit_report_rows(result, time.monotonic() - start):
         print(f"  {title:<12} {text}")

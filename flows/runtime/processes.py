@@ -101,7 +101,7 @@ class Processes:
 
     @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
-        """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
+        """Return `engine_client_factory` for training rollouts: with routing replay, clients request expert ids."""
         if not self._options.return_experts:
             return self.engine_client_factory
         from penstock.engines.megatron.model.experts import experts_format

@@ -57,13 +57,13 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 
-def keys_of_run(run: str) -> RunKeys:
+def keys_of_run(run_name: str) -> RunKeys:
     """Return the keys of a run.
 
     Raises:
-        RunError: `run` is not a valid run name.
+        RunError: `run_name` is not a valid run name.
     """
-    return RunKeys(check_run_name(run))
+    return RunKeys(check_run_name(run_name))
 
 
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:

@@ -102,7 +102,7 @@ class Session:
                 "the next start delivers them"
             )
         patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
-        wait_for_api(self.display.note, patience=patience)
+        wait_for_api(self.display.note, patience_seconds=patience)
         self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
@@ -128,7 +128,7 @@ class Session:
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
-        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
+        if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
                 self._warn_if_not_learning(commit.index)

@@ -224,7 +224,7 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
-                return {"xxh3": weights.hash(item.path)}
+                return {"xxh3": weights.hash_weight_file(item.path)}
             return write_unit(work.target, item, content, progress.add)
 
         work.work_items.run(process_item, progress, rank, num_ranks)

@@ -114,8 +114,9 @@ class PolicyRestorer:
             before, after = _drop_models_absent_from(before, after), _drop_models_absent_from(after, before)
             if after != before:
                 raise ReplayError(
-                    f"checkpoint {self.keys.checkpoint_prefix(version)} has a hash mismatch of the {what} after loading: "
-                    f"{_summarize_hash_differences(before, after)}. Check the storage and the installed libraries"
+                    f"checkpoint {self.keys.checkpoint_prefix(version)} has a hash mismatch of the {what} after "
+                    f"loading: {_summarize_hash_differences(before, after)}. Check the storage and the installed "
+                    "libraries"
                 )
 
     def train_round(self, rollout_id: int) -> Commit:

@@ -52,14 +52,14 @@ class Audit:
     orphan_bytes: int = 0
 
 
-def audit_run(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
+def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Audit:
     """Check everything that a run has committed.
 
     Args:
         store: the run's store.
         keys: of the run.
-        hashes: check the hashes of models, checkpoints and exports; else only their sizes. Hashes of sample shards are
-            always checked.
+        verify_hashes: check the hashes of models, checkpoints and exports; else only their sizes. Hashes of sample
+            shards are always checked.
 
     Raises:
         RunError: the run does not exist.
@@ -68,7 +68,7 @@ def audit_run(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
     record = check.read_run_record()
     commits = check.read_commits()
     tombstones = check.read_tombstones()
-    check.check_file_sizes_or_hashes(commits, hashes)
+    check.check_file_sizes_or_hashes(commits, verify_hashes)
     check.check_inputs_exist(commits, tombstones)
     check.check_commits_match_keys(commits)
     check.check_rounds_are_consecutive(commits)

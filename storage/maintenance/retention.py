@@ -61,31 +61,38 @@ def expired_versions(store: Store, keys: RunKeys) -> list[int]:
 
 
 def expire_checkpoints(
-    store: Store, keys: RunKeys, *, keep: int, best: str | None = None, keep_versions: Collection[int] = frozenset()
+    store: Store,
+    keys: RunKeys,
+    *,
+    num_to_keep: int,
+    best_metric: str | None = None,
+    keep_versions: Collection[int] = frozenset(),
 ) -> list[int]:
     """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
 
     Args:
         store: the run's store.
         keys: of the run.
-        keep: number of newest checkpoints to keep, at least one.
-        best: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
+        num_to_keep: number of newest checkpoints to keep, at least one.
+        best_metric: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
         keep_versions: further policy versions to keep.
 
     Returns:
         The policy versions of the deleted checkpoints, ascending.
     """
-    assert keep >= 1, "keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    assert num_to_keep >= 1, (
+        "num_to_keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    )
     finish_interrupted_expiries(store, keys)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
-    candidates = [version for version in versions[:-keep] if version not in keep_versions]
+    candidates = [version for version in versions[:-num_to_keep] if version not in keep_versions]
     if not candidates:
         return []
-    kept = set(versions[-keep:]) | fork_point_versions(store, keys, versions)
-    if best is not None and (winner := best_version(store, keys, best, versions)) is not None:
+    kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
+    if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
-    why = f"beyond the newest {keep}" + (f" and not the best by {best}" if best else "")
+    why = f"beyond the newest {num_to_keep}" + (f" and not the best by {best_metric}" if best_metric else "")
     for version in expiring:
         _expire_checkpoint(store, keys, version, why)
     return expiring

@@ -65,7 +65,7 @@ class RunTracking:
         self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self._thread.start()
 
-    def record(self, key: str, commit: Commit) -> bool:
+    def record_commit(self, key: str, commit: Commit) -> bool:
         """Append a commit to the outbox under its key in the store. Return False if it was recorded before."""
         return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
 
@@ -78,7 +78,7 @@ class RunTracking:
         prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
         missing = [(commit_key(prefix), commit) for prefix in prefixes if (commit := store.committed(prefix))]
         missing.sort(key=lambda pair: pair[1].created_at)
-        return sum(self.record(key, commit) for key, commit in missing)
+        return sum(self.record_commit(key, commit) for key, commit in missing)
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
         """Append metrics without a commit to the outbox. Return False if `key`, unique in the run, was recorded
@@ -114,7 +114,7 @@ class RunTracking:
             closing = self._closing.is_set()
             self._wake.clear()
             try:
-                if not self._outbox.lock():
+                if not self._outbox.try_lock():
                     raise BlockingIOError("another process delivers the records of this run")
                 if tracker is None:
                     tracker, lineage, position = self._tracker_class(self.tracking_uri, self.run), Lineage(), 0

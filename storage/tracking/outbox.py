@@ -97,7 +97,7 @@ class Outbox:
         """Return the number of lines that the tracker has not received yet."""
         return sum(1 for _ in self.lines_from(self.delivered_offset))
 
-    def lock(self) -> bool:
+    def try_lock(self) -> bool:
         """Acquire the delivery lock, which is released when the process ends. Return False if another process holds
         it."""
         if self._lock is None:

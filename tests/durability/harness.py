@@ -384,7 +384,7 @@ class Pipeline:
 
     def check(self, hashes: bool = True) -> dict[str, int]:
         """Check that nothing was lost or done twice, by the audit. Return its counts."""
-        result = audit_run(self.store, self.keys, hashes=hashes)
+        result = audit_run(self.store, self.keys, verify_hashes=hashes)
         assert not result.problems, "\n".join(result.problems)
         return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 

@@ -170,14 +170,17 @@ def engine_plan(name: str, gpus: int, **args: Any) -> Any:
 
 def test_engine_memory_of_known_models() -> None:
     engine = engine_plan("qwen3-0.6B", 1, mem_fraction_static=0.3)
-    assert engine.token == 28 * 2 * 8 * 128 * 2 and engine.static == 24 * GIB
-    assert engine.weights == 2 * real_shape("qwen3-0.6B").num_parameters
-    assert engine.num_kv_cache_tokens == (engine.static - engine.weights) // engine.token
-    assert engine_plan("deepseek-v3", 16).token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
+    assert engine.bytes_per_token == 28 * 2 * 8 * 128 * 2 and engine.static_bytes == 24 * GIB
+    assert engine.weight_bytes == 2 * real_shape("qwen3-0.6B").num_parameters
+    assert engine.num_kv_cache_tokens == (engine.static_bytes - engine.weight_bytes) // engine.bytes_per_token
+    assert engine_plan("deepseek-v3", 16).bytes_per_token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
     eight, four = engine_plan("qwen3-30B-A3B", 8), engine_plan("qwen3-30B-A3B", 4)  # 4 key-value heads
-    assert eight.token == four.token and eight.weights > four.weights / 2
-    assert engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").token * 2 == engine_plan("qwen3-8B", 1).token
-    assert engine_plan("qwen3-8B", 1, quantization="fp8").weights * 2 == engine_plan("qwen3-8B", 1).weights
+    assert eight.bytes_per_token == four.bytes_per_token and eight.weight_bytes > four.weight_bytes / 2
+    assert (
+        engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").bytes_per_token * 2
+        == engine_plan("qwen3-8B", 1).bytes_per_token
+    )
+    assert engine_plan("qwen3-8B", 1, quantization="fp8").weight_bytes * 2 == engine_plan("qwen3-8B", 1).weight_bytes
     assert engine_plan("deepseek-v3", 1).num_kv_cache_tokens == 0
 
 

@@ -141,7 +141,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
         tracker = RunTracking("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
         tracker.record_missing_commits(store, keys)
         for key, commit in offered:
-            tracker.record(key, commit)
+            tracker.record_commit(key, commit)
         return tracker.close(timeout=timeout)
 
     offered = list(rounds(keys))

@@ -76,7 +76,7 @@ def test_expired_checkpoints_are_not_reported_as_missing(made) -> None:
         kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint_prefix(2))}
     )
     store.commit(keys.export_prefix(2), export)
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     found = audit_run(store, keys)
     assert (found.problems, found.num_expired) == ([], 1)
     store.delete([f"{keys.checkpoint_prefix(2)}.expired.json"])
@@ -112,7 +112,7 @@ def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
     path = first_file(store, prefix)
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    problems = audit_run(store, keys, hashes=hashes).problems
+    problems = audit_run(store, keys, verify_hashes=hashes).problems
     assert problems and path.name in problems[0], problems
 
 
@@ -120,7 +120,7 @@ def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
 def test_a_missing_file_is_reported(made, hashes: bool) -> None:
     store, keys, _ = made
     first_file(store, keys.checkpoint_prefix(4)).unlink()
-    assert "is missing" in audit_run(store, keys, hashes=hashes).problems[0]
+    assert "is missing" in audit_run(store, keys, verify_hashes=hashes).problems[0]
 
 
 def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
@@ -222,7 +222,7 @@ def test_lost_repeated_or_twice_served_samples_are_reported(
 ) -> None:
     store, keys, _ = made
     change_samples(store, keys.rollout_prefix(2), change)  # prompts 6 to 8, all of epoch 1
-    problems = audit_run(store, keys, hashes=False).problems
+    problems = audit_run(store, keys, verify_hashes=False).problems
     assert any(sentence in problem for problem in problems), problems
 
 

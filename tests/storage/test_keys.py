@@ -83,7 +83,7 @@ def with_a_tombstone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     store = Store(str(root / "store"))
     keys = make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     return Path(store.root)
 
 

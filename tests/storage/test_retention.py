@@ -80,12 +80,14 @@ def test_the_newest_the_best_and_the_requested_checkpoints_are_kept(store: Store
     keys = make_run(store, config, 6, save=(1, 2, 3, 4, 5, 6))
     for version, reward in {1: 0.1, 2: 0.9, 3: 0.9, 4: float("nan"), 6: 0.3}.items():
         score_one(store, keys, config, version, reward)
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [2, 4], (
+    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [2, 4], (
         "of equals the newer is the best"
     )
     assert kept(store, keys) == [1, 3, 5, 6]
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [], "again changes nothing"
-    assert expire_checkpoints(store, keys, keep=1, best="eval/unknown") == [1, 3, 5]
+    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [], (
+        "again changes nothing"
+    )
+    assert expire_checkpoints(store, keys, num_to_keep=1, best_metric="eval/unknown") == [1, 3, 5]
     assert expired_versions(store, keys) == [1, 2, 3, 4, 5]
     tombstone = read_tombstone(store, keys.checkpoint_prefix(2))
     assert tombstone is not None and tombstone.commit.state["digest"] == {"w": "2"}
@@ -103,12 +105,12 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
         dying = DyingStore(store.uri, left)
         if left < 8:
             with pytest.raises(Killed):
-                expire_checkpoints(dying, keys, keep=1)
+                expire_checkpoints(dying, keys, num_to_keep=1)
         else:
-            assert expire_checkpoints(dying, keys, keep=1) == [1, 2] and dying.left == 0
+            assert expire_checkpoints(dying, keys, num_to_keep=1) == [1, 2] and dying.left == 0
         assert audit_run(store, keys).problems == [], f"killed before change {left}"
         assert 3 in kept(store, keys)
-        expire_checkpoints(store, keys, keep=1)
+        expire_checkpoints(store, keys, num_to_keep=1)
         assert kept(store, keys) == [3] and expired_versions(store, keys) == [1, 2]
         assert {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints")} == {
             "000001.expired.json",
@@ -124,11 +126,11 @@ def test_shared_files_are_deleted_with_the_last_run_that_names_them(store: Store
     fork_keys = shared(store, data, at=4)
     commit = store.committed(keys.checkpoint_prefix(1))
     assert commit is not None
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     assert kept(store, keys) == [4] and kept(store, fork_keys) == [1, 2, 4]
     assert audit_run(store, fork_keys).problems == [], "the fork needs its parent's files"
     assert find_orphans(store, older_than=0) == []
-    expire_checkpoints(store, fork_keys, keep=1)
+    expire_checkpoints(store, fork_keys, num_to_keep=1)
     assert not any(store.exists(record.path) for record in commit.files)
     assert audit_run(store, fork_keys).problems == audit_run(store, keys).problems == []
 
@@ -138,18 +140,18 @@ def test_parent_and_fork_keep_the_checkpoint_at_the_fork_point(store: Store, dat
     keys = make_run(store, config, 6, save=(1, 2, 4, 6))
     fork_keys = shared(store, data, at=3)  # it begins with checkpoint 2
     make_run(store, config_of(store, data, "f"), 6, save=(5, 6))
-    assert expire_checkpoints(store, keys, keep=1) == [1, 4]
-    assert expire_checkpoints(store, fork_keys, keep=1) == [1, 5]
+    assert expire_checkpoints(store, keys, num_to_keep=1) == [1, 4]
+    assert expire_checkpoints(store, fork_keys, num_to_keep=1) == [1, 5]
     assert kept(store, keys) == kept(store, fork_keys) == [2, 6]
 
 
 def test_a_version_saved_again_after_it_expired_is_kept(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     save_one(store, keys, 2)
     finish_interrupted_expiries(store, keys)
     assert kept(store, keys) == [2, 3] and audit_run(store, keys).problems == []
-    assert expire_checkpoints(store, keys, keep=1) == [2], "and it can expire again"
+    assert expire_checkpoints(store, keys, num_to_keep=1) == [2], "and it can expire again"
     assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint_prefix(2))).exists()
 
 
@@ -158,7 +160,9 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
     store = faulty_store(tmp_path.name)
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
     fork_keys = shared(store, data, at=3)
-    expire_checkpoints(store, keys, keep=1)  # a listing that lags may hide some of them: those stay until the next time
+    expire_checkpoints(
+        store, keys, num_to_keep=1
+    )  # a listing that lags may hide some of them: those stay until the next time
     assert store.committed(keys.checkpoint_prefix(3)) is not None
     assert audit_run(store, keys).problems == audit_run(store, fork_keys).problems == []
 
@@ -246,7 +250,9 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 2, save=(1, 2))
     with pytest.raises(Killed):
-        expire_checkpoints(DyingStore(store.uri, 1), keys, keep=1)  # the tombstone exists, and nothing was deleted
+        expire_checkpoints(
+            DyingStore(store.uri, 1), keys, num_to_keep=1
+        )  # the tombstone exists, and nothing was deleted
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
     assert gc.delete_orphans(store, found, None, 3600) == {found[0].key}

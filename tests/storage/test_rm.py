@@ -155,7 +155,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         shutil.rmtree(store.root)
         shutil.copytree(tmp_path / "kept", store.root)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(Lease, "release", lambda self: self.stop())  # a killed process releases nothing
+            patch.setattr(Lease, "release", lambda self: self.stop_renewing())  # a killed process releases nothing
             remove_run(Dying(store, left), KEYS)
         store.delete([f"{KEYS.prefix}/removing.lease"])  # it has ended with its process
         assert is_removed(store, KEYS)
