@@ -150,7 +150,7 @@ def measure_rounds(store_directory: Path, run: str) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in outbox.read_text().splitlines()] if outbox.exists() else []
     rounds = []
     for r in store.committed_indices(f"{keys.prefix}/steps"):
-        step, rollout = store.committed(keys.step(r)), store.committed(keys.rollout(r))
+        step, rollout = store.committed(keys.step_prefix(r)), store.committed(keys.rollout_prefix(r))
         assert step is not None and rollout is not None
         names = ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "perf/train_time")
         metrics = {name: step.summary[name] for name in names}

@@ -10,7 +10,7 @@ between the trainer's and the engine's log-probs.
 import sys
 from pathlib import Path
 
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
@@ -27,7 +27,7 @@ def main(directory: Path, train_options: list[str]) -> int:
     environment.set_default_variables()
     directory.mkdir(parents=True, exist_ok=True)
     model, prompts = make_model("0.6b", directory), write_prompts(directory / "prompts.jsonl")
-    config = parse(
+    config = parse_config(
         [
             *(
                 "--config",
@@ -51,7 +51,7 @@ def print_rounds(config) -> None:
     """Print the phase seconds and metrics in the rollout and step commits of every round."""
     store, keys = open_store(config.run), RunKeys(config.run.run)
     for r in store.committed_indices(f"{keys.prefix}/steps"):
-        rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+        rollout, step = store.committed(keys.rollout_prefix(r)), store.committed(keys.step_prefix(r))
         print(f"\nround {r}")
         for commit in (rollout, step):
             print("  seconds ", {name: round(value, 3) for name, value in commit.seconds.items()})

@@ -28,7 +28,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
 from penstock.engines.serving.pool import start_pool
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.stages.convert.to_torch_dist import convert_hf
@@ -68,7 +68,7 @@ def main() -> int:
 def updates(store: Store, model: Path, words: list[str]) -> list[float]:
     """Return the seconds of successive weight updates."""
     inputs = ["--hf-checkpoint", str(model), "--prompt-data", str(write_prompts(model.parent / "prompts.jsonl"))]
-    config = parse(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
+    config = parse_config(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
     cluster, options = Cluster.start(), engine_options(config)
     base: CheckpointRef = cluster.run(convert_hf, store, str(model), verify=False)
     pool = start_pool(cluster, options, engine_backend())

@@ -66,7 +66,7 @@ def check_kills(
     assert all(kill["num_killed"] for kill in kills)
     assert verdict(pipeline)["replayed_rounds"] == num_rollouts
     for rollout_id in range(num_rollouts):
-        step = pipeline.store.committed(pipeline.keys.step(rollout_id))
+        step = pipeline.store.committed(pipeline.keys.step_prefix(rollout_id))
         assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < gap
     check_turns(Path(pipeline.store.path("runs/turns/logs")))
 

@@ -110,7 +110,7 @@ def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[A
     """Their checkpoints, and that of a refreshed reference, share a directory."""
     policy, critic = make_engine(role="policy"), load_engine(base[1])
     policy.load_weights(base[1])
-    reference = policy.snapshot()
+    reference = policy.snapshot_weights()
     single = load_engine(base[1])
     expected = train(single), train(single)
     first = train(critic)

@@ -81,7 +81,7 @@ class SmallReplica(Replica):
         return self.alive()
 
     def generates_tokens(self, timeout: float) -> bool:
-        return self.alive() and self.client.health(self.wait_for_url(), timeout)
+        return self.alive() and self.client.generates_tokens(self.wait_for_url(), timeout)
 
     def weight_version(self) -> str:
         return self.client.weight_version(self.wait_for_url())

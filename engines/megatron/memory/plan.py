@@ -50,17 +50,17 @@ class TrainerMemory:
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
 
     @property
-    def fixed(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes that are in use all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes at the peak of a training step."""
-        return self.fixed + self.activations + self.temporary + RUNTIME
+        return self.resident_bytes + self.activations + self.temporary + RUNTIME
 
 
-def trainer_memory(
+def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
     """Return the memory of the rank that needs most.
@@ -78,10 +78,13 @@ def trainer_memory(
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
-    return max((stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
+    return max(
+        (estimate_stage_memory(shape, layout, num_ranks, options, stage) for stage in stages),
+        key=lambda m: m.peak_bytes,
+    )
 
 
-def stage_memory(
+def estimate_stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
     """Return the memory of a rank of one pipeline stage. Optimizer state is sharded over data- and context-parallel
@@ -203,6 +206,6 @@ def colocated_peak_bytes(
         offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
         offload_rollout: whether the engine's weights and KV cache are released during training.
     """
-    training = trainer.total + (0 if offload_rollout else engine_bytes)
-    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.fixed)
+    training = trainer.peak_bytes + (0 if offload_rollout else engine_bytes)
+    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.resident_bytes)
     return max(training, rollout)
