@@ -50,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", choices=MODELS, default="0.6b")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options, train_options = parser.parse_known_args()
     environment.set_default_variables()
     options.directory.mkdir(parents=True, exist_ok=True)
@@ -57,8 +58,8 @@ def main() -> int:
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     report: dict[str, Any] = {"model": options.model, "bytes": num_bytes, "raw": raw_copies(num_bytes)}
     store = Store(str(options.directory / "store"))
-    for kind, placement in CASES.items():
-        words = [*placement, "--update-weight-transport", kind, *(word for word in train_options if word != "--")]
+    for kind in options.cases:
+        words = [*CASES[kind], "--update-weight-transport", kind, *(word for word in train_options if word != "--")]
         seconds = updates(store, model, words)
         report[kind] = {"first": seconds[0], "median": statistics.median(seconds[1:]), "all": seconds}
         print(json.dumps(report), flush=True)
