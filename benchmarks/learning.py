@@ -104,7 +104,7 @@ def train(
 def export_directory(directory: Path, run: str) -> Path:
     """Return the Hugging Face directory of a run's last export."""
     store, keys = Store(str(directory / "store")), RunKeys(run)
-    commit = read_commit(store, keys.export(max(store.committed_indices(f"{keys.prefix}/exports"))))
+    commit = read_commit(store, keys.export_prefix(max(store.committed_indices(f"{keys.prefix}/exports"))))
     assert commit.attempt is not None
     return Path(store.path(commit.attempt))
 
@@ -112,9 +112,9 @@ def export_directory(directory: Path, run: str) -> Path:
 def table_row(estimator: str, seed: int, store: Store, keys: RunKeys) -> str:
     """Return the rewards of a run as a row of the Markdown table."""
     rounds = store.committed_indices(f"{keys.prefix}/rollouts")
-    rewards = [read_commit(store, keys.rollout(r)).summary["rollout/raw_reward"] for r in rounds]
+    rewards = [read_commit(store, keys.rollout_prefix(r)).summary["rollout/raw_reward"] for r in rounds]
     heldout = [
-        read_commit(store, keys.eval(version, "heldout")).summary["eval/heldout"] for version in (0, len(rounds))
+        read_commit(store, keys.eval_prefix(version, "heldout")).summary["eval/heldout"] for version in (0, len(rounds))
     ]
     numbers = (rewards[0], statistics.fmean(rewards[-NUM_LAST_ROUNDS:]), *heldout)
     return f"| {estimator} | {seed} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |"

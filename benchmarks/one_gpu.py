@@ -7,30 +7,27 @@ Prints the seconds and metrics of every round from the run's commits, among them
 between the trainer's and the engine's log-probs.
 """
 
-import json
-import random
 import sys
 from pathlib import Path
 
-from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_models import make_model, write_prompts
+
 RECIPE = Path(__file__).parent.parent / "configs/recipes/qwen3-0.6b-1gpu.toml"
-QWEN3_0_6B = {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936}
-PROMPT_TOKENS = 128
 
 
 def main(directory: Path, train_options: list[str]) -> int:
     environment.set_default_variables()
-    model, prompts = directory / "model", directory / "prompts.jsonl"
-    if not model.exists():
-        make_tiny_model(model, **QWEN3_0_6B, dtype="bfloat16", max_length=40960)
-    write_prompts(prompts)
-    config = parse(
+    directory.mkdir(parents=True, exist_ok=True)
+    model, prompts = make_model("0.6b", directory), write_prompts(directory / "prompts.jsonl")
+    config = parse_config(
         [
             *(
                 "--config",
@@ -50,18 +47,11 @@ def main(directory: Path, train_options: list[str]) -> int:
     return code
 
 
-def write_prompts(path: Path) -> None:
-    """Write 256 random prompts as JSON lines."""
-    rng = random.Random(0)
-    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def print_rounds(config) -> None:
     """Print the phase seconds and metrics in the rollout and step commits of every round."""
     store, keys = open_store(config.run), RunKeys(config.run.run)
     for r in store.committed_indices(f"{keys.prefix}/steps"):
-        rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+        rollout, step = store.committed(keys.rollout_prefix(r)), store.committed(keys.step_prefix(r))
         print(f"\nround {r}")
         for commit in (rollout, step):
             print("  seconds ", {name: round(value, 3) for name, value in commit.seconds.items()})

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validated
+from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.refs import CheckpointRef, RunKeys
@@ -64,7 +64,7 @@ def tiny_config(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
     }
     values["rollout"] |= {"prompt_data": [str(root / "data" / "train.jsonl")], "rm_type": "random"}
     values["rollout"] |= {"rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
-    return validated(values)
+    return validate_config(values)
 
 
 def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
@@ -98,7 +98,7 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
         group.ensure_started()
         times.append(time.perf_counter())
         policy = PolicyRestorer(store, keys, group, base)
-        policy.load(version)
+        policy.load_checkpoint(version)
         times.append(time.perf_counter())
         for rollout_id in range(version, rounds):
             verdict = policy.replay_round(rollout_id).verdict
@@ -109,7 +109,7 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
         commits = [
             commit
             for r in range(version, rounds)
-            for prefix in (keys.rollout(r), keys.step(r))
+            for prefix in (keys.rollout_prefix(r), keys.step_prefix(r))
             if (commit := store.committed(prefix))
         ]
         again = sum(sum(commit.seconds.values()) for commit in commits)
@@ -118,9 +118,11 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
             f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):11.2f}{again:26.1f}"
             f"{(loaded + replayed) / again:8.2f}"
         )
-    train = statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step(r))))
+    train = statistics.median(
+        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step_prefix(r)))
+    )
     rollout = statistics.median(
-        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout(r)))
+        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout_prefix(r)))
     )
     print(f"  medians per round: rollout {rollout:.2f} s, training {train:.2f} s")
     cluster.stop()

@@ -18,7 +18,7 @@ import aiohttp
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import read_toml, validated
+from penstock.flows.config import read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
@@ -71,7 +71,7 @@ def tiny_config(root: Path, **sections: dict) -> object:
     del values["eval"], values["run"]["save_interval"]
     for section, entries in sections.items():
         values[section] |= entries
-    return validated(values)
+    return validate_config(values)
 
 
 # ---- 1. a round ------------------------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def print_round_breakdown(root: Path, rounds: int) -> None:
     shares: dict[str, list[float]] = {}
     for r in range(WARM_UP_ROUNDS, rounds):
         before, step, rollout = (
-            store.committed(keys.step(r - 1)),
-            store.committed(keys.step(r)),
-            store.committed(keys.rollout(r)),
+            store.committed(keys.step_prefix(r - 1)),
+            store.committed(keys.step_prefix(r)),
+            store.committed(keys.rollout_prefix(r)),
         )
         assert before and step and rollout
         wall = step.created_at - before.created_at

@@ -260,7 +260,7 @@ class PlainLoop:
     """A training loop of Megatron-core's own functions, starting from a copy of Penstock's current weights."""
 
     def __init__(self, work: Work, batch: Any, penstock: PenstockLoop) -> None:
-        from penstock.engines.megatron.model.layers import block_spec
+        from penstock.engines.megatron.model.layers import transformer_block_spec
         from penstock.engines.megatron.model.transformer_config import transformer_config
 
         # isort: split
@@ -280,7 +280,7 @@ class PlainLoop:
             "position_embedding_type": "none",
             "share_embeddings_and_output_weights": True,
         }  # Penstock's attention applies RoPE
-        model = GPTModel(config, block_spec(shape, config, None), work.vocab, work.length, **embedding).to(
+        model = GPTModel(config, transformer_block_spec(shape, config, None), work.vocab, work.length, **embedding).to(
             penstock.engine.device
         )
         model.load_state_dict(penstock.engine.chunks[0].state_dict())

@@ -246,25 +246,25 @@ class Cluster:
 
         return int(self.call_ray(ray.cluster_resources).get("GPU", 0))
 
-    def place_processes(self, count: int, gpus_per_process: int = 1, offset: int = 0) -> list[Slot]:
-        """Return placements for `count` processes, on consecutive GPUs from GPU number `offset` of the cluster on.
+    def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
+        """Return placements for processes, on consecutive GPUs from GPU number `first_gpu` of the cluster on.
 
-        Trainer and engines placed at the same offset share GPUs (colocated). Without GPUs in the cluster, or with
+        Trainer and engines placed at the same first GPU share GPUs (colocated). Without GPUs in the cluster, or with
         `gpus_per_process=0`, a placement reserves no resources, and the caller divides the CPU threads
         (`cpu_threads_per_process`).
 
         Args:
-            count: number of processes.
+            num_processes: number of placements.
             gpus_per_process: number of GPUs of one process.
-            offset: index of the first GPU; GPUs are ordered by node, then by GPU id.
+            first_gpu: index of the first GPU; GPUs are ordered by node, then by GPU id.
 
         Raises:
             LayoutError: the cluster has too few GPUs, or the GPUs of one process would be on different nodes.
         """
         if gpus_per_process == 0 or self.num_gpus == 0:
-            return [Slot({"num_cpus": 0}) for _ in range(count)]
-        self._reserve_gpus(offset + count * gpus_per_process)
-        starts = range(offset, offset + count * gpus_per_process, gpus_per_process)
+            return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
+        self._reserve_gpus(first_gpu + num_processes * gpus_per_process)
+        starts = range(first_gpu, first_gpu + num_processes * gpus_per_process, gpus_per_process)
         return [self._make_slot(self._gpus[start : start + gpus_per_process]) for start in starts]
 
     def run(

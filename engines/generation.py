@@ -144,7 +144,7 @@ class EngineClient(ABC):
         make requests to a failing engine; the other ranks return normally.
 
         An engine whose memory was released gets the memory of its weights back, reports `loaded:<version>` and stays
-        paused until `resume_cache`.
+        paused until `resume_kv_cache`.
 
         Args:
             named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time.
@@ -163,19 +163,19 @@ class EngineClient(ABC):
         """Release the memory of weights and KV cache in all engines, which then report the version `released`. Running
         requests are aborted.
 
-        `update_weights` allocates the memory of the weights again, `resume_cache` that of the KV cache.
+        `update_weights` allocates the memory of the weights again, `resume_kv_cache` that of the KV cache.
 
         Raises:
             EngineGone, EngineRefused: an engine failed.
         """
 
     @abstractmethod
-    def resume_cache(self) -> None:
+    def resume_kv_cache(self) -> None:
         """Allocate the KV cache again and resume generation, in engines whose memory was released and whose weights
         have been loaded since."""
 
     @abstractmethod
-    def health(self, url: str, timeout: float = 30) -> bool:
+    def generates_tokens(self, url: str, timeout: float = 30) -> bool:
         """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check; of an
         engine whose KV cache is released, only the server is checked."""
 

@@ -115,7 +115,7 @@ def _flow_command(name: str) -> Command:
         if asks_for_help(argv):
             print(flags.help_text(name))
             return 0
-        return run_flow(name, flags.parse(argv))
+        return run_flow(name, flags.parse_config(argv))
 
     return call
 

@@ -27,7 +27,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
-from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, reveal
+from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
@@ -120,7 +120,7 @@ class PostTrainConfig(StageConfig):
             fields = SECTIONS[section].model_fields if section in SECTIONS else {}
             for name, value in entries.items() if isinstance(entries, dict) else ():
                 if name in fields:
-                    check_value(flag(name), value, fields[name])
+                    check_value(flag_of_field(name), value, fields[name])
         return values
 
     @model_validator(mode="after")
@@ -179,14 +179,14 @@ SECTIONS: dict[str, type[StageConfig]] = {
 }
 
 
-def options() -> Iterator[tuple[str, str, FieldInfo]]:
+def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
     """Yield every option as (section, name, field)."""
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield section, name, field
 
 
-def validated(values: dict[str, Any]) -> PostTrainConfig:
+def validate_config(values: dict[str, Any]) -> PostTrainConfig:
     """Return the validated config of the values section -> option -> value.
 
     Secrets given literally are replaced by references that only this process can resolve
@@ -227,15 +227,15 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
         value = getattr(getattr(config, section), name)
         if not allow_literal and contains_hidden_secret(value):
             raise OptionError(
-                f"{flag(name)} contains a secret, which would be readable on the Prefect server: "
+                f"{flag_of_field(name)} contains a secret, which would be readable on the Prefect server: "
                 "give env:NAME or secret-file:PATH instead"
             )
-        reveal(value)
+        resolve_secrets(value)
 
 
 def secret_fields() -> list[tuple[str, str]]:
     """Return (section, name) of every option that may contain a secret."""
-    return [(section, name) for section, name, field in options() if field_meta(field).secret]
+    return [(section, name) for section, name, field in list_options() if field_meta(field).secret]
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -285,19 +285,19 @@ def check_known_section(path: str | Path, name: str, entries: Any) -> None:
             kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
             raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
         return
-    owner = next((section for section, option_name, _ in options() if option_name == name.replace("-", "_")), None)
+    owner = next((section for section, option_name, _ in list_options() if option_name == name.replace("-", "_")), None)
     if owner is not None:
         raise OptionError(f"config file {path}: {name} is outside its section: write it below [{owner}]")
     known = ", ".join(f"[{section}]" for section in SECTIONS)
     raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {known}")
 
 
-def options_with(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
+def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
     """Return the options with this mutability: `section.name` -> JSON value."""
     dumped = config.model_dump(mode="json")
     return {
         f"{section}.{name}": dumped[section].get(name)  # a section may leave out options that are not given
-        for section, name, field in options()
+        for section, name, field in list_options()
         if field_meta(field).mutability == mutability
     }
 
@@ -305,20 +305,20 @@ def options_with(config: PostTrainConfig, mutability: Mutability) -> dict[str, A
 def config_hash(config: PostTrainConfig) -> str:
     """Return a hash of the identity options, which a run cannot change. It ignores options that the dump leaves out."""
     dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
-    identity = {field: value for field, value in options_with(config, "identity").items() if field in dumped}
+    identity = {field: value for field, value in options_by_mutability(config, "identity").items() if field in dumped}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def training_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options that determine the weights after training on a given rollout: name -> JSON value."""
-    identity = options_with(config, "identity")
+    identity = options_by_mutability(config, "identity")
     train = {name: value for name, value in identity.items() if name.startswith("train.")}
     return train | {"temperature": config.rollout.rollout_temperature}
 
 
-def flag(name: str) -> str:
+def flag_of_field(field_name: str) -> str:
     """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + name.replace("_", "-")
+    return "--" + field_name.replace("_", "-")
 
 
 def describe_error(error: ValidationError) -> str:
@@ -335,7 +335,7 @@ def describe_error(error: ValidationError) -> str:
         return describe_unknown_option(where)
     name = where[1] if len(where) > 1 else where[0]
     value = "" if any(name == secret for _, secret in secret_fields()) else f" {short_repr(first.get('input'))}"
-    return f"{flag(name)}{value}: {message[0].lower()}{message[1:]}"
+    return f"{flag_of_field(name)}{value}: {message[0].lower()}{message[1:]}"
 
 
 def describe_unknown_option(where: list[str]) -> str:
@@ -346,6 +346,6 @@ def describe_unknown_option(where: list[str]) -> str:
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {known}"
     fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
     near = difflib.get_close_matches(name.replace("-", "_")[:64], fields, n=1, cutoff=0.5)
-    owner = next((other for other, option_name, _ in options() if option_name == name), None)
+    owner = next((other for other, option_name, _ in list_options() if option_name == name), None)
     hint = f"; it belongs to [{owner}]" if owner else f": did you mean {near[0]}?" if near else ""
     return f"[{section}] {short_repr(name)[1:-1]}: no such option{hint}"

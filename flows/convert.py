@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from penstock.flows.config import PostTrainConfig, validated
+from penstock.flows.config import PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, run_export
 from penstock.flows.runtime.prefect_api import wait_for_api
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
-    return run_flow("convert", with_hf_checkpoint(flags.parse(translate_flags(argv))))
+    return run_flow("convert", with_hf_checkpoint(flags.parse_config(translate_flags(argv))))
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -109,7 +109,7 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
         family_path = family_path or recorded_family_path
     values = config.model_dump()
     changes = {"hf_checkpoint": origin, "model_family_path": family_path}
-    return validated({**values, "convert": {**values["convert"], **changes}})
+    return validate_config({**values, "convert": {**values["convert"], **changes}})
 
 
 def check_megatron_names_options(options: ConvertConfig) -> None:
@@ -214,7 +214,7 @@ def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commi
             open_parent_store(ref.uri, config.run.store_options)[0] if options.convert_save else open_store(config.run)
         )
         args = (store, commit, options.hf_checkpoint, options.model_family_path)
-        return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).rows())
+        return list(cluster.run(verify_existing, *args, timeout=options.convert_timeout).report_rows())
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def find_checkpoint(config: PostTrainConfig) -> Commit | str:
     keys = RunKeys(run)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints") if is_run_name(run) else []
     wanted = int(version) if version.isdigit() else versions[-1] if versions and not version else -1
-    commit = store.committed(keys.checkpoint(wanted)) if wanted in versions else None
+    commit = store.committed(keys.checkpoint_prefix(wanted)) if wanted in versions else None
     if commit is None:
         existing = ", ".join(f"{run}/{number}" for number in versions) or "none of this run"
         raise OptionError(

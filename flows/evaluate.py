@@ -19,4 +19,4 @@ def evaluate(config: PostTrainConfig) -> None:
     """
     with Session("evaluate", config) as session:
         tasks.evaluate(session, 0)
-        tasks.finish(session)
+        tasks.publish_results(session)

@@ -33,11 +33,11 @@ class GpuPlan:
     offload_rollout: bool = False
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes at the peak of the GPU that needs most."""
         if self.trainer and self.engine and self.colocated:
             return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
-        sizes = [self.trainer.total if self.trainer else 0, self.engine.static if self.engine else 0]
+        sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static_bytes if self.engine else 0]
         return max(sizes)
 
     def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
@@ -47,11 +47,11 @@ class GpuPlan:
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
         return colocated_peak_bytes(
-            self.trainer, self.engine.static, offload_train=offload_train, offload_rollout=offload_rollout
+            self.trainer, self.engine.static_bytes, offload_train=offload_train, offload_rollout=offload_rollout
         )
 
 
-def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
+def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
     """Return the GPU plan of a run.
 
     Args:
@@ -63,7 +63,7 @@ def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: i
     Raises:
         InputError: the parallel sizes or an engine's memory options are invalid.
     """
-    from penstock.engines.megatron.memory.plan import TrainerOptions, trainer_memory
+    from penstock.engines.megatron.memory.plan import TrainerOptions, estimate_trainer_memory
 
     train, options = config.train, engine_options(config)
     trainer = engine = None
@@ -76,7 +76,7 @@ def gpu_plan(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: i
             num_frozen=train.uses_reference + train.use_opd,
             megatron=train.megatron,
         )
-        trainer = trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
+        trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:
         engine = engine_backend().estimate_memory(options, shape, gpu_bytes)
     run = config.run
@@ -156,28 +156,28 @@ def check_memory(plan: GpuPlan) -> None:
         EngineError: the engine does not fit.
     """
     trainer, engine = plan.trainer, plan.engine
-    if trainer and trainer.fixed > plan.gpu_bytes:
+    if trainer and trainer.resident_bytes > plan.gpu_bytes:
         raise LayoutError(
-            f"the trainer needs {format_gib(trainer.fixed)} GiB per GPU (weights {format_gib(trainer.weights)}, "
-            f"gradients {format_gib(trainer.gradients)}, optimizer {format_gib(trainer.optimizer)}), "
-            f"but a GPU has {format_gib(plan.gpu_bytes)} GiB: use more GPUs, larger parallel sizes, or "
-            "--optimizer-cpu-offload"
+            f"the trainer needs {format_gib(trainer.resident_bytes)} GiB per GPU ("
+            f"weights {format_gib(trainer.weights)}, gradients {format_gib(trainer.gradients)}, "
+            f"optimizer {format_gib(trainer.optimizer)}), but a GPU has "
+            f"{format_gib(plan.gpu_bytes)} GiB: use more GPUs, larger parallel sizes, or --optimizer-cpu-offload"
         )
-    if engine and engine.weights >= engine.static:
+    if engine and engine.weight_bytes >= engine.static_bytes:
         raise EngineError(
-            f"an engine needs {format_gib(engine.weights)} GiB per GPU for weights, but its static share "
-            f"(--sglang-mem-fraction-static) is {format_gib(engine.static)} of {format_gib(plan.gpu_bytes)} GiB: raise "
-            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+            f"an engine needs {format_gib(engine.weight_bytes)} GiB per GPU for weights, but its static share "
+            f"(--sglang-mem-fraction-static) is {format_gib(engine.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: "
+            "raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
         )
 
 
 def memory_warnings(plan: GpuPlan) -> list[str]:
     """Return a warning if a run may exceed the GPU's memory."""
-    if plan.peak <= plan.gpu_bytes:
+    if plan.peak_bytes <= plan.gpu_bytes:
         return []
     parts = []
     if trainer := plan.trainer:
-        parts.append(f"weights, gradients and optimizer {format_gib(trainer.fixed)}")
+        parts.append(f"weights, gradients and optimizer {format_gib(trainer.resident_bytes)}")
         backward = trainer.activations + trainer.temporary
         parts.append(
             f"activations and logits {format_gib(backward)}"
@@ -185,9 +185,9 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
             else f"optimizer step {format_gib(trainer.update)}"
         )
     if plan.engine and plan.colocated:
-        parts.append(f"engine {format_gib(plan.engine.static)}")
+        parts.append(f"engine {format_gib(plan.engine.static_bytes)}")
     return [
-        f"a training step may need {format_gib(plan.peak)} GiB per GPU ({', '.join(parts)}), but a GPU has "
+        f"a training step may need {format_gib(plan.peak_bytes)} GiB per GPU ({', '.join(parts)}), but a GPU has "
         f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, "
         "or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ]

@@ -21,16 +21,16 @@ def post_train(config: PostTrainConfig) -> None:
         config: config of the run. If a run of its name exists, that run is resumed.
     """
     with Session("post_train", config) as session:
-        if session.needs_rollout(session.num_trained()):
+        if session.needs_rollout(session.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
         tasks.convert(session)
         tasks.restore(session)
-        due = tasks.schedule(session)
+        due = tasks.build_stage_schedule(session)
         for stage in due(0):
             stage(session, 0)
-        for r in session.rounds():
+        for r in session.remaining_rounds():
             rollout = tasks.rollout(session, r)
             tasks.train(session, rollout)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        tasks.finish(session)
+        tasks.publish_results(session)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.flows.config import PostTrainConfig, RunConfig, flag, training_options, validated
+from penstock.flows.config import PostTrainConfig, RunConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
@@ -38,7 +38,7 @@ USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [
   --from A start at policy version A, or at the newest checkpoint before it; default 0, the initial weights
   --to B   end at policy version B; default the last committed one. Round r trains version r to r + 1
   --json FILE
-           write {round: {verdict, digest}} to a file
+           write {round: {verdict, digest, metrics}} to a file
 
 Placement options of the trainer (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bitwise
 equality is expected with the placement and the hardware of the run. Exit code 1 if any round differs."""
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         InputError: an argument is invalid, or the run cannot be replayed.
     """
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
-    run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse(rest)
+    run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = placement_options(given)
     check_replay(run, given.run, placement, **options)
     from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
@@ -90,7 +90,7 @@ def replay(
         placement: placement fields of the trainer's config that replace the recorded ones.
         first: policy version to start at, or the newest checkpoint before it.
         last: policy version to end at; default the last committed one.
-        json_file: file to write each round's verdict and weight digest to.
+        json_file: file to write each round's verdict, weight digest and metrics to.
 
     Raises:
         ReplayError: a round differs from its commit.
@@ -113,7 +113,7 @@ def replay(
             reason = f": {replayed.why}" if replayed.why else ""
             print(f"  round {rollout_id:>4}  {replayed.verdict}{reason}", flush=True)
     if json_file:
-        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest} for r in rounds}
+        content = {r.rollout_id: {"verdict": r.verdict, "digest": r.digest, "metrics": r.metrics} for r in rounds}
         Path(json_file).write_text(json.dumps(content, indent=1))
     differing = [r.rollout_id for r in rounds if r.verdict == "DIFFERS"]
     equal = sum(r.verdict == "equal bit for bit" for r in rounds)
@@ -139,9 +139,9 @@ def replay_round_task(policy: PolicyRestorer, checkpoint_version: int, rollout_i
     A trainer at another version (at the start, or after a failure) first loads version `checkpoint_version` and replays
     all rounds from there to `rollout_id`.
     """
-    state = policy.group.state()
+    state = policy.group.policy_state()
     if rollout_id == checkpoint_version or state is None or not state.clean or state.version != rollout_id:
-        policy.load(checkpoint_version)
+        policy.load_checkpoint(checkpoint_version)
         for before in range(checkpoint_version, rollout_id):
             policy.replay_round(before)
     return policy.replay_round(rollout_id)
@@ -203,7 +203,7 @@ def placement_options(given: PostTrainConfig) -> dict[str, Any]:
     for name in given.train.model_fields_set - derived:
         if field_meta(type(given.train).model_fields[name]).mutability != "placement":
             raise OptionError(
-                f"{flag(name)} changes the result, but a replay uses the recorded options: "
+                f"{flag_of_field(name)} changes the result, but a replay uses the recorded options: "
                 "leave it out, or fork the run"
             )
         placement[name] = getattr(given.train, name)
@@ -215,7 +215,7 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     values = read_flow_and_config(where, run)[1].model_dump(mode="json")
     values["train"] |= placement
     values["run"]["ray_address"] = where.ray_address
-    return validated(values)
+    return validate_config(values)
 
 
 def _check_versions_are_replayable(
@@ -238,7 +238,7 @@ def _check_versions_are_replayable(
     parent = (record or {}).get("parent")
     if parent and checkpoint_version < parent["at"] and last_version > checkpoint_version:
         origin = store.read_json(RunKeys(parent["run"]).record)
-        if origin is not None and training_options(validated(origin["config"])) != training_options(config):
+        if origin is not None and training_options(validate_config(origin["config"])) != training_options(config):
             raise RunError(
                 f"run {keys.run!r} is a fork of {parent['run']!r} with other training options, and its first "
                 f"{parent['at']} rounds were trained with the options of {parent['run']!r}: replay those rounds with "
@@ -269,7 +269,7 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
     group = TrainerGroup(cluster, spec)
     try:
-        base = CheckpointRef.model_validate(store.read_json(keys.origin("base")))
+        base = CheckpointRef.model_validate(store.read_json(keys.origin_key("base")))
         yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
@@ -280,7 +280,7 @@ def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
     """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
     from penstock.engines.families.shape import ModelShape
 
-    base = store.read_json(keys.origin("base"))
+    base = store.read_json(keys.origin_key("base"))
     if base is None:
         raise RunError(
             f"run {keys.run!r} has no initial weights and has not trained any round: there is nothing to replay"

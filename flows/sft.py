@@ -20,10 +20,10 @@ def sft(config: PostTrainConfig) -> None:
     with Session("sft", config) as session:
         tasks.convert(session)
         tasks.restore(session)
-        due = tasks.schedule(session)
-        for r in session.rounds():
+        due = tasks.build_stage_schedule(session)
+        for r in session.remaining_rounds():
             demonstrations = tasks.demonstrate(session, r)
             tasks.train(session, demonstrations)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        tasks.finish(session)
+        tasks.publish_results(session)

@@ -27,14 +27,14 @@ def convert(session: Session) -> CheckpointRef:
     cluster = session.processes.cluster
     for name, path in session.config.train.auxiliary_models.items():
         session.pin_model(name, path, import_model(cluster, session.store, config, path))
-    return session.set_base(run_conversion(cluster, session.store, config, verify=True))
+    return session.pin_base_model(run_conversion(cluster, session.store, config, verify=True))
 
 
 @stage("restore")
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy, unless all rounds are trained. The engines load meanwhile."""
     session.processes.materialize_fork()
-    version = session.num_trained()
+    version = session.num_trained_rounds()
     if version < session.config.run.num_rollout:
         session.processes.restore_trainer_at(version)
 
@@ -46,7 +46,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
     from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
-    prefix = session.keys.rollout(rollout_id)
+    prefix = session.keys.rollout_prefix(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
         with session.display.progress("samples") as report, session.processes.engines_at(rollout_id) as engines:
@@ -74,7 +74,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     from penstock.stages.rollout.rollout import RolloutContext
     from penstock.stages.rollout.sft_data import sft_data_stage
 
-    prefix = session.keys.rollout(rollout_id)
+    prefix = session.keys.rollout_prefix(rollout_id)
     commit = session.store.committed(prefix)
     if commit is None:
         context = RolloutContext(
@@ -91,8 +91,8 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     from penstock.stages.train.restore import step_ref
 
     r = rollout.rollout_id
-    prefix = session.keys.step(r)
-    commit = session.store.committed(prefix) or session.processes.policy.train_round(r)
+    prefix = session.keys.step_prefix(r)
+    commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
     return step_ref(session.keys, session.print_and_track(prefix, commit))
 
 
@@ -100,7 +100,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless the rollout of that version is committed or not needed."""
     if session.needs_rollout(version):
-        session.processes.publish(version)
+        session.processes.publish_weights(version)
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -118,13 +118,15 @@ def checkpoint(session: Session, version: int) -> None:
 @stage("checkpoint-{version:06d}")
 def save(session: Session, version: int) -> CheckpointRef:
     """Save policy `version` with its optimizer state, then remove old checkpoints."""
-    prefix = session.keys.checkpoint(version)
+    prefix = session.keys.checkpoint_prefix(version)
     if session.store.committed(prefix) is None:
-        session.processes.policy.save_checkpoint(version)
+        session.processes.policy_restorer.save_checkpoint(version)
     commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
     run = session.config.run
     if run.keep_checkpoints is not None:
-        expired = expire_checkpoints(session.store, session.keys, keep=run.keep_checkpoints, best=run.keep_best)
+        expired = expire_checkpoints(
+            session.store, session.keys, num_to_keep=run.keep_checkpoints, best_metric=run.keep_best
+        )
         if expired:
             session.display.note(f"removed old checkpoints: {', '.join(map(str, expired))}")
     uri = session.store.path(commit.attempt or "")
@@ -140,10 +142,12 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     evals = session.config.eval
-    prefix = session.keys.eval(version, name)
+    prefix = session.keys.eval_prefix(version, name)
     commit = session.store.committed(prefix)
     if commit is None:
-        config = session.config.rollout.model_copy(update=evals.overrides(dict(evals.eval_prompt_data)[name], name))
+        config = session.config.rollout.model_copy(
+            update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
+        )
         source = PromptSource.open(config)
         with session.display.progress(f"eval {name}") as report, session.processes.engines_at(version) as engines:
             context = RolloutContext(
@@ -155,7 +159,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.connect,
+                connect=session.processes.engine_client_factory,
             )
             commit = rollout_stage(
                 context,
@@ -165,7 +169,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 summarize=lambda samples: compute_eval_metrics(
                     samples,
                     name,
-                    pass_threshold=evals.settings(name).get("pass_threshold"),
+                    pass_threshold=evals.data_set_settings(name).get("pass_threshold"),
                     require_pass_rate=evals.log_passrate,
                 ),
             )
@@ -188,7 +192,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
-    missing = [name for name in names if session.store.committed(session.keys.eval(version, name)) is None]
+    missing = [name for name in names if session.store.committed(session.keys.eval_prefix(version, name)) is None]
     if (
         len(missing) > 1 and not session.config.rollout.agent_endpoint_port
     ):  # parallel evaluations cannot share a fixed port
@@ -201,10 +205,10 @@ def export(session: Session, version: int) -> CheckpointRef:
     """Export policy `version` as a Hugging Face directory."""
     from penstock.stages.convert.to_hf import export_hf
 
-    prefix = session.keys.export(version)
+    prefix = session.keys.export_prefix(version)
     commit = session.store.committed(prefix)
     if commit is None:
-        checkpoint = session.keys.checkpoint(version)
+        checkpoint = session.keys.checkpoint_prefix(version)
         commit = session.processes.cluster.run(
             export_hf,
             session.store,
@@ -219,14 +223,14 @@ def export(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
-def finish(session: Session) -> None:
+def publish_results(session: Session) -> None:
     """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
     session.wait_for_checkpoint()
-    table = "\n".join(f"| {title} | {text} |" for title, text in session.finish().items())
+    table = "\n".join(f"| {title} | {text} |" for title, text in session.print_results().items())
     publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 
 
-def schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
+def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
     evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish."""
     run, evals = session.config.run, session.config.eval

@@ -57,7 +57,7 @@ class Plugin:
     """
 
     def __init__(self, path: str, parameters: Sequence[str], *, default_name: str, timeout: float) -> None:
-        self.function = load_checked(path, default_name, parameters)
+        self.function = load_checked_function(path, default_name, parameters)
         self.name = describe_function(self.function, path)
         self.timeout = timeout
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ def describe_function(function: Callable[..., Any], path: str) -> str:
     return f"{getattr(function, '__qualname__', type(function).__qualname__)} of {path.rpartition(':')[0] or path}"
 
 
-def load_checked(path: str, default_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+def load_checked_function(path: str, default_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """Load the function that `path` names and check its signature.
 
     Raises:

@@ -120,7 +120,7 @@ def fsync_files(files: Sequence[Path], top: Path) -> None:
     for file in files:
         directories.update(parent for parent in file.parents if parent.is_relative_to(top))
     with translate_disk_full(top):
-        in_parallel(fsync, files, _NUM_READERS)
+        map_in_threads(fsync, files, _NUM_READERS)
         for directory in directories:
             fsync(directory)
 
@@ -196,7 +196,7 @@ def file_records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRec
         key = f"{attempt}/{file.relative_to(top).as_posix()}"
         return FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows)
 
-    return in_parallel(record, files, _NUM_READERS)
+    return map_in_threads(record, files, _NUM_READERS)
 
 
 def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
@@ -215,7 +215,7 @@ def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
         if xxh3 != record.xxh3:
             raise hash_mismatch_error(str(path), record.xxh3, xxh3)
 
-    in_parallel(verify, files, _NUM_READERS)
+    map_in_threads(verify, files, _NUM_READERS)
 
 
 def hash_file(path: str | Path) -> str:
@@ -239,7 +239,7 @@ def hash_mismatch_error(path: str, expected: str, found: str) -> StoreError:
     return StoreError(f"{path} has hash {found}, but was committed with {expected}: restore it from a backup")
 
 
-def in_parallel(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
+def map_in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
     """Apply a function to items in threads and return the results in the order of the items.
 
     The first exception, in the order of the items, is raised; calls that have not started by then are cancelled.

@@ -28,7 +28,7 @@ from penstock.storage.disk import (
     CHUNK,
     hash_file,
     hash_mismatch_error,
-    in_parallel,
+    map_in_threads,
     size_mismatch_error,
     translate_disk_full,
 )
@@ -234,7 +234,7 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
         if stored != num_bytes:
             raise OSError(errno.EIO, f"the upload was truncated: {stored} of {num_bytes} bytes were stored")
 
-    in_parallel(lambda job: call_with_retries(lambda: put(*job), f"uploading {job[1]}"), files, _NUM_FILES)
+    map_in_threads(lambda job: call_with_retries(lambda: put(*job), f"uploading {job[1]}"), files, _NUM_FILES)
 
 
 def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecord, Path]]) -> None:
@@ -261,7 +261,7 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
             file.seek(start)
             file.write(data)
 
-    sizes = in_parallel(lambda job: size(fs, job[0]), files, _NUM_RANGES)
+    sizes = map_in_threads(lambda job: size(fs, job[0]), files, _NUM_RANGES)
     for (path, record, _), stored in zip(files, sizes, strict=True):
         if stored != record.bytes:
             raise size_mismatch_error(path, record.bytes, stored)
@@ -276,8 +276,8 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
             for path, record, target in pending
             for start in range(0, record.bytes, CHUNK)
         ]
-        in_parallel(lambda job: fetch(*job), ranges, _NUM_RANGES)
-        hashes = in_parallel(lambda job: hash_file(job[2]), pending, _NUM_RANGES)
+        map_in_threads(lambda job: fetch(*job), ranges, _NUM_RANGES)
+        hashes = map_in_threads(lambda job: hash_file(job[2]), pending, _NUM_RANGES)
         wrong = [(job, xxh3) for job, xxh3 in zip(pending, hashes, strict=True) if xxh3 != job[1].xxh3]
         if not wrong:
             return

@@ -164,31 +164,36 @@ ORIGINS = ("base", "reference", "teacher")  # roles of the models that a run sta
 
 
 class RunKeys:
-    """The store keys of one run. The methods named like a stage return the prefix under which the stage writes files;
-    its commit record is at `commit_key(prefix)`."""
+    """The store keys of one run. A stage writes its files under the prefix that `rollout_prefix`, `step_prefix`, ...
+    return; its commit record is at `commit_key(prefix)`."""
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
 
-    def origin(self, role: str) -> str:
+    def origin_key(self, role: str) -> str:
         """Return the key of the record that refers to the model in the role `role`, one of ORIGINS."""
         return f"{self.prefix}/{role}.json"
 
-    def rollout(self, rollout_id: int) -> str:
+    def rollout_prefix(self, rollout_id: int) -> str:
+        """Return the prefix of the rollout of round `rollout_id`."""
         return f"{self.prefix}/rollouts/{rollout_id:06d}"
 
-    def step(self, rollout_id: int) -> str:
+    def step_prefix(self, rollout_id: int) -> str:
+        """Return the prefix of the training step on rollout `rollout_id`."""
         return f"{self.prefix}/steps/{rollout_id:06d}"
 
-    def checkpoint(self, policy_version: int) -> str:
+    def checkpoint_prefix(self, policy_version: int) -> str:
+        """Return the prefix of the checkpoint of policy `policy_version`."""
         return f"{self.prefix}/checkpoints/{policy_version:06d}"
 
-    def eval(self, policy_version: int, task: str) -> str:
+    def eval_prefix(self, policy_version: int, task: str) -> str:
+        """Return the prefix of the evaluation of policy `policy_version` on the data set `task`."""
         return f"{self.prefix}/evals/{policy_version:06d}/{task}"
 
-    def export(self, policy_version: int) -> str:
+    def export_prefix(self, policy_version: int) -> str:
+        """Return the prefix of the Hugging Face export of policy `policy_version`."""
         return f"{self.prefix}/exports/{policy_version:06d}"
 
 

@@ -4,7 +4,7 @@
     secret-file:PATH    the content of a file that only its owner can read
 
 `hide_literal_secrets` replaces literal secrets by `env:PENSTOCK_SECRET_...` and keeps their values in this process;
-`reveal` returns the secrets that references stand for.
+`resolve_secrets` returns the secrets that references stand for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this
 
 
 def hide_literal_secrets(path: str, value: Any) -> Any:
-    """Return a config value with its literal secrets replaced by references that `reveal` resolves in this process.
+    """Return a config value with its literal secrets replaced by references that only this process can resolve.
 
     Args:
         path: name of the option, for instance `store_options`; it becomes part of the reference.
@@ -51,16 +51,16 @@ def contains_hidden_secret(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(ENV) and value.removeprefix(ENV) in _hidden
 
 
-def reveal(value: Any) -> Any:
+def resolve_secrets(value: Any) -> Any:
     """Return a config value with references to secrets (env:NAME, secret-file:PATH) replaced by the secrets.
 
     Raises:
         OptionError: an environment variable is not set, or a secret file is missing or readable by other users.
     """
     if isinstance(value, dict):
-        return {name: reveal(item) for name, item in value.items()}
+        return {name: resolve_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [reveal(item) for item in value]
+        return [resolve_secrets(item) for item in value]
     if not isinstance(value, str) or not is_reference(value):
         return value
     if value.startswith(FILE):

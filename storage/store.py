@@ -29,7 +29,7 @@ from penstock.storage.failpoints import failpoint
 from penstock.storage.keys import describe_key_problem
 from penstock.storage.maintenance import leases
 from penstock.storage.refs import Commit, FileRecord, commit_key, decode_record, encode_commit
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 __all__ = ["AttemptFiles", "Store", "StoredFile", "hash_file"]
@@ -78,7 +78,7 @@ class Store:
                 f"store {uri!r} contains credentials: give them as --store-options NAME=env:VARIABLE "
                 "(or NAME=secret-file:PATH)"
             )
-        self.options = reveal(options or {})
+        self.options = resolve_secrets(options or {})
         self.single_writer = single_writer
         self.fs, root = objects.open_file_system(uri, self.options)
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -146,7 +146,7 @@ class Store:
             failpoint("commit-before-seal")
             seal = leases.seal_attempt_against_deletion(self, commit)
             failpoint("commit-sealed")
-            seal.check()
+            seal.raise_if_expired()
         created = self.create(commit_key(prefix), encode_commit(commit))
         existing = commit if created else self.committed(prefix)
         assert existing is not None, f"the commit record of {prefix} was neither created nor found"
@@ -318,7 +318,7 @@ class Store:
             return Path(self.path(key)).exists() if self.is_local else self.read(key) is not None
 
         candidates = sorted(indices)
-        results = disk.in_parallel(is_committed, candidates, 1 if self.is_local else _NUM_REQUESTS)
+        results = disk.map_in_threads(is_committed, candidates, 1 if self.is_local else _NUM_REQUESTS)
         return {index for index, committed in zip(candidates, results, strict=True) if committed}
 
     # ---- housekeeping ------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class Store:
             with suppress(FileNotFoundError):
                 self._access_with_retries(lambda: self.fs.rm_file(self.path(key)), key)
 
-        disk.in_parallel(remove, keys, _NUM_REQUESTS)
+        disk.map_in_threads(remove, keys, _NUM_REQUESTS)
 
     def remove_empty_directories(self, prefix: str) -> None:
         """Remove the empty directories under `prefix`. Does nothing unless the store is local."""

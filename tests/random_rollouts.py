@@ -35,9 +35,9 @@ def samples(rollout_id: int, count: int = 32) -> list[Sample]:
 def commit_rollouts(store: Store, keys: RunKeys, count: int) -> None:
     """The first rounds of a run, generated and graded."""
     for rollout_id in range(count):
-        attempt = store.new_attempt(keys.rollout(rollout_id))
+        attempt = store.new_attempt(keys.rollout_prefix(rollout_id))
         with store.writing(attempt) as out:
             write_shards(out.path, samples(rollout_id))
         store.commit(
-            keys.rollout(rollout_id), Commit(kind="rollout", index=rollout_id, attempt=attempt, files=out.files)
+            keys.rollout_prefix(rollout_id), Commit(kind="rollout", index=rollout_id, attempt=attempt, files=out.files)
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
-from penstock.engines.families.entries import ConfigEntries, read_config, read_rotary, refuse_unsupported
+from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary_from_config
 from penstock.engines.families.external import load_family
 from penstock.engines.families.family import Family
 from penstock.engines.families.glm4 import GLM, GLM4
@@ -88,7 +88,7 @@ def shape_from_config(
     try:
         fields |= family.read(config)
         if "rotary" not in fields:
-            fields["rotary"] = read_rotary(config)
+            fields["rotary"] = rotary_from_config(config)
         shape = ModelShape.model_validate(fields, extra="forbid")
     except Exception as error:
         if family is not external or isinstance(error, PenstockError):

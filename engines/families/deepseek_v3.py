@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engines.families.entries import ConfigEntries, read_rotary, refuse_attention_bias
+from penstock.engines.families.entries import ConfigEntries, refuse_attention_bias, rotary_from_config
 from penstock.engines.families.family import Family
 from penstock.engines.families.ops import TensorRow
 from penstock.engines.families.rows import embedding_rows, mla_rows, mlp_rows, norm_rows
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, ModelShape
 
 
-def read_deepseek_v3(config: ConfigEntries) -> dict[str, Any]:
+def deepseek_v3_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a DeepSeek-V3, Kimi K2 or Moonlight config.json."""
     return _read_latent_model(config, config["first_k_dense_replace"] or 0)
 
 
-def read_glm4_moe_lite(config: ConfigEntries) -> dict[str, Any]:
+def glm4_moe_lite_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a GLM-4.7-Flash config.json, whose dense layers are given by
     `first_k_dense_replace`, `mlp_layer_types` or both."""
     kinds, dense = config["mlp_layer_types"], config["first_k_dense_replace"]
@@ -50,7 +50,7 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
             "but latent attention needs equal numbers",
         )
     latent = LatentAttention(**{name: config[name] for name in LatentAttention.model_fields})
-    rope = read_rotary(config, interleaved=bool(config["rope_interleave"]))
+    rope = rotary_from_config(config, interleaved=bool(config["rope_interleave"]))
     if isinstance(rope.scaling, Llama3Scaling):
         config.refuse("rope_type 'llama3'", "but with latent attention Penstock supports only YaRN or no RoPE scaling")
     return {
@@ -59,12 +59,12 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
         "qk_layernorm": True,
         "latent": latent,
         "rotary": rope,
-        "experts": read_experts(config, num_dense_layers),
+        "experts": experts_from_config(config, num_dense_layers),
         "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
     }
 
 
-def read_experts(config: ConfigEntries, num_dense_layers: int) -> Experts:
+def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts:
     """Return the MoE settings of a DeepSeek-style model: sigmoid scores, a frozen score correction, expert groups and
     shared experts."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
@@ -132,7 +132,7 @@ DEEPSEEK_V3 = Family(
         v_head_dim=128,
         rope_interleave=True,
     ),
-    read=read_deepseek_v3,
+    read=deepseek_v3_shape_fields,
     rows=deepseek_v3_rows,
     expert_entries=expert_entries,
 )
@@ -163,7 +163,7 @@ GLM4_MOE_LITE = Family(
         v_head_dim=256,
         rope_interleave=True,
     ),
-    read=read_glm4_moe_lite,
+    read=glm4_moe_lite_shape_fields,
     rows=deepseek_v3_rows,
     expert_entries=lambda num_dense, num_layers: {
         "first_k_dense_replace": num_dense,

@@ -201,7 +201,7 @@ def to_short_json(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read_rotary(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
+def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved: bool = False) -> Rotary:
     """Return the RoPE settings of a config.json: its entries `rope_theta` and `rope_scaling` or, since transformers 5,
     `rope_parameters`.
 

@@ -5,32 +5,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engines.families.entries import ConfigEntries, read_rotary
+from penstock.engines.families.entries import ConfigEntries, rotary_from_config
 from penstock.engines.families.family import Family
 from penstock.engines.families.ops import TensorRow
-from penstock.engines.families.rows import attention_rows, embedding_rows, layer_row, norm_rows
+from penstock.engines.families.rows import attention_rows, embedding_rows, norm_rows, unconverted_layer_row
 from penstock.engines.families.shape import ModelShape
 
 
-def read_glm(config: ConfigEntries) -> dict[str, Any]:
+def glm_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of an older GLM's config.json."""
-    return {"qkv_bias": bool(config["attention_bias"]), "rotary": read_rotary(config, fraction=0.5, interleaved=True)}
+    return {
+        "qkv_bias": bool(config["attention_bias"]),
+        "rotary": rotary_from_config(config, fraction=0.5, interleaved=True),
+    }
 
 
-def read_glm4(config: ConfigEntries) -> dict[str, Any]:
+def glm4_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a GLM-4 config.json."""
-    return read_glm(config) | {"sandwich_norms": True}
+    return glm_shape_fields(config) | {"sandwich_norms": True}
 
 
 def glm_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the tensor table of a GLM. Megatron and Hugging Face both fuse gate and up projections, in this order."""
     hidden, width = shape.hidden_size, shape.ffn_hidden_size
     fused_mlp = [
-        layer_row(shape, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", (2 * width, hidden)),
-        layer_row(shape, "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, width)),
+        unconverted_layer_row(shape, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", (2 * width, hidden)),
+        unconverted_layer_row(shape, "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, width)),
     ]
     sandwich = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight") if shape.sandwich_norms else ()
-    post_norms = [layer_row(shape, name, name, (hidden,)) for name in sandwich]
+    post_norms = [unconverted_layer_row(shape, name, name, (hidden,)) for name in sandwich]
     return [*embedding_rows(shape), *norm_rows(shape), *attention_rows(shape), *fused_mlp, *post_norms]
 
 
@@ -47,13 +50,18 @@ _DEFAULTS = dict(
     attention_bias=True,
 )
 GLM = Family(
-    name="glm", architecture="GlmForCausalLM", model_types=("glm",), defaults=_DEFAULTS, read=read_glm, rows=glm_rows
+    name="glm",
+    architecture="GlmForCausalLM",
+    model_types=("glm",),
+    defaults=_DEFAULTS,
+    read=glm_shape_fields,
+    rows=glm_rows,
 )
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
     model_types=("glm4",),
     defaults=_DEFAULTS,
-    read=read_glm4,
+    read=glm4_shape_fields,
     rows=glm_rows,
 )

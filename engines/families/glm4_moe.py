@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engines.families.deepseek_v3 import expert_entries, read_experts
-from penstock.engines.families.entries import ConfigEntries, read_rotary
+from penstock.engines.families.deepseek_v3 import expert_entries, experts_from_config
+from penstock.engines.families.entries import ConfigEntries, rotary_from_config
 from penstock.engines.families.family import Family
 
 
-def read_glm4_moe(config: ConfigEntries) -> dict[str, Any]:
+def glm4_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of the config.json of GLM-4.5, 4.6 or 4.7."""
     return {
         "qkv_bias": bool(config["attention_bias"]),
         "qk_layernorm": bool(config["use_qk_norm"]),
-        "rotary": read_rotary(config, fraction=0.5),
-        "experts": read_experts(config, config["first_k_dense_replace"] or 0),
+        "rotary": rotary_from_config(config, fraction=0.5),
+        "experts": experts_from_config(config, config["first_k_dense_replace"] or 0),
         "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
     }
 
@@ -44,6 +44,6 @@ GLM4_MOE = Family(
         first_k_dense_replace=1,
         norm_topk_prob=True,
     ),
-    read=read_glm4_moe,
+    read=glm4_moe_shape_fields,
     expert_entries=expert_entries,
 )

@@ -11,7 +11,7 @@ from penstock.engines.families.entries import ConfigEntries, refuse_attention_bi
 from penstock.engines.families.family import Family
 
 
-def read_llama(config: ConfigEntries) -> dict[str, Any]:
+def llama_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Llama config.json."""
     refuse_attention_bias(config)
     if config["mlp_bias"]:
@@ -19,14 +19,14 @@ def read_llama(config: ConfigEntries) -> dict[str, Any]:
     return {}
 
 
-def read_qwen2(config: ConfigEntries) -> dict[str, Any]:
+def qwen2_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen2 config.json. Qwen2 always has QKV biases; config.json has no entry for
     them."""
     refuse_sliding_windows(config)
     return {"qkv_bias": True}
 
 
-def read_qwen3(config: ConfigEntries) -> dict[str, Any]:
+def qwen3_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen3 config.json."""
     refuse_attention_bias(config)
     refuse_sliding_windows(config)
@@ -46,7 +46,7 @@ LLAMA = Family(
         max_position_embeddings=2048,
         rms_norm_eps=1e-6,
     ),
-    read=read_llama,
+    read=llama_shape_fields,
 )
 _QWEN = dict(
     vocab_size=151936,
@@ -60,11 +60,13 @@ _QWEN = dict(
     max_window_layers=28,
     sliding_window=4096,
 )
-QWEN2 = Family(name="qwen2", architecture="Qwen2ForCausalLM", model_types=("qwen2",), defaults=_QWEN, read=read_qwen2)
+QWEN2 = Family(
+    name="qwen2", architecture="Qwen2ForCausalLM", model_types=("qwen2",), defaults=_QWEN, read=qwen2_shape_fields
+)
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     model_types=("qwen3",),
     defaults=_QWEN | {"head_dim": 128},
-    read=read_qwen3,
+    read=qwen3_shape_fields,
 )

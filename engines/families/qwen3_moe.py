@@ -6,11 +6,11 @@ from typing import Any
 
 from penstock.engines.families.entries import ConfigEntries
 from penstock.engines.families.family import Family
-from penstock.engines.families.llama import read_qwen3
+from penstock.engines.families.llama import qwen3_shape_fields
 from penstock.engines.families.shape import Experts
 
 
-def read_qwen3_moe(config: ConfigEntries) -> dict[str, Any]:
+def qwen3_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen3-MoE config.json. Dense layers must come before all layers with
     experts."""
     dense = sorted(config["mlp_only_layers"] or [])
@@ -32,7 +32,7 @@ def read_qwen3_moe(config: ConfigEntries) -> dict[str, Any]:
         num_dense_layers=len(dense),
         normalized=bool(config["norm_topk_prob"]),
     )
-    return read_qwen3(config) | {"experts": experts}
+    return qwen3_shape_fields(config) | {"experts": experts}
 
 
 QWEN3_MOE = Family(
@@ -55,6 +55,6 @@ QWEN3_MOE = Family(
         num_experts=128,
         norm_topk_prob=False,
     ),
-    read=read_qwen3_moe,
+    read=qwen3_moe_shape_fields,
     expert_entries=lambda num_dense, num_layers: {"mlp_only_layers": list(range(num_dense))},
 )

@@ -32,8 +32,8 @@ def norm_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the tensor table rows of the norms before attention and before the MLP."""
     size = (shape.hidden_size,)
     return [
-        layer_row(shape, "input_layernorm.weight", "input_layernorm.weight", size),
-        layer_row(shape, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", size),
+        unconverted_layer_row(shape, "input_layernorm.weight", "input_layernorm.weight", size),
+        unconverted_layer_row(shape, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", size),
     ]
 
 
@@ -52,9 +52,15 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
         )
         for kind, columns in ({"weight": (hidden,), "bias": ()} if shape.qkv_bias else {"weight": (hidden,)}).items()
     ]
-    rows.append(layer_row(shape, "self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * dim)))
+    rows.append(
+        unconverted_layer_row(
+            shape, "self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * dim)
+        )
+    )
     for x in "qk" if shape.qk_layernorm else "":
-        rows.append(layer_row(shape, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", (dim,)))
+        rows.append(
+            unconverted_layer_row(shape, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", (dim,))
+        )
     return rows
 
 
@@ -80,7 +86,7 @@ def mla_rows(shape: ModelShape) -> list[TensorRow]:
         "linear_proj": ("o_proj", (hidden, heads * latent.v_head_dim)),
     }
     return [
-        layer_row(shape, f"self_attention.{name}.weight", f"self_attn.{hf}.weight", size)
+        unconverted_layer_row(shape, f"self_attention.{name}.weight", f"self_attn.{hf}.weight", size)
         for name, (hf, size) in tensors.items()
     ]
 
@@ -118,7 +124,7 @@ def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_e
     ]
 
 
-def layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple[int, ...]) -> TensorRow:
+def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple[int, ...]) -> TensorRow:
     """Return the tensor table row of a tensor that every layer has and that is identical in both formats."""
     return TensorRow(MEGATRON + megatron, Same(), {HF + hf: size}, layers=range(shape.num_layers))
 

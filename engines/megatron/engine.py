@@ -290,7 +290,7 @@ class MegatronEngine:
         self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.digest()
 
-    def snapshot(self) -> weights.Snapshot:
+    def snapshot_weights(self) -> weights.Snapshot:
         """Copy this rank's weight shards to host memory, for `using_weights`. Not collective."""
         return weights.copy_weights_to_host(self._synced_chunks())
 

@@ -179,7 +179,7 @@ def _indices_after_context_gather(lengths: list[int], context: int) -> Tensor:
 
 
 def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]:
-    """Group the sequences of a stream by length (see `bucket_length`), so that padding each group to a batch is cheap.
+    """Group the sequences of a stream by length (`round_up_to_bucket_length`), so that padding each group is cheap.
 
     For example, 256 sequences of about 10 tokens become one bucket: one attention call per layer instead of 256.
 
@@ -190,7 +190,7 @@ def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]
     groups: dict[int, list[int]] = {}
     for index, (start, end) in enumerate(pairwise(key_starts)):
         if query_starts[index + 1] > query_starts[index]:
-            groups.setdefault(bucket_length(end - start), []).append(index)
+            groups.setdefault(round_up_to_bucket_length(end - start), []).append(index)
     buckets = []
     for _, group in sorted(groups.items()):
         queries = torch.tensor([query_starts[index : index + 2] for index in group])
@@ -209,7 +209,7 @@ def make_buckets(query_starts: list[int], key_starts: list[int]) -> list[Bucket]
     return buckets
 
 
-def bucket_length(length: int) -> int:
+def round_up_to_bucket_length(length: int) -> int:
     """Return `length` rounded up to the next of 16, 24, 32, 48, 64, 96, ... (two sizes per power of two)."""
     size = 16
     while length > size:

@@ -17,7 +17,7 @@ import xxhash
 from megatron.core import parallel_state
 from torch import Tensor
 
-from penstock.engines.megatron.model.gpt import PolicyModel, is_expert
+from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -45,7 +45,7 @@ class GlobalTensor:
             shard: this rank's shard.
             stage: pipeline rank of this process.
         """
-        ranks = parallel_state.get_expert_model_parallel_world_size() if is_expert(name) else 1
+        ranks = parallel_state.get_expert_model_parallel_world_size() if is_routed_expert_parameter(name) else 1
         names = tuple(_global_name(chunk, name, rank) for rank in range(ranks))
         sizes, axis = list(shard.shape), sharded_axis(shard)
         if axis is not None:
@@ -95,7 +95,7 @@ def has_row_per_vocab_entry(name: str) -> bool:
 def sharding_group(name: str) -> dist.ProcessGroup:
     """Return the process group over which the weight of this name is sharded: the experts' tensor-parallel group for an
     expert's weight, otherwise the tensor-parallel group."""
-    if is_expert(name):
+    if is_routed_expert_parameter(name):
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
@@ -122,7 +122,7 @@ def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
 def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
     """Return the global name of a weight with the local name `name` on the expert-parallel rank `expert_rank`."""
     name = LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
-    if is_expert(name):
+    if is_routed_expert_parameter(name):
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         name = EXPERT.sub(lambda match: f".local_experts.{int(match[1]) + expert_rank * experts}.", name)
     return name

@@ -34,7 +34,9 @@ class ExternalReplica(Replica):
         self.spec = spec
         self.index = index
         self.backend = backend
-        self.client = backend.connect(lambda: [])  # only its `health` and `version` are used, which take an address
+        self.client = backend.connect(
+            lambda: []
+        )  # only its `generates_tokens` and `version` are used, which take an address
         self.known_url = self._url = engine_url(address)
         if key := spec.args.get("api_key"):
             keys.set_api_key(self._url, key)
@@ -54,7 +56,7 @@ class ExternalReplica(Replica):
             StartCancelled: `cancelled` returned True while waiting.
         """
         while not self._checked:
-            if self.client.health(self._url):
+            if self.client.generates_tokens(self._url):
                 self.backend.check_external_server(self._url, self.spec.model_path)
                 self._checked = True
             elif cancelled():

@@ -12,23 +12,28 @@ from penstock.engines.families.shape import ModelShape
 class EngineMemory:
     """Memory of one GPU of an engine, in bytes."""
 
-    weights: int
-    static: int  # for weights and KV cache together
-    token: int  # KV cache of one token
+    weight_bytes: int
+    static_bytes: int  # for weights and KV cache together
+    bytes_per_token: int  # KV cache of one token
 
     @property
-    def kv_cache(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """Bytes left for the KV cache; 0 if the weights take all."""
-        return max(0, self.static - self.weights)
+        return max(0, self.static_bytes - self.weight_bytes)
 
     @property
-    def tokens(self) -> int:
+    def num_kv_cache_tokens(self) -> int:
         """Number of tokens that fit in the KV cache."""
-        return self.kv_cache // self.token
+        return self.kv_cache_bytes // self.bytes_per_token
 
 
-def engine_memory(
-    shape: ModelShape, gpus_per_engine: int, static: int, *, weight_bytes: float = 2, kv_bytes: int = 2
+def estimate_engine_memory(
+    shape: ModelShape,
+    gpus_per_engine: int,
+    static_bytes: int,
+    *,
+    bytes_per_weight: float = 2,
+    bytes_per_kv_element: int = 2,
 ) -> EngineMemory:
     """Return the memory of one GPU of an engine.
 
@@ -36,9 +41,9 @@ def engine_memory(
         shape: shape of the model.
         gpus_per_engine: tensor-parallel size of the engine. Key-value heads are replicated if there are fewer; the
             latent vectors of latent attention always are.
-        static: bytes of the GPU for weights and KV cache together.
-        weight_bytes: bytes of a weight.
-        kv_bytes: bytes of an element of the KV cache.
+        static_bytes: bytes of the GPU for weights and KV cache together.
+        bytes_per_weight: bytes of a weight.
+        bytes_per_kv_element: bytes of an element of the KV cache.
     """
     parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
     if shape.latent:
@@ -48,4 +53,6 @@ def engine_memory(
         width = 2 * heads * shape.head_dim
         replicated = heads - shape.num_query_groups / gpus_per_engine
         parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * shape.num_layers)
-    return EngineMemory(round(weight_bytes * parameters), static, kv_bytes * width * shape.num_layers)
+    return EngineMemory(
+        round(bytes_per_weight * parameters), static_bytes, bytes_per_kv_element * width * shape.num_layers
+    )

@@ -20,7 +20,7 @@ from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_r
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.engines.weights.routes import ProcessPlace
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 
 class EnginePool:
@@ -32,7 +32,7 @@ class EnginePool:
         cluster: the Ray connection that runs the actors.
         spec: model and settings of every server.
         num_engines: number of servers, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
-        offset: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which uses the first.
+        first_gpu: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which starts at 0.
         health: health-check settings within `serving`.
         external: host:port of external engines; if given, the pool starts no engines itself.
         backend: the engine implementation.
@@ -46,7 +46,7 @@ class EnginePool:
         cluster: Cluster,
         spec: ServerSpec,
         num_engines: int = 1,
-        offset: int = 0,
+        first_gpu: int = 0,
         health: HealthCheck | None = None,
         *,
         external: Sequence[str] = (),
@@ -66,7 +66,7 @@ class EnginePool:
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
         else:
-            slots = cluster.place_processes(num_engines, spec.tensor_parallel, offset)
+            slots = cluster.place_processes(num_engines, spec.tensor_parallel, first_gpu)
             self._replicas += [
                 RayReplica(cluster, spec, index, slot, owner, backend) for index, slot in enumerate(slots)
             ]
@@ -198,7 +198,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
         LayoutError: the cluster has too few GPUs.
     """
     has_gpus = cluster.num_gpus > 0
-    options = options.replace_spec_fields(args=reveal(options.spec.args))
+    options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(
         update={
             "args": backend.server_args(options, has_gpus=has_gpus),

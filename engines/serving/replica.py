@@ -83,7 +83,7 @@ class Replica(ABC):
 
     def generates_tokens(self, timeout: float) -> bool:
         """Return whether the server runs and generates tokens within `timeout` seconds."""
-        return self.alive() and self.client.health(self._address(), timeout)
+        return self.alive() and self.client.generates_tokens(self._address(), timeout)
 
     def _address(self) -> str:
         """Return the address for health checks."""
@@ -140,7 +140,7 @@ class RayReplica(Replica):
         self.backend = backend
         self.client = backend.connect(
             lambda: []
-        )  # only its `health` and `weight_version` are used, which take an address
+        )  # only its `generates_tokens` and `weight_version` are used, which take an address
         self._log = ""
         self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
         self._deadline = 0.0

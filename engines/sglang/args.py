@@ -145,7 +145,7 @@ def add_return_experts_flag(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, name: True}
 
 
-def command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
+def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
     """Return a program's flags as a list of command-line arguments.
 
     `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary

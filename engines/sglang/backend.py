@@ -18,7 +18,7 @@ from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
 from penstock.storage.errors import EngineError, OptionError
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -87,7 +87,7 @@ class SGLangBackend(EngineBackend):
             return None
         from penstock.engines.sglang.router import SGLangRouter
 
-        args = check_router_args(reveal(options.router))
+        args = check_router_args(resolve_secrets(options.router))
         return SGLangRouter(args, options.spec.log_dir, max_restarts=options.router_restarts)
 
     def check_options(self, options: EngineOptions) -> None:
@@ -122,19 +122,19 @@ class SGLangBackend(EngineBackend):
                     ) from None
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        from penstock.engines.serving.memory import engine_memory
+        from penstock.engines.serving.memory import estimate_engine_memory
 
         args = check_sglang_args(options.spec.args)
         share = args.get("mem_fraction_static")
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):
             raise EngineError(f"--sglang-mem-fraction-static takes a number between 0 and 1; found {str(share)[:80]!r}")
         quantized, dtype = args.get("quantization"), str(args.get("dtype", "auto"))
-        return engine_memory(
+        return estimate_engine_memory(
             shape,
             options.gpus_per_engine,
             round((share or STATIC_SHARE) * gpu_bytes),
-            weight_bytes=1 if quantized else 4 if dtype in ("float", "float32") else 2,
-            kv_bytes=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+            bytes_per_weight=1 if quantized else 4 if dtype in ("float", "float32") else 2,
+            bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         )
 
     def check_external_server(self, url: str, model_path: str) -> None:

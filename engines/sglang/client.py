@@ -112,12 +112,12 @@ class SGLangClient(EngineClient):
         self._weight_sender.update(self.urls, named, version, transport)
 
     def release_memory(self) -> None:
-        _call_for_each_url(self.urls, memory.release)
+        _call_for_each_url(self.urls, memory.release_gpu_memory)
 
-    def resume_cache(self) -> None:
-        _call_for_each_url(self.urls, memory.resume_cache)
+    def resume_kv_cache(self) -> None:
+        _call_for_each_url(self.urls, memory.resume_kv_cache)
 
-    def health(self, url: str, timeout: float = 30) -> bool:
+    def generates_tokens(self, url: str, timeout: float = 30) -> bool:
         return memory.is_released(url, timeout) or control.generates_tokens(url, timeout)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
@@ -125,11 +125,11 @@ class SGLangClient(EngineClient):
 
     def pause(self) -> None:
         for url in self.urls:
-            control.pause(url)
+            control.pause_generation(url)
 
     def resume(self) -> None:
         for url in self.urls:
-            control.resume(url)
+            control.resume_generation(url)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 

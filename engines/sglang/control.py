@@ -89,16 +89,16 @@ def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...],
     return tuple(int(number or 0) for number in numbers), int(info["tp_size"])
 
 
-def pause(url: str, timeout: float = 120) -> None:
+def pause_generation(url: str, timeout: float = 120) -> None:
     """Pause generation. Running requests are retracted to the waiting queue, so that the KV cache can be flushed."""
     call_server(url, "/pause_generation", {"mode": "retract"}, timeout)
 
 
-def set_version(url: str, version: str, timeout: float = 60) -> None:
+def set_weight_version(url: str, version: str, timeout: float = 60) -> None:
     """Set the weight version that the server reports."""
     call_server(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
 
 
-def resume(url: str, timeout: float = 60) -> None:
+def resume_generation(url: str, timeout: float = 60) -> None:
     """Resume generation after `pause`."""
     call_server(url, "/continue_generation", {}, timeout)

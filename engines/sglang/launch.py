@@ -67,6 +67,8 @@ def prepare_imports() -> bool:
     import torch
 
     if torch.cuda.is_available():
+        # SGLang refuses GPUs with unequal free memory, but a trainer rank may be allocating on one of them.
+        os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
         return True
     for name in NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's way to mark a module as missing

@@ -34,7 +34,7 @@ def is_released(url: str, timeout: float) -> bool:
     return not has_kv_cache(str(info.get("weight_version", "")))
 
 
-def release(url: str) -> None:
+def release_gpu_memory(url: str) -> None:
     """Release weights and KV cache. Running requests are aborted; the server keeps its CUDA graphs."""
     version = control.weight_version(url)
     if version == RELEASED:
@@ -43,19 +43,19 @@ def release(url: str) -> None:
         control.call_server(url, "/pause_generation", {"mode": "abort"}, TIMEOUT)
     tags = [KV_CACHE, WEIGHTS] if has_kv_cache(version) else [WEIGHTS]
     control.call_server(url, "/release_memory_occupation", {"tags": tags}, TIMEOUT)
-    control.set_version(url, RELEASED)
+    control.set_weight_version(url, RELEASED)
 
 
 def resume_weights(url: str, version: str) -> None:
     """Allocate the memory of the weights again, to load `version`. Their values are undefined until then."""
     control.call_server(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
-    control.set_version(url, f"{LOADING}{version}")
+    control.set_weight_version(url, f"{LOADING}{version}")
 
 
-def resume_cache(url: str) -> None:
+def resume_kv_cache(url: str) -> None:
     """Allocate the KV cache again and resume generation, if all weights are loaded but the KV cache is released."""
     state, _, version = control.weight_version(url).partition(":")
     if f"{state}:" == LOADED:
         control.call_server(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, TIMEOUT)
-        control.set_version(url, version)
-        control.resume(url)
+        control.set_weight_version(url, version)
+        control.resume_generation(url)

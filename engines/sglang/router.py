@@ -25,7 +25,7 @@ from penstock.engines.ports import reserve_free_port
 from penstock.engines.serving import keys
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import command_line, router_flags
+from penstock.engines.sglang.args import router_flags, to_command_line
 from penstock.storage.secrets import register_secret
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
@@ -207,4 +207,4 @@ class SGLangRouter:
             "prometheus_port": reserve_free_port(),
         }
         configured = {name: value for name, value in self.args.items() if name != "api_key"}
-        return command_line({**ours, **DEFAULTS, **configured}, router_flags())
+        return to_command_line({**ours, **DEFAULTS, **configured}, router_flags())

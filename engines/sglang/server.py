@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import command_line
+from penstock.engines.sglang.args import to_command_line
 
 LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 
@@ -33,7 +33,7 @@ class SGLangServer(EngineServer):
             "weight_version": spec.weight_version,
         }
         configured = {name: value for name, value in spec.args.items() if name != "api_key"}
-        return [spec.python or sys.executable, str(LAUNCHER), *command_line(ours), *command_line(configured)]
+        return [spec.python or sys.executable, str(LAUNCHER), *to_command_line(ours), *to_command_line(configured)]
 
     def is_ready(self) -> bool:
         """Return whether the server has loaded its model and accepts requests."""

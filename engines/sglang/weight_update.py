@@ -136,17 +136,19 @@ class WeightSender:
                         update.leave_group()
                         sizes = {url: size for url, (_, size) in update.facts.items()}
                         device = bucket[0][1].device
-                        self._engine_group = EngineGroup(sizes, transport.host, device, update.submit, update.call)
-                    update.finish(loading)
+                        self._engine_group = EngineGroup(
+                            sizes, transport.host, device, update.run_in_thread, update.post
+                        )
+                    update.wait_until_loaded(loading)
                     flat = FlatBucket(bucket)
                     loading = update.load_broadcast(flat, last=last)
                     # In a thread: the first broadcast connects the ranks, which blocks if a server has failed.
-                    loading.append(update.submit(self._engine_group.broadcast, flat.flat))
-                update.finish(loading)
+                    loading.append(update.run_in_thread(self._engine_group.broadcast, flat.flat))
+                update.wait_until_loaded(loading)
                 self._members = members
             except BaseException:
                 # A broadcast may be unfinished; leaving also releases the servers that wait for it.
-                if wait([*loading, update.submit(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
+                if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError("a broadcast of weights to a failed engine could not be aborted") from None
                 raise
 
@@ -191,7 +193,7 @@ class WeightUpdate:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
-            self._call_all(lambda url: control.pause(url, timeout=self.timeout), self._urls_with_kv_cache)
+            self._call_all(lambda url: control.pause_generation(url, timeout=self.timeout), self._urls_with_kv_cache)
             released = [url for url in self.urls if versions[url] == memory.RELEASED]
             self._call_all(lambda url: memory.resume_weights(url, self.version), released)
             self._set_versions("updating:", memory.LOADING)
@@ -205,7 +207,7 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                self._call_all(lambda url: self.call(url, "/end_weight_update", {}), self._in_session)
+                self._call_all(lambda url: self.post(url, "/end_weight_update", {}), self._in_session)
                 self._in_session = []
                 self._set_versions("", memory.LOADED)
         finally:
@@ -226,7 +228,7 @@ class WeightUpdate:
             for url, (_, tp_size) in self.facts.items()
         }
         self._call_all(
-            lambda url: self.call(
+            lambda url: self.post(
                 url,
                 "/update_weights_from_tensor",
                 {
@@ -238,12 +240,12 @@ class WeightUpdate:
         )
 
     def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
-        """Make every server wait for the broadcast of a bucket and load it. Pass the result to `finish`."""
+        """Make every server wait for the broadcast of a bucket and load it. Pass the result to `wait_until_loaded`."""
         self._begin_sessions()
         body = {**flat.description(), "group_name": GROUP_NAME, "load_format": "flattened_bucket"}
         return [
-            self.submit(
-                self.call,
+            self.run_in_thread(
+                self.post,
                 url,
                 "/update_weights_from_distributed",
                 body | {"flush_cache": self._flushes_prefix_cache(url, last)},
@@ -251,7 +253,7 @@ class WeightUpdate:
             for url in self.urls
         ]
 
-    def finish(self, loading: list[Future[Any]]) -> None:
+    def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, do not wait for servers that receive nothing
         any more; raise the error of a server rather than that of the broadcast, which is a consequence."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
@@ -265,7 +267,7 @@ class WeightUpdate:
 
         def leave(url: str) -> None:
             try:
-                self.call(url, "/destroy_weights_update_group", {"group_name": GROUP_NAME})
+                self.post(url, "/destroy_weights_update_group", {"group_name": GROUP_NAME})
             except EngineRefused as error:
                 if "does not exist" not in str(error):
                     raise
@@ -276,7 +278,7 @@ class WeightUpdate:
         """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
 
         def load(url: str) -> None:
-            self.call(
+            self.post(
                 url,
                 "/update_weights_from_disk",
                 {"model_path": directory, "flush_cache": self._flushes_prefix_cache(url, last=True)},
@@ -295,12 +297,12 @@ class WeightUpdate:
 
     def _begin_session(self, url: str) -> None:
         try:
-            self.call(url, "/begin_weight_update", {})
+            self.post(url, "/begin_weight_update", {})
         except EngineRefused as error:
             if "already open" not in str(error):
                 raise
-            self.call(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self.call(url, "/begin_weight_update", {})
+            self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
+            self.post(url, "/begin_weight_update", {})
 
     def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update.
@@ -311,9 +313,9 @@ class WeightUpdate:
         def resume(url: str) -> None:
             try:
                 if url in self._in_session:
-                    self.call(url, "/end_weight_update", {})
+                    self.post(url, "/end_weight_update", {})
                 if url in self._urls_with_kv_cache:
-                    control.resume(url)
+                    control.resume_generation(url)
             except (EngineGone, EngineRefused) as error:
                 logger.warning(
                     "an engine could not resume generation after a weight update (%s); the supervisor will restart it",
@@ -328,16 +330,16 @@ class WeightUpdate:
         return [url for url in self.urls if url not in self._without_cache]
 
     def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
-        self._call_all(lambda url: control.set_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
+        self._call_all(lambda url: control.set_weight_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
         self._call_all(
-            lambda url: control.set_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
+            lambda url: control.set_weight_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
         )
 
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+    def run_in_thread(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a call in a thread."""
         return self._pool.submit(fn, *args)
 
-    def call(self, url: str, path: str, body: dict[str, Any]) -> None:
+    def post(self, url: str, path: str, body: dict[str, Any]) -> None:
         """Send one request.
 
         Raises:

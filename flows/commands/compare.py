@@ -6,7 +6,7 @@ stages/eval/compare.py computes the differences and their intervals; this file p
 from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.errors import DataError, OptionError, RunError
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(
             f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
         )
-    store = open_store(parse_store(rest, "eval --compare"), probe=False)
+    store = open_store(parse_store_options(rest, "eval --compare"), probe=False)
     (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
     common = sorted(a.keys() & b.keys())
     if not common:
@@ -75,7 +75,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
-    evaluations = {name: commit for name in names if (commit := store.committed(keys.eval(chosen, name)))}
+    evaluations = {name: commit for name in names if (commit := store.committed(keys.eval_prefix(chosen, name)))}
     if not evaluations:
         raise RunError(
             f"version {chosen} of run {run!r} is not evaluated completely: resume it with `penstock resume {run}`"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import penstock
-from penstock.flows.config import PostTrainConfig, read_toml, validated
+from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.options.argv import penstock_command
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import describe_live_drivers
@@ -64,10 +64,10 @@ def main(argv: list[str]) -> int:
             raise OptionError(f"{name} takes an integer from 0 to {2**32 - 1}; found {value}")
     if options.fresh:
         remove_demo(options.directory)
-    return demo(options.directory, seed=options.seed, num_rollout=options.num_rollout)
+    return run_demo(options.directory, seed=options.seed, num_rollout=options.num_rollout)
 
 
-def demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
+def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Run the whole demo. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
 
@@ -193,7 +193,7 @@ def sft_config(directory: Path, model: Path, data: Path, seed: int) -> PostTrain
     values["convert"] = {"hf_checkpoint": str(model)}
     values["rollout"] |= {"prompt_data": [str(data / "sft.jsonl")], "rollout_seed": seed}
     values["train"] |= {"seed": seed}
-    return validated(values)
+    return validate_config(values)
 
 
 def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout: int | None) -> PostTrainConfig:
@@ -206,7 +206,7 @@ def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout
     values["rollout"] |= {"prompt_data": [str(data / "train.jsonl")], "rollout_seed": seed}
     values["train"] |= {"seed": seed}
     values["eval"] |= {"eval_prompt_data": [["heldout", str(data / "heldout.jsonl")]]}
-    return validated(values)
+    return validate_config(values)
 
 
 def export_directory(config: PostTrainConfig) -> Path:
@@ -214,6 +214,6 @@ def export_directory(config: PostTrainConfig) -> Path:
     from penstock.flows.runtime.runs import open_store
 
     store = open_store(config.run)
-    commit = store.committed(RunKeys(config.run.run).export(config.run.num_rollout))
+    commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
     assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
     return Path(store.path(commit.attempt))

@@ -124,8 +124,8 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     """
     train, heldout = make_train_and_heldout_problems()
     rng = random.Random(SPLIT_SEED + 1)
-    habit = [demonstration(row, random_right_or_rounded_answer(row["label"], rng)) for _ in range(4) for row in train]
-    skill = [demonstration(row, row["label"]) for row in train]
+    habit = [to_sft_row(row, random_right_or_rounded_answer(row["label"], rng)) for _ in range(4) for row in train]
+    skill = [to_sft_row(row, row["label"]) for row in train]
     Path(directory).mkdir(parents=True, exist_ok=True)
     files = {}
     for name, rows in {"train": train, "heldout": heldout, "sft_skill": skill, "sft_habit": habit}.items():
@@ -147,6 +147,6 @@ def random_right_or_rounded_answer(label: str, rng: random.Random, p_right: floa
     return label if rng.random() < p_right else label[:-1] + "0"
 
 
-def demonstration(row: Row, answer: str) -> Row:
+def to_sft_row(row: Row, answer: str) -> Row:
     """Return a problem and an answer as chat messages."""
     return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]}

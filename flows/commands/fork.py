@@ -18,14 +18,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag
+from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag_of_field
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
-from penstock.flows.options.flags import store_config, updated_by_argv
+from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed
 from penstock.storage.maintenance.retention import unfinished_fork_key
@@ -64,26 +64,26 @@ def main(argv: list[str]) -> int:
         check_run_name(own["--name"], "--name"),
         flags.parse_values(rest),
     )
-    where = store_config(given)
+    where = store_options_from_values(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
     check_rounds_are_trained(store, RunKeys(old), at)
     config = forked_config(parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    shared = fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
+    shared = create_fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
-        print(f"  {flag(field)}: {before!r} -> {after!r}")
+        print(f"  {flag_of_field(field)}: {before!r} -> {after!r}")
     options = f" --store {where.store}" if where.store != RunConfig().store else ""
     print(f"to continue: {penstock_command()} resume {name}{options}")
     return 0
 
 
-def fork(
-    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at: int, *, restart_data: bool
+def create_fork(
+    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, *, restart_data: bool
 ) -> str:
-    """Create the run `config.run.run` from the first `at` rounds of `parent.run.run`. Safe to call again after a kill.
+    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`; repeatable after a kill.
 
     Returns:
         how many commits of each kind are shared, as text.
@@ -94,22 +94,24 @@ def fork(
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    check_rounds_are_trained(store, old, at)
-    entry = make_parent_record(store, parent, at, restart_data)
+    check_rounds_are_trained(store, old, at_round)
+    entry = make_parent_record(store, parent, at_round, restart_data)
     reserve_run_name(store, new, {"flow": flow, "config": _config_to_json_values(config), "parent": entry})
     if is_removed(store, old) or describe_removing_process(store, old):
         store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
-        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at)]
-        in_parallel(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
+        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
+        map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
         same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
         for name in ("base", *dict(same_auxiliary)):
-            if model := store.read(old.origin(name)):  # missing if the parent has not converted its model yet
-                store.create(new.origin(name), model)
+            if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
+                store.create(new.origin_key(name), model)
         create_run_record(store, flow, config, parent=entry)
     store.delete([unfinished_fork_key(new)])
-    shared = [prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at)]
+    shared = [
+        prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)
+    ]
     return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
 
 
@@ -125,7 +127,7 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     given = flags.parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
-    config = updated_by_argv(parent, argv)
+    config = update_config_from_argv(parent, argv)
     config = with_absolute_paths(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
     if config.run.num_rollout < at_round:
         raise OptionError(

@@ -10,7 +10,7 @@ import time
 
 from penstock.flows.commands import residue
 from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.storage.errors import OptionError
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if len(positional) > 1:
         raise OptionError(f"penstock gc takes one run or none; found {short_repr(' '.join(positional))}")
     older_than = 3600 * parse_number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse_store(rest, "gc"), probe=False)
+    store = open_store(parse_store_options(rest, "gc"), probe=False)
     run = positional[0] if positional else None
     if run is not None:
         keys_of_existing_run(store, run)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import PostTrainConfig, validated
-from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, gpu_plan, microbatch_tokens
+from penstock.flows.config import PostTrainConfig, validate_config
+from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, microbatch_tokens, plan_gpu_memory
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.display import print_table
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
     distribute_gpus(values, own)
-    config = validated(values)
+    config = validate_config(values)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     check_layout(shape, config.train)
     if flow != "sft":
         check_engine_gpus(config, shape)
-    plan = gpu_plan(flow, config, shape, gpu_bytes_from_flags(own))
+    plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
     print_plan(plan, config)
     return 0 if plan_fits(plan) else 1
 
@@ -89,7 +89,9 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 def plan_fits(plan: GpuPlan) -> bool:
     """Return whether the run fits: its peak in the GPU, and the engine's weights in the engine's share."""
-    return plan.peak <= plan.gpu_bytes and not (plan.engine and plan.engine.weights >= plan.engine.static)
+    return plan.peak_bytes <= plan.gpu_bytes and not (
+        plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes
+    )
 
 
 def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
@@ -98,18 +100,22 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     if plan.trainer:
         rows += _trainer_rows(plan.trainer, config, plan.offload_train)
     if plan.engine:
-        engine, share = plan.engine, plan.engine.static / plan.gpu_bytes
+        engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         rows += [
             (
                 "engine, weights",
-                format_gib(engine.weights),
+                format_gib(engine.weight_bytes),
                 f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine",
             ),
-            ("engine, KV cache", format_gib(engine.kv_cache), f"{engine.tokens:,} tokens of {engine.token:,} bytes"),
-            ("engine", format_gib(engine.static), f"static share {share:.2f} of the GPU"),
+            (
+                "engine, KV cache",
+                format_gib(engine.kv_cache_bytes),
+                f"{engine.num_kv_cache_tokens:,} tokens of {engine.bytes_per_token:,} bytes",
+            ),
+            ("engine", format_gib(engine.static_bytes), f"static share {share:.2f} of the GPU"),
         ]
     if plan.trainer and plan.engine:
-        separate = max(plan.trainer.total, plan.engine.static)
+        separate = max(plan.trainer.peak_bytes, plan.engine.static_bytes)
         rows += [
             _row_with_verdict("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
             _row_with_verdict(
@@ -119,11 +125,13 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
         ]
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
-    if plan.engine and plan.engine.weights >= plan.engine.static:
+    if plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes:
         verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
     else:
         verdict = "fits" if plan_fits(plan) else "does not fit"
-        verdict += f": a GPU {placement} needs an estimated {format_gib(plan.peak)} of {format_gib(plan.gpu_bytes)} GiB"
+        verdict += (
+            f": a GPU {placement} needs an estimated {format_gib(plan.peak_bytes)} of {format_gib(plan.gpu_bytes)} GiB"
+        )
     print(verdict)
 
 
@@ -158,7 +166,7 @@ def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train
         ),
         ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
-        ("trainer", format_gib(trainer.total), sizes),
+        ("trainer", format_gib(trainer.peak_bytes), sizes),
         ("host memory of a trainer rank", format_gib(trainer.host_bytes(offload_train)), ", ".join(on_host)),
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.flows.config import PostTrainConfig, flag, validated
+from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
 from penstock.flows.runtime.display import format_with_interval, print_table
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     chosen = select_evaluations(store, keys, own.get("--version"), own.get("--dataset"))
     rows = []
     for version, name in chosen:
-        old = store.committed(keys.eval(version, name))
+        old = store.committed(keys.eval_prefix(version, name))
         assert old is not None, "`select_evaluations` returns committed ones"
         new = rescore_evaluation(store, keys, config, given, version, name)
         task = next(iter(eval_rewards(new)))
@@ -83,8 +83,8 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     values = flags.parse_values(argv)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise OptionError(f"{flag(other)} has no effect on scoring stored samples: leave it out")
-    given = validated(values)
+            raise OptionError(f"{flag_of_field(other)} has no effect on scoring stored samples: leave it out")
+    given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(
             f"--eval-rm-type {given.eval.eval_rm_type} and --custom-rm-path {given.rollout.custom_rm_path} "
@@ -131,7 +131,7 @@ def merge_scoring_settings(
 
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout.model_copy(
-        update=evals.overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
+        update=evals.rollout_overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
     )
     update: dict[str, Any] = {key: getattr(options, key) for key in options.model_fields_set}
     if rm_type := given_config.eval.eval_rm_type or options.rm_type:
@@ -149,7 +149,7 @@ def merge_scoring_settings(
         rm_model_path=rollout.rm_model_path,
         rm_url=rollout.rm_url,
         evaluated_integers=rollout.rm_evaluated_integers,
-        pass_threshold=evals.settings(data_set).get("pass_threshold") if threshold is None else threshold,
+        pass_threshold=evals.data_set_settings(data_set).get("pass_threshold") if threshold is None else threshold,
     )
     return scoring, rollout
 

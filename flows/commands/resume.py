@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import parse_run_argument, split_args
-from penstock.flows.options.flags import parse_values, store_config, updated_by_argv
+from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.errors import OptionError
@@ -36,5 +36,5 @@ def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, Po
     given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")
-    flow, config = read_flow_and_config(store_config(given), run)
-    return flow, updated_by_argv(config, argv)
+    flow, config = read_flow_and_config(store_options_from_values(given), run)
+    return flow, update_config_from_argv(config, argv)

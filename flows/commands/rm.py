@@ -4,7 +4,7 @@ refused and how a killed one is finished."""
 from __future__ import annotations
 
 from penstock.flows.options.argv import format_bytes, split_args
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store, remove_run_and_tracking
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import OptionError, RunError
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     run = positional[0]
     if own.get("--yes", run) != run:
         raise OptionError(f"--yes {own['--yes']} does not match the run {run!r} to be removed: give --yes {run}")
-    store = open_store(parse(rest).run, probe=False)
+    store = open_store(parse_config(rest).run, probe=False)
     keys = keys_of_existing_run(store, run)
     if not is_removed(store, keys) and "--yes" not in own:
         kinds = [prefix.split("/")[2] for prefix in committed_prefixes(store, keys)]

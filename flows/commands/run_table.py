@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from penstock.flows.config import RunConfig
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
-from penstock.flows.runtime.runs import latest_schedule, open_store, read_record
+from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.maintenance.removal import is_removed
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     Raises:
         OptionError: an option other than the store options is given.
     """
-    return print_runs(parse_store(argv, "runs"))
+    return print_runs(parse_store_options(argv, "runs"))
 
 
 def print_runs(run_config: RunConfig) -> int:
@@ -59,13 +59,13 @@ def _run_row(store: Store, keys: RunKeys) -> list[str]:
             raise RunError("run.json is missing: restore it from a backup")
         return []
     rounds = store.committed_indices(f"{keys.prefix}/steps")
-    rollouts = [store.committed(keys.rollout(r)) for r in rounds[:1] + rounds[-1:]]
+    rollouts = [store.committed(keys.rollout_prefix(r)) for r in rounds[:1] + rounds[-1:]]
     rewards = [rollout.summary.get("rollout/raw_reward") for rollout in rollouts if rollout]
     parent = record.get("parent")
     return [
         f"{keys.run} (from {parent['run']} at {parent['at']})" if parent else keys.run,
         record["flow"],
-        f"{len(rounds)} of {latest_schedule(store, keys)['run.num_rollout']}",
+        f"{len(rounds)} of {latest_schedule_options(store, keys)['run.num_rollout']}",
         " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",
         " ".join(str(number) for number in store.committed_indices(f"{keys.prefix}/checkpoints")) or "-",
         " ".join(name.lstrip("0") or "0" for name in store.list(f"{keys.prefix}/evals")) or "-",

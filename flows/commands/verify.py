@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from penstock.flows.options.argv import format_bytes, parse_run_argument, split_args
-from penstock.flows.options.flags import parse_store
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
-from penstock.storage.maintenance.audit import Audit, audit
+from penstock.storage.maintenance.audit import Audit, audit_run
 from penstock.storage.refs import RunKeys
 
 USAGE = """penstock verify RUN [--no-hashes] [--store URI ...]
@@ -35,9 +35,9 @@ def main(argv: list[str]) -> int:
     """
     positional, own, rest = split_args(argv, {"--no-hashes": False})
     run = parse_run_argument("verify", positional)
-    store = open_store(parse_store(rest, "verify"), probe=False)
+    store = open_store(parse_store_options(rest, "verify"), probe=False)
     start = time.monotonic()
-    result = audit(store, RunKeys(run), hashes="--no-hashes" not in own)
+    result = audit_run(store, RunKeys(run), verify_hashes="--no-hashes" not in own)
     print(f"{run} in {store.uri}")
     for title, text in audit_report_rows(result, time.monotonic() - start):
         print(f"  {title:<12} {text}")

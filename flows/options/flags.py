@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from penstock.flows.config import PostTrainConfig, RunConfig, flag, options, read_toml, validated
+from penstock.flows.config import PostTrainConfig, RunConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -27,16 +27,16 @@ ENGINE_PREFIXES = ("--sglang-", "--router-")
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
 
-def parse(argv: Sequence[str]) -> PostTrainConfig:
+def parse_config(argv: Sequence[str]) -> PostTrainConfig:
     """Return the config given by `--config` files and flags. Later files override earlier ones; flags override files.
 
     Raises:
         InputError: a flag is unknown or has no value, or the config is invalid.
     """
-    return validated(parse_values(argv))
+    return validate_config(parse_values(argv))
 
 
-def parse_store(argv: Sequence[str], command: str) -> RunConfig:
+def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """Return the store options of `penstock COMMAND`, a command that takes no other options.
 
     Other options are ignored in a `--config` file and rejected on the command line.
@@ -57,7 +57,7 @@ def parse_store(argv: Sequence[str], command: str) -> RunConfig:
             )
     values = parse_values(argv).get("run", {})
     names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
-    return validated({"run": {name: values[name] for name in names if name in values}}).run
+    return validate_config({"run": {name: values[name] for name in names if name in values}}).run
 
 
 def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Values:
@@ -88,13 +88,13 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     return values
 
 
-def store_config(values: Values) -> RunConfig:
+def store_options_from_values(values: Values) -> RunConfig:
     """Return the store options among the values of a command line."""
     stores = {name: value for name, value in values.get("run", {}).items() if name.startswith("store")}
-    return validated({"run": stores}).run
+    return validate_config({"run": stores}).run
 
 
-def updated_by_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
+def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
     """Return a config updated by the options of a command line. Derived batch sizes are computed again.
 
     Raises:
@@ -106,7 +106,7 @@ def updated_by_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainCo
         values["train"]["global_batch_size"] = None
     elif "global_batch_size" in given.get("train", {}):
         values["train"]["num_steps_per_rollout"] = None
-    return validated(parse_values(argv, values))
+    return validate_config(parse_values(argv, values))
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -135,8 +135,8 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 def penstock_flags() -> dict[str, tuple[str, str, Any]]:
     """Return Penstock's flags, aliases included: flag -> (section, field name, field)."""
     table: dict[str, tuple[str, str, Any]] = {}
-    for section, name, field in options():
-        for spelling in (flag(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
+    for section, name, field in list_options():
+        for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
             assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
             table[spelling] = (section, name, field)
     return table
@@ -182,7 +182,7 @@ def megatron_flag_names() -> dict[str, str]:
     """Return flag -> argument name of Megatron's flags, read from the source of the installed package."""
     from penstock.engines.megatron.options.args import megatron_flags
 
-    return {flag(name): name for name in megatron_flags()}
+    return {flag_of_field(name): name for name in megatron_flags()}
 
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
@@ -201,11 +201,11 @@ def help_text(command: str) -> str:
     name_on_command_line = {"post_train": "train", "evaluate": "eval"}.get(command, command)
     lines = [f"penstock {name_on_command_line} [--config FILE.toml] [options]"]
     section = ""
-    for owner, name, field in options():
+    for owner, name, field in list_options():
         if owner != section:
             section = owner
             lines += ["", f"[{section}]"]
-        spellings = " ".join([flag(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
+        spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
         lines.append(f"  {spellings}{default}")
         lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]

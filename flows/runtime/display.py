@@ -127,9 +127,11 @@ class Display:
             return ""
         if commit.kind == "step":
             rollout = self._rollouts.pop(commit.index, None)
-            line = round_line(commit, rollout, self.num_rounds, self._publish_seconds)
+            line = format_round_line(commit, rollout, self.num_rounds, self._publish_seconds)
             if rollout:
-                samples = sample_lines(rollout, self.console.width if self.console.is_terminal else _PIPE_WIDTH)
+                samples = format_sample_preview(
+                    rollout, self.console.width if self.console.is_terminal else _PIPE_WIDTH
+                )
             if self._bar is not None and self._rounds_bar is not None:
                 self._bar.update(self._rounds_bar, completed=commit.policy_version)
             next_round = f"generating round {commit.index + 2}"
@@ -140,14 +142,14 @@ class Display:
             self._print(text)
         return line.plain
 
-    def finish(self, commits: Sequence[Commit] | None = None) -> None:
+    def print_summary(self, commits: Sequence[Commit] | None = None) -> None:
         """Print the summary of `commits` (default: all commits printed so far)."""
         self.close()
         self._print(Text())
         self._print_rows(
             {
                 "run": self.run,
-                **self.results(commits),
+                **self.summary(commits),
                 "all runs": f"{penstock_command()} runs --store {shlex.quote(self.store_uri)}",
                 "look closer": f"make up STORE={shlex.quote(self.store_uri)}   "
                 "(Prefect and MLflow in the browser; prints the links)",
@@ -155,7 +157,7 @@ class Display:
         )
         self._print(Text())
 
-    def results(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
+    def summary(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """Return the results of `commits` (default: all commits printed so far): title -> text."""
         return summary_rows(self._commits if commits is None else commits, self._publish_seconds, self.store_uri)
 
@@ -213,7 +215,9 @@ class LogForwarder(logging.Handler):
         self.display.note(record.getMessage().partition("\n")[0])
 
 
-def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()) -> Text:
+def format_round_line(
+    step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()
+) -> Text:
     """Return `round 3/20  reward 0.531  loss -0.0021  kl 0.0003  ...`, with the columns that the round has."""
     numbers = {**(rollout.summary if rollout else {}), **step.summary}
     width = len(str(num_rounds))
@@ -222,14 +226,14 @@ def round_line(step: Commit, rollout: Commit | None, num_rounds: int, publish_se
         value = next((numbers[name] for name in names if name in numbers), None)
         if value is not None:
             parts.append((label, format(value, style)))
-    if speed := throughput(step, rollout):
+    if speed := tokens_per_second(step, rollout):
         parts.append(("tokens/s", f"{speed:,.0f}"))
     for stage, seconds in _seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]).items():
         parts.append((stage, f"{seconds:.2f}s"))
     return Text("  ").join(Text.assemble((f"{label} ", "dim"), value) for label, value in parts)
 
 
-def sample_lines(rollout: Commit, width: int) -> list[Text]:
+def format_sample_preview(rollout: Commit, width: int) -> list[Text]:
     """Return the samples with the highest and the lowest reward of a rollout's preview: `prompt -> response`.
 
     A line has at most `width` terminal cells. A sample that does not fit takes two lines.
@@ -257,7 +261,7 @@ def clip_line(text: str, width: int) -> str:
     return f"{set_cell_size(text, half)} ... {set_cell_size(text[::-1], half)[::-1]}"
 
 
-def throughput(step: Commit, rollout: Commit | None) -> float | None:
+def tokens_per_second(step: Commit, rollout: Commit | None) -> float | None:
     """Return generated tokens per second per engine GPU or, for SFT, trained tokens per second over all ranks."""
     if rollout and "perf/tokens_per_gpu_per_sec" in rollout.summary:
         return rollout.summary["perf/tokens_per_gpu_per_sec"]
@@ -303,7 +307,7 @@ def _seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float
     return spent
 
 
-def eval_line(commit: Commit) -> str:
+def format_eval_line(commit: Commit) -> str:
     """Return the printed line of an evaluation: every metric with its confidence interval."""
     results = []
     for task in eval_rewards(commit):
@@ -355,7 +359,7 @@ _EVENT_LINES: dict[str, Callable[[Commit], str]] = {  # kind of commit -> its pr
         f"in {sum(commit.seconds.values()):.1f}s"
     ),
     "checkpoint": lambda commit: f"  saved checkpoint {commit.index:06d} in {sum(commit.seconds.values()):.1f}s",
-    "eval": eval_line,
+    "eval": format_eval_line,
     "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
 }
 

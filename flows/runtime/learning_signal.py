@@ -29,14 +29,14 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
         group_relative: whether advantages are relative to the other samples of the prompt.
     """
     for index in range(rollout_id, rollout_id - NUM_ROUNDS, -1):
-        step = store.committed(keys.step(index)) if index >= 0 else None
+        step = store.committed(keys.step_prefix(index)) if index >= 0 else None
         norm = step.summary.get("train/grad_norm") if step else None
         if norm is None:  # no such round, or only the critic was trained
             return None
-        rollout = store.committed(keys.rollout(index))
+        rollout = store.committed(keys.rollout_prefix(index))
         if norm > _TINY and not (group_relative and rollout and _every_group_has_equal_rewards(rollout.summary)):
             return None
-    rollout = store.committed(keys.rollout(rollout_id))
+    rollout = store.committed(keys.rollout_prefix(rollout_id))
     reason = explain_zero_gradient(rollout.summary if rollout else {})
     return f"nothing was learned in the last {NUM_ROUNDS} rounds (zero gradients): {reason}"
 

@@ -181,8 +181,8 @@ def check_login(address: str) -> None:
         return  # the API stopped answering: `wait_for_api` waits for it
 
 
-def wait_for_api(note: Callable[[str], object] | None = None, patience: float | None = None) -> bool:
-    """Wait until the Prefect API answers, at most `patience` seconds. Return whether it answers.
+def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: float | None = None) -> bool:
+    """Wait until the Prefect API answers, at most `patience_seconds`. Return whether it answers.
 
     Call it before anything that needs the API (an artifact, the end of a flow run), so that a run ends as soon as the
     API is back.
@@ -194,7 +194,7 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience: float | 
         return True  # Prefect starts its own server
     limit_wait_for_api_at_exit()
     start = time.monotonic()
-    deadline = start + (PATIENCE if patience is None else patience) * (not _client_retries_disabled())
+    deadline = start + (PATIENCE if patience_seconds is None else patience_seconds) * (not _client_retries_disabled())
     waited = False
     while not http_answers(f"{address}/health"):
         if not waited and note and deadline > start:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, check_secrets
-from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, gpu_plan, memory_warnings
+from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
-from penstock.flows.runtime.runs import check_run, open_store
+from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -71,7 +71,7 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
     """Check that this config may start a new run, or continue the existing run of its name."""
     store = open_store(config.run, probe=False)
     try:
-        check_run(store, flow, config)
+        check_run_may_start(store, flow, config)
     except OSError as error:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
@@ -176,7 +176,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
         return
     if config.run.ray_address is None:
         check_gpu_count(flow, config, len(gpus))
-    check_memory(gpu_plan(flow, config, shape, min(gpus)))
+    check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
 def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -198,7 +198,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
         )
     lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
     for name, _ in evals.eval_prompt_data:
-        own = evals.settings(name).get("max_response_len")
+        own = evals.data_set_settings(name).get("max_response_len")
         flag_name = (
             "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
         )
@@ -219,7 +219,7 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
 
 def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check tokenizer, prompts and rewards of training and evaluations. Raises InputError."""
-    from penstock.stages.rollout.plugins.check import check_functions
+    from penstock.stages.rollout.plugins.check import check_rollout_functions
     from penstock.stages.rollout.prompts.check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
 
@@ -235,11 +235,11 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
-        config.rollout.model_copy(update=config.eval.overrides(path, name))
+        config.rollout.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.eval_prompt_data
     ]
     if flow in GENERATING:
-        check_functions(config.rollout, evaluation=flow == "evaluate")
+        check_rollout_functions(config.rollout, evaluation=flow == "evaluate")
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise RewardError(
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
@@ -256,7 +256,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
     from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
     from penstock.stages.rollout.prompts.check import read_first_rows
 
-    rollout = rollout.model_copy(update={"rm_url": reveal(rollout.rm_url)})
+    rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
     check_reward_options(rollout)
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
         return  # the generate function may grade its samples
@@ -271,7 +271,7 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.model.experts import experts_format
     from penstock.stages.convert.targets import config_directory
-    from penstock.stages.plugins import load_checked
+    from penstock.stages.plugins import load_checked_function
 
     for name, path in train.auxiliary_models.items():
         directory = config_directory(path)
@@ -285,7 +285,7 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
                 )
     for path, default_name, words in train.plugins:
-        load_checked(path, default_name, words)
+        load_checked_function(path, default_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:
@@ -300,7 +300,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     warnings: list[str] = []
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-        warnings += memory_warnings(gpu_plan(flow, config, shape, min(gpus)))
+        warnings += memory_warnings(plan_gpu_memory(flow, config, shape, min(gpus)))
     if flow != "post_train":
         return warnings
     rollout = config.rollout

@@ -73,13 +73,13 @@ class Processes:
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
 
     @property
-    def base(self) -> CheckpointRef:
+    def base_checkpoint(self) -> CheckpointRef:
         """Return the initial weights of the run's policies."""
         assert self._base is not None, "the convert stage must set the initial weights first"
         return self._base
 
-    @base.setter
-    def base(self, base: CheckpointRef) -> None:
+    @base_checkpoint.setter
+    def base_checkpoint(self, base: CheckpointRef) -> None:
         self._base = base
 
     @cached_property
@@ -95,18 +95,18 @@ class Processes:
         return None if router is None else self._entered.enter_context(router)
 
     @property
-    def connect(self) -> Callable[..., EngineClient]:
+    def engine_client_factory(self) -> Callable[..., EngineClient]:
         """Return a function that creates an engine client, which uses the router if there is one."""
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
-        """Return `connect` for training rollouts: with routing replay the client also requests routed expert ids."""
+        """Return `engine_client_factory` for training rollouts: with routing replay, clients request expert ids."""
         if not self._options.return_experts:
-            return self.connect
+            return self.engine_client_factory
         from penstock.engines.megatron.model.experts import experts_format
 
-        return partial(self.connect, experts=experts_format(self._shape, "--use-rollout-routing-replay"))
+        return partial(self.engine_client_factory, experts=experts_format(self._shape, "--use-rollout-routing-replay"))
 
     @property
     def cluster(self) -> Cluster:
@@ -134,11 +134,11 @@ class Processes:
     def restore_trainer_at(self, version: int) -> TrainerGroup:
         """Return the trainer at policy `version`: if it has another one, load the newest checkpoint up to `version` and
         replay the rounds since."""
-        self.policy.restore(version)
+        self.policy_restorer.restore(version)
         return self.trainer
 
     @property
-    def policy(self) -> PolicyRestorer:
+    def policy_restorer(self) -> PolicyRestorer:
         """Return the object that restores, trains and saves policy versions of the run with the trainer."""
         return self._new_restorer(self.trainer)
 
@@ -146,7 +146,7 @@ class Processes:
         from penstock.stages.train.restore import PolicyRestorer
 
         return PolicyRestorer(
-            self.store, self.keys, trainer, self.base, provenance=self.provenance, on_progress=self.note
+            self.store, self.keys, trainer, self.base_checkpoint, provenance=self.provenance, on_progress=self.note
         )
 
     def materialize_fork(self) -> None:
@@ -205,7 +205,7 @@ class Processes:
             finally:
                 self._shared = None
 
-    def publish(self, version: int) -> None:
+    def publish_weights(self, version: int) -> None:
         """Load policy `version` into every engine."""
         engines = self.start_engines()
         self._offload_trainer(keep_weights=True)
@@ -221,7 +221,7 @@ class Processes:
             self._offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
             with self._record_memory_switch("engines: resume KV cache"):
-                self.connect(urls).resume_cache()
+                self.engine_client_factory(urls).resume_kv_cache()
         seconds = time.perf_counter() - start
         if self.config.run.alternates_trainer_and_engines:
             self._switches += trainer.take_memory_switches()

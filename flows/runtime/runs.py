@@ -17,10 +17,10 @@ from penstock.flows.config import (
     PostTrainConfig,
     RunConfig,
     config_hash,
-    flag,
-    options_with,
+    flag_of_field,
+    options_by_mutability,
     training_options,
-    validated,
+    validate_config,
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
@@ -57,13 +57,13 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 
-def run_keys(run: str) -> RunKeys:
+def keys_of_run(run_name: str) -> RunKeys:
     """Return the keys of a run.
 
     Raises:
-        RunError: `run` is not a valid run name.
+        RunError: `run_name` is not a valid run name.
     """
-    return RunKeys(check_run_name(run))
+    return RunKeys(check_run_name(run_name))
 
 
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:
@@ -72,7 +72,7 @@ def keys_of_existing_run(store: Store, run: str) -> RunKeys:
     Raises:
         RunError: the run has no files; the message lists the existing runs.
     """
-    keys = run_keys(run)
+    keys = keys_of_run(run)
     if not store.list(keys.prefix):
         raise unknown_run_error(store, run)
     return keys
@@ -101,17 +101,17 @@ def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease |
         lease: the caller's driver lease, which does not count as another driver.
 
     Raises:
-        RunError: see `check_run`.
+        RunError: see `check_run_may_start`.
     """
-    keys, own_lease, config = run_keys(config.run.run), lease.key if lease else None, with_absolute_paths(config)
+    keys, own_lease, config = keys_of_run(config.run.run), lease.key if lease else None, with_absolute_paths(config)
     while True:
-        check_run(store, flow, config, own_lease=own_lease)
+        check_run_may_start(store, flow, config, own_lease=own_lease)
         if not is_removed(store, keys):
             if create_run_record(store, flow, config):
                 return keys
             record = read_record(store, keys)
             if record is not None and describe_difference(record, flow, config) is None:
-                record_schedule(store, keys, record, options_with(config, "schedule"))
+                record_schedule(store, keys, record, options_by_mutability(config, "schedule"))
                 return keys
         remove_run_and_tracking(store, keys, own_lease=own_lease)
 
@@ -154,7 +154,7 @@ def create_run_record(store: Store, flow: str, config: PostTrainConfig, **more: 
     return store.create(RunKeys(config.run.run).record, json.dumps(record, indent=1).encode())
 
 
-def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
+def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
     """Check that this config may start a new run, or continue the existing run of its name.
 
     Args:
@@ -167,7 +167,7 @@ def check_run(store: Store, flow: str, config: PostTrainConfig, *, own_lease: st
         RunError: the flow or an identity option differs from the record of a run that is a fork, has commits or has a
         driver; or the run has commits but no record; or it is being removed.
     """
-    keys, config = run_keys(config.run.run), with_absolute_paths(config)
+    keys, config = keys_of_run(config.run.run), with_absolute_paths(config)
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
@@ -198,15 +198,17 @@ def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConf
     if record["flow"] != flow:
         return f"run {run!r} was started by `{record['flow']}`, not `{flow}`"
     before, now = with_absolute_paths(_validated_config_of_record(record)), with_absolute_paths(config)
-    old, new = options_with(before, "identity"), options_with(now, "identity")
-    moved_old = options_with(with_relative_paths(before, record.get("directory") or str(Path.cwd())), "identity")
-    moved_new = options_with(with_relative_paths(now, str(Path.cwd())), "identity")
+    old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
+    moved_old = options_by_mutability(
+        with_relative_paths(before, record.get("directory") or str(Path.cwd())), "identity"
+    )
+    moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
     for field, value in new.items():
         if old[field] != value and moved_old[field] != moved_new[field]:
             recorded_value, given = (
                 text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(old[field]), repr(value))
             )
-            return f"run {run!r} has {flag(field.split('.')[1])} {recorded_value}, this command has {given}"
+            return f"run {run!r} has {flag_of_field(field.split('.')[1])} {recorded_value}, this command has {given}"
     return None
 
 
@@ -269,7 +271,7 @@ def read_record(store: Store, keys: RunKeys) -> dict[str, Any] | None:
 def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
     """Return the config in a run's record. Raises RunError if this release does not accept it."""
     try:
-        return validated(record["config"])
+        return validate_config(record["config"])
     except InputError as error:
         run = (record["config"].get("run") or {}).get("run", "")
         raise RunError(
@@ -278,7 +280,7 @@ def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
         ) from error
 
 
-def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
+def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
     """Return the schedule fields of a run as last recorded.
 
     Raises:
@@ -287,7 +289,7 @@ def latest_schedule(store: Store, keys: RunKeys) -> dict[str, Any]:
     record = read_record(store, keys)
     if record is None:
         raise unknown_run_error(store, keys.run)
-    schedule = options_with(_validated_config_of_record(record), "schedule")
+    schedule = options_by_mutability(_validated_config_of_record(record), "schedule")
     if names := _schedule_change_files(store, keys):
         change = store.read_json(f"{keys.prefix}/changes/{names[-1]}")
         if not isinstance(change, dict) or not isinstance(change.get("schedule"), dict):
@@ -307,7 +309,9 @@ def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedul
 
     If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
     """
-    before = options_with(with_absolute_paths(_config_with_schedule(record, latest_schedule(store, keys))), "schedule")
+    before = options_by_mutability(
+        with_absolute_paths(_config_with_schedule(record, latest_schedule_options(store, keys))), "schedule"
+    )
     if schedule == before:
         return
     change = {"at": time.time(), "id": uuid.uuid4().hex, "schedule": schedule}
@@ -331,7 +335,7 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
     Raises:
         RunError: the run does not exist, or its record is missing or damaged.
     """
-    store, keys = open_store(where, probe=False), run_keys(run)
+    store, keys = open_store(where, probe=False), keys_of_run(run)
     if is_removed(store, keys):
         raise RunError(f"run {run!r} was removed, but not completely: finish the removal with `penstock gc --delete`")
     record = read_record(store, keys)
@@ -342,7 +346,7 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
                 "or start the run again with exactly its original options"
             )
         raise unknown_run_error(store, run)
-    config = _config_with_schedule(record, latest_schedule(store, keys))
+    config = _config_with_schedule(record, latest_schedule_options(store, keys))
     stores = {
         "store": where.store,
         "store_options": where.store_options,
@@ -356,7 +360,7 @@ def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:
     config, parent = record["config"], record.get("parent")
     while parent is not None and rollout_id < parent["at"]:
         config, parent = parent["config"], parent.get("parent")
-    return validated(config)
+    return validate_config(config)
 
 
 def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, PostTrainConfig] | None:
@@ -369,9 +373,9 @@ def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, 
     parent = record.get("parent")
     if parent is None or parent["at"] == 0:
         return None
-    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint(parent["at"])):
+    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint_prefix(parent["at"])):
         return None
-    before, after = config_of_round(record, parent["at"] - 1), validated(record["config"])
+    before, after = config_of_round(record, parent["at"] - 1), validate_config(record["config"])
     return None if training_options(before) == training_options(after) else (parent["at"], before)
 
 

@@ -35,7 +35,7 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
     before = _previous_target_rounds(store, keys, per_start)
     if before is not None:
         # The export is the last stage of a start.
-        exported = before == 0 or store.committed(keys.export(before)) is not None
+        exported = before == 0 or store.committed(keys.export_prefix(before)) is not None
         if trained < before or not exported:
             return before
     return trained + per_start
@@ -43,7 +43,7 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
 
 def _previous_target_rounds(store: Store, keys: RunKeys, rounds_per_start: int) -> int | None:
     """Return the target of the latest start with --num-rollout-per-start, None if there was no such start."""
-    from penstock.flows.runtime.runs import latest_schedule, read_record
+    from penstock.flows.runtime.runs import latest_schedule_options, read_record
 
     record = None if is_removed(store, keys) else read_record(store, keys)
     if record is None:
@@ -52,5 +52,5 @@ def _previous_target_rounds(store: Store, keys: RunKeys, rounds_per_start: int) 
     # A fork that was never started: its record has the parent's schedule.
     if parent and not store.list(f"{keys.prefix}/changes"):
         return int(parent["at"]) + rounds_per_start
-    schedule = latest_schedule(store, keys)
+    schedule = latest_schedule_options(store, keys)
     return schedule[TARGET] if schedule.get(PER_START) else None

@@ -22,7 +22,7 @@ from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, zero_gradient
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
-from penstock.flows.runtime.runs import code_version, open_run, open_store, run_keys
+from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.storage.commits import read_commits
@@ -72,7 +72,7 @@ class Session:
 
     def _open_run(self, flow: str) -> RunKeys:
         """Hold the run's driver lease until the session ends, and create or check the run's record (`open_run`)."""
-        lease = Lease(self.store, new_driver_lease_key(run_keys(self.config.run.run)))
+        lease = Lease(self.store, new_driver_lease_key(keys_of_run(self.config.run.run)))
         try:
             keys = open_run(self.store, flow, self.config, lease=lease)
         except BaseException:
@@ -102,33 +102,33 @@ class Session:
                 "the next start delivers them"
             )
         patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
-        wait_for_api(self.display.note, patience=patience)
+        wait_for_api(self.display.note, patience_seconds=patience)
         self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
-    def rounds(self) -> Iterator[int]:
+    def remaining_rounds(self) -> Iterator[int]:
         """Yield the rounds to run, from the last trained one on, whose checkpoint or evaluation may be missing."""
-        done = self.num_trained()
+        done = self.num_trained_rounds()
         total = self.config.run.num_rollout
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
             self.display.note(f"{done} of {total} rounds are committed; {rest}")
         yield from range(max(0, done - 1), total)
 
-    def num_trained(self) -> int:
+    def num_trained_rounds(self) -> int:
         """Return the number of rounds whose training is committed."""
         return len(self.store.committed_indices(f"{self.keys.prefix}/steps"))
 
     def needs_rollout(self, version: int) -> bool:
         """Return whether the rollout of policy `version` is still to be generated."""
-        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout(version)) is None
+        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
-        if self.tracker.record(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
+        if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
                 self._warn_if_not_learning(commit.index)
@@ -145,10 +145,10 @@ class Session:
             self.display.warn(warning)
             get_run_logger().warning(warning)
 
-    def set_base(self, base: CheckpointRef) -> CheckpointRef:
+    def pin_base_model(self, base: CheckpointRef) -> CheckpointRef:
         """Set the initial weights of the run. Raises RunError if the run started from other weights."""
         self.pin_model("base", self.config.convert.hf_checkpoint, base)
-        self.processes.base = base
+        self.processes.base_checkpoint = base
         return base
 
     def pin_model(self, role: str, path: str, model: CheckpointRef) -> None:
@@ -157,7 +157,7 @@ class Session:
         Raises:
             RunError: the run uses another model, because the files at `path` have changed.
         """
-        key = self.keys.origin(role)
+        key = self.keys.origin_key(role)
         self.store.create(key, model.model_dump_json().encode())
         pinned = CheckpointRef.model_validate(self.store.read_json(key))
         if pinned.key != model.key:
@@ -172,11 +172,11 @@ class Session:
         assert commit is not None, f"{prefix} is not committed"
         return commit
 
-    def finish(self) -> dict[str, str]:
+    def print_results(self) -> dict[str, str]:
         """Show and return the results of the whole run, including rounds before a resume: title -> text."""
         commits = read_commits(self.store, self.keys)
-        self.display.finish(commits)
-        return self.display.results(commits)
+        self.display.print_summary(commits)
+        return self.display.summary(commits)
 
     @property
     def local_directories(self) -> list[str]:

@@ -20,8 +20,8 @@ from penstock.storage.preemption import Preempted, StopRequest
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
-def stop_on_sigterm(stop: StopRequest, grace: float) -> ExitStack:
-    """Set `stop` on SIGTERM, and raise Preempted in the main thread `grace` seconds later. Closing the returned stack
+def stop_on_sigterm(stop: StopRequest, grace_seconds: float) -> ExitStack:
+    """Set `stop` on SIGTERM, and raise Preempted in the main thread `grace_seconds` later. Closing the returned stack
     restores the handlers.
 
     Outside the main thread no handler is installed: Prefect then ends the flow run at once.
@@ -32,11 +32,11 @@ def stop_on_sigterm(stop: StopRequest, grace: float) -> ExitStack:
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         if not stop.requested:
-            stop.request(grace)
-            signal.setitimer(signal.ITIMER_REAL, max(grace, 1e-3))
+            stop.request(grace_seconds)
+            signal.setitimer(signal.ITIMER_REAL, max(grace_seconds, 1e-3))
 
     def on_deadline(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"the grace period of {grace:g} s is over")
+        raise Preempted(f"the grace period of {grace_seconds:g} s is over")
 
     for number, handler in ((signal.SIGTERM, on_sigterm), (signal.SIGALRM, on_deadline)):
         handlers.callback(signal.signal, number, signal.signal(number, handler))

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
             f'penstock deploy {positional[0]} --name nightly --cron "0 2 * * *"'
         )
     schedule = parse_schedule(own)
-    config = flags.parse(rest)
+    config = flags.parse_config(rest)
     check_secrets(config, allow_literal=False)
     preflight(flow, config)
     address = ensure_prefect_api()

@@ -171,7 +171,7 @@ class ExportPlan:
         if self.carried and source in self.carried.info:
             yield from self._convert_tensor(source, source, self.carried.fetch(source))
             return
-        with self.weights.borrow(source) as parameter:
+        with self.weights.open_parameter(source) as parameter:
             for name, tensor in self.layout.to_hf(source, parameter):
                 yield from self._convert_tensor(source, name, tensor)
 

@@ -63,18 +63,18 @@ class PartialModel:
     layers: tuple[int, ...]  # indices in the whole model, ascending
     is_whole: bool
 
-    def whole_name(self, name: str) -> str:
+    def name_in_whole_model(self, name: str) -> str:
         """Return the name in the whole model of a Megatron tensor of this partial model."""
         return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(self.layers[int(match[0])]), name)
 
-    def hf_sources(self, whole: ModelShape) -> dict[str, str]:
+    def hf_names_in_whole_model(self, whole: ModelShape) -> dict[str, str]:
         """Return the name in the whole model of every Hugging Face tensor of this partial model, by its name here."""
         layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
         return {
             name: source
             for megatron in layout.megatron_names()
             for name, source in zip(
-                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.whole_name(megatron)), strict=True
+                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.name_in_whole_model(megatron)), strict=True
             )
         }
 
@@ -189,7 +189,7 @@ def _transformers_log_probs(
     """Return the log-probabilities that transformers computes, [T, V]."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
-    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_sources(shape)
+    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_names_in_whole_model(shape)
     with HFWeights(directory) as weights:
         tensors = {name: weights.fetch(sources[name], size[0]).float() for name, size in sizes.items()}
     model, report = model_class.from_pretrained(
@@ -220,7 +220,7 @@ def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, 
 
             [model] = build_model(part.shape)
             for name, tensor in local_parameters(model):
-                with weights.borrow(part.whole_name(name)) as parameter:
+                with weights.open_parameter(part.name_in_whole_model(name)) as parameter:
                     tensor.copy_(parameter[: tensor.shape[0]])
             cu_seqlens = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
             pack = _Pack(token_ids, torch.arange(NUM_TOKENS), cu_seqlens, NUM_TOKENS)

@@ -36,7 +36,7 @@ class Target(Protocol):
     attempt: str  # key prefix of the written files
     records_prefix: str  # key prefix of the records of finished work items
 
-    def existing(self, identity: str) -> CheckpointRef | None:
+    def find_published(self, identity: str) -> CheckpointRef | None:
         """Return the published result with this identity, or None.
 
         Raises:
@@ -58,7 +58,7 @@ class StoreTarget:
         self.attempt = f"models/attempt-{self.name}"
         self.records_prefix = f"{self.attempt}.parts"
 
-    def existing(self, identity: str) -> CheckpointRef | None:
+    def find_published(self, identity: str) -> CheckpointRef | None:
         commit = self.store.committed(f"models/{identity}")
         return None if commit is None else self._checkpoint_ref(identity, commit)
 
@@ -70,7 +70,7 @@ class StoreTarget:
         (`assets.header_hash`)."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
-        commits = disk.in_parallel(lambda name: self.store.committed(f"models/{name}"), names, 16)
+        commits = disk.map_in_threads(lambda name: self.store.committed(f"models/{name}"), names, 16)
         return any(commit is not None and commit.state.get("headers", header_hash) == header_hash for commit in commits)
 
     def _checkpoint_ref(self, identity: str, commit: Commit) -> CheckpointRef:
@@ -101,7 +101,7 @@ class DirectoryTarget:
         self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
         self.records_prefix = f".{self.final}.incoming-{name}.parts"
 
-    def existing(self, identity: str) -> CheckpointRef | None:
+    def find_published(self, identity: str) -> CheckpointRef | None:
         record = read_record(self.store, self.final)
         if record is not None and record.state.get("identity") == identity:
             return self._checkpoint_ref(record)
@@ -256,7 +256,7 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
         )
     identity = record.state["identity"]
     target = StoreTarget(store, f"copy-{identity}")
-    if existing := target.existing(identity):
+    if existing := target.find_published(identity):
         return existing
     check_free_space(store, sum(file.bytes for file in record.files))
     with source.reading(record) as files, store.writing(target.attempt) as out:

@@ -63,7 +63,7 @@ def export_hf(
         ExportPlan(source, origin, shard_bytes) as plan,
     ):
         progress = Progress(plan.num_bytes, on_progress)
-        disk.in_parallel(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
+        disk.map_in_threads(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
         plan.write_config_and_index(writing.path)
         failpoint("export-writing")
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(checkpoint)
@@ -152,7 +152,7 @@ def prepare_export(
     content = f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
     identity = xxhash.xxh3_64_hexdigest(content.encode())
     target = DirectoryTarget(save, "hf", identity, store.options)
-    if existing := target.existing(identity):
+    if existing := target.find_published(identity):
         return existing
     work = HFExport(store, checkpoint, origin, target, identity, shard_bytes, checkpoint_layout(origin.shape()))
     with work.plan() as (_, items):
@@ -181,7 +181,7 @@ def finish_export(work: HFExport) -> CheckpointRef:
     checkpoint = work.checkpoint
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(Path(checkpoint).resolve())
     with work.plan() as (plan, items):
-        files = collect_file_records(items.records())
+        files = collect_file_records(items.items_with_records())
         with full_disk_as_store_error(work.target.store):
             files += write_files(work.target, plan.write_config_and_index)
         commit = Commit(

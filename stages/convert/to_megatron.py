@@ -64,7 +64,7 @@ def export_megatron(
     """
     identity = _identity(checkpoint, origin, names)
     target = DirectoryTarget(save, "torch_dist", identity, store.options)
-    if existing := target.existing(identity):
+    if existing := target.find_published(identity):
         return existing
     with checkpoint_files(store, checkpoint) as source:
         return copy_megatron_weights(source, origin, target, identity, names, on_progress)
@@ -89,7 +89,7 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
     name = _identity(str(source), origin, "local")
     target, memo = StoreTarget(store, name), f"models/sources/megatron-{name}.json"
     known = store.read_json(memo)
-    if known and (existing := target.existing(known["identity"])):
+    if known and (existing := target.find_published(known["identity"])):
         return existing
     ref = copy_megatron_weights(source, origin, target, None, "local")
     identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
@@ -128,11 +128,11 @@ def copy_megatron_weights(
 
     def content(piece: Slice) -> Iterator[memoryview]:
         name, stored = slices[piece]
-        with weights.borrow(name) as tensor:
+        with weights.open_parameter(name) as tensor:
             yield tensor[stored.part].contiguous().view(-1).view(torch.uint8).numpy().data
 
     items.run(lambda unit: write_unit(target, unit, content, progress.add), progress)
-    records = items.records()
+    records = items.items_with_records()
 
     def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, shape)

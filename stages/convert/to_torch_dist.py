@@ -153,7 +153,7 @@ def prepare_conversion(
             untrained_bytes=sum(weights.info[name].num_bytes for name in untrained),
         )
         known = source.fingerprint and _identity(source.fingerprint, shape, bool(untrained), options)
-        if known and (existing := target.existing(known)):
+        if known and (existing := target.find_published(known)):
             return existing
         weights.read_ahead()
         checkpoint = checkpoint_layout(shape)
@@ -224,7 +224,7 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
-                return {"xxh3": weights.hash(item.path)}
+                return {"xxh3": weights.hash_weight_file(item.path)}
             return write_unit(work.target, item, content, progress.add)
 
         work.work_items.run(process_item, progress, rank, num_ranks)
@@ -235,7 +235,7 @@ def finish_conversion(
     work: Conversion, *, verify: bool = True, check_logits: bool = False, on_progress: OnBytes | None = None
 ) -> CheckpointRef:
     """Write index, config and tokenizer of a converted model, verify it, and publish it. See `convert_hf`."""
-    records, written_at = work.work_items.records(), time.time()
+    records, written_at = work.work_items.items_with_records(), time.time()
     if stat_hash(work.hf_dir) != work.source.stat_hash:
         raise ModelError(
             f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"

@@ -82,7 +82,7 @@ class TorchDistWeights:
         return self.tensors[self.checkpoint.slices[name][0].key].properties.dtype
 
     @contextmanager
-    def borrow(self, name: str) -> Iterator[Tensor]:
+    def open_parameter(self, name: str) -> Iterator[Tensor]:
         """Yield a full parameter on the CPU, valid inside the `with` block only. A parameter of one chunk is a view of
         the mapped file; several chunks are copied into a buffer, which later calls reuse."""
         shape, pieces = self.checkpoint.shape(name), self.checkpoint.slices[name]
@@ -106,7 +106,7 @@ class TorchDistWeights:
 
     def fetch(self, name: str) -> Tensor:
         """Return a copy of a full parameter, on the CPU."""
-        with self.borrow(name) as tensor:
+        with self.open_parameter(name) as tensor:
             return tensor.clone()
 
     def _buffer(self, num_bytes: int) -> Tensor:

@@ -17,7 +17,7 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, check
 from penstock.stages.convert.hf.headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError
 from penstock.storage.refs import Commit
 from penstock.storage.store import Store
@@ -33,7 +33,7 @@ class ConversionReport:
     num_bytes: int
     logits: str = ""  # result of the logits comparison, as text
 
-    def rows(self) -> list[tuple[str, str]]:
+    def report_rows(self) -> list[tuple[str, str]]:
         """Return (title, text) pairs for the terminal."""
         return [
             ("names", f"{self.num_tensors} tensors, the same in both formats"),
@@ -136,7 +136,7 @@ def verify_conversion(
     converted = TorchDistWeights(directory, checkpoint)
 
     def check_parameter(name: str) -> list[tuple[str, int]]:
-        with converted.borrow(name) as parameter:
+        with converted.open_parameter(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
                 check_bits_equal_source(hf_name, weights, tensor)
@@ -144,7 +144,7 @@ def verify_conversion(
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
     sizes = dict(
-        entry for entries in in_parallel(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
+        entry for entries in map_in_threads(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
     )
     assert sizes.keys() == layout.hf_names()
     return ConversionReport(len(sizes), sum(sizes.values()))

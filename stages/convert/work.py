@@ -103,7 +103,7 @@ class WorkItems(Generic[W]):
             StoreError: the disk is full.
         """
         items = self.items[rank::num_ranks]
-        unfinished = {item.name for item in self.unfinished(items)}
+        unfinished = {item.name for item in self.unfinished_items(items)}
 
         def run_item(item: W) -> None:
             if item.name not in unfinished:
@@ -117,18 +117,18 @@ class WorkItems(Generic[W]):
                 self.target.store.create(self._record_key(item), record)
 
         with full_disk_as_store_error(self.target.store), leases.writer_lease(self.target.store, self.target.attempt):
-            disk.in_parallel(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
+            disk.map_in_threads(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
-    def unfinished(self, items: Sequence[W] | None = None) -> list[W]:
+    def unfinished_items(self, items: Sequence[W] | None = None) -> list[W]:
         """Return those of `items` (default: all) that have no record, or whose files are missing."""
         chosen = self.items if items is None else items
         return [item for item, record in zip(chosen, self._records(chosen), strict=True) if record is None]
 
     def num_bytes_left(self) -> int:
         """Return the total size of the unfinished items in bytes."""
-        return sum(item.num_bytes for item in self.unfinished())
+        return sum(item.num_bytes for item in self.unfinished_items())
 
-    def records(self) -> list[tuple[W, WorkRecord]]:
+    def items_with_records(self) -> list[tuple[W, WorkRecord]]:
         """Return all items with their records. Every item must be finished."""
         records = self._records(self.items)
         finished = [(item, record) for item, record in zip(self.items, records, strict=True) if record is not None]
@@ -146,7 +146,7 @@ class WorkItems(Generic[W]):
             files = [] if record is None else record.get("files", [])
             return record if all(store.size(file["path"]) == file["bytes"] for file in files) else None
 
-        return disk.in_parallel(read, items, 16)
+        return disk.map_in_threads(read, items, 16)
 
     def delete_records(self) -> None:
         """Delete the records, and temporary files of killed processes. Called after the result was published."""

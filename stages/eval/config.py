@@ -102,7 +102,7 @@ class EvalConfig(StageConfig):
         own = _data_set_names_and_paths(self.eval_config)
         return [pair for pair in value if pair not in own]
 
-    def settings(self, name: str) -> dict[str, Any]:
+    def data_set_settings(self, name: str) -> dict[str, Any]:
         """Return the settings of the data set `name`, under their names in the --eval-config file. A setting comes from
         the data set's entry in that file, else from the file's [defaults], else from the --eval-* flag."""
         flags = {
@@ -118,9 +118,9 @@ class EvalConfig(StageConfig):
             "pass_threshold": self.pass_threshold,
         }
         given = {key: value for key, value in flags.items() if value is not None}
-        return given | (self.eval_config.settings(name) if self.eval_config else {})
+        return given | (self.eval_config.data_set_settings(name) if self.eval_config else {})
 
-    def overrides(self, path: str, name: str = "") -> dict[str, Any]:
+    def rollout_overrides(self, path: str, name: str = "") -> dict[str, Any]:
         """Return the fields of the rollout's config that an evaluation changes:
         `rollout_config.model_copy(update=...)`.
 
@@ -130,7 +130,7 @@ class EvalConfig(StageConfig):
             path: path of the prompts.
             name: name of the data set; "" = use only the flags.
         """
-        settings = self.settings(name)
+        settings = self.data_set_settings(name)
         overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
         if "rm_type" in settings:
             overrides["custom_rm_path"] = None

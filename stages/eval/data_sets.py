@@ -76,7 +76,7 @@ class EvalFile(StageConfig):
     defaults: DataSetSettings = DataSetSettings()
     datasets: list[DataSet] = Field(default_factory=list)
 
-    def settings(self, name: str) -> dict[str, Any]:
+    def data_set_settings(self, name: str) -> dict[str, Any]:
         """Return the settings of the data set `name`, including the file's defaults; {} if the file lacks it."""
         for data_set in self.datasets:
             if data_set.name == name:

@@ -57,7 +57,7 @@ class StoredEval:
     @property
     def prefix(self) -> str:
         """Return the key prefix of the evaluation's commit."""
-        return self.keys.eval(self.version, self.name)
+        return self.keys.eval_prefix(self.version, self.name)
 
     @property
     def id_prefix(self) -> str:

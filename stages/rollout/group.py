@@ -25,7 +25,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
 
@@ -115,7 +115,7 @@ class GroupRunner:
         if self.round.kind == "eval":
             failpoint("eval-generating")
         if all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in group):
-            self.journal.add(group)
+            self.journal.add_finished_group(group)
         return group
 
     async def _grade(self, group: Group) -> None:
@@ -195,7 +195,7 @@ def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, A
     """
     params = config.sampling_params()
     num_prompt = sample.prompt_length
-    limit = min(params["max_new_tokens"], response_limit(config, num_prompt))
+    limit = min(params["max_new_tokens"], max_response_tokens(config, num_prompt))
     params["max_new_tokens"] = limit - (len(sample.token_ids) - num_prompt)
     if config.rollout_sampling_seeds:
         index = int(sample.trajectory_id.rpartition("-")[2])  # index of the sample in its group
@@ -203,7 +203,7 @@ def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, A
     return params
 
 
-def response_limit(config: GenerationConfig, num_prompt_tokens: int) -> int:
+def max_response_tokens(config: GenerationConfig, num_prompt_tokens: int) -> int:
     """Return the maximum number of response tokens after a prompt of `num_prompt_tokens`.
 
     Raises:
@@ -279,5 +279,5 @@ def _num_trained_tokens(group: Group) -> int:
 
 def make_grader(config: RolloutConfig) -> Grader:
     """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
-    config = config.model_copy(update={"rm_url": reveal(config.rm_url)})
+    config = config.model_copy(update={"rm_url": resolve_secrets(config.rm_url)})
     return Grader.from_options(config, config.reward_workers, config.model_dump())

@@ -70,7 +70,7 @@ class Journal:
         if isinstance(error, Exception | Preempted):
             self.flush()
 
-    def read(self) -> None:
+    def load_finished_groups(self) -> None:
         """Read the groups that earlier attempts at this round have finished."""
         if not self.interval:
             return
@@ -84,7 +84,7 @@ class Journal:
         finished = self._finished.get(group[0].group_id)
         return finished if finished and _has_response_for_each_sample(finished, group) else None
 
-    def add(self, samples: Sequence[Sample]) -> None:
+    def add_finished_group(self, samples: Sequence[Sample]) -> None:
         """Add a finished group, which the next `flush` writes."""
         if self.interval:
             self._pending += [copy_sample(sample) for sample in samples]  # copies, because grading changes the samples
@@ -106,7 +106,7 @@ class Journal:
                 return
             del self._pending[: len(samples)]  # keeps groups added in the meantime
 
-    def remove(self) -> None:
+    def delete_entries(self) -> None:
         """Delete the journal of a committed round. Entries that cannot be deleted are left for `penstock gc`."""
         with self._lock:  # a flush in another thread must not write an entry after the deletion
             self._pending.clear()

@@ -35,7 +35,7 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
     """
     if rollout_id == 0:
         return ResumePoint()
-    previous = store.committed(keys.rollout(rollout_id - 1))
+    previous = store.committed(keys.rollout_prefix(rollout_id - 1))
     if previous is None:
         raise RunError(
             f"round {rollout_id} needs the data position of round {rollout_id - 1}, which is not committed: "

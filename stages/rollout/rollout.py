@@ -127,7 +127,7 @@ def rollout_stage(
 
     Args:
         context: inputs, engines and store.
-        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout(12)`.
+        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
         round: number and kind of the round, and the policy version that generates it.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
         num_prompts: number of groups to keep, by default `rollout_batch_size`.
@@ -147,7 +147,7 @@ def rollout_stage(
     journal = Journal(context.store, prefix, round, config)
     with record_seconds(seconds, "prepare"):
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
-        journal.read()
+        journal.load_finished_groups()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
         wanted = num_prompts or config.rollout_batch_size
         result = run_blocking(generate_round(context, intake, journal, grader, wanted))
@@ -173,7 +173,7 @@ def rollout_stage(
         },
         **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
-    journal.remove()
+    journal.delete_entries()
     return commit
 
 

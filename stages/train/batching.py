@@ -69,17 +69,17 @@ class Batch:
         return np.diff(self.offsets)
 
     @cached_property
-    def trained(self) -> np.ndarray:  # [N]
+    def trained_positions(self) -> np.ndarray:  # [N]
         """Positions of the trained tokens in the flat arrays."""
         return np.flatnonzero(self.loss_mask)
 
     @cached_property
     def sample_index(self) -> np.ndarray:  # [N]
         """Sample index of each trained token, ascending."""
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)[self.trained]
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)[self.trained_positions]
 
     @cached_property
-    def num_trained(self) -> np.ndarray:  # [B]
+    def num_trained_tokens(self) -> np.ndarray:  # [B]
         """Number of trained tokens of each sample."""
         return np.bincount(self.sample_index, minlength=len(self.lengths))
 
@@ -167,7 +167,9 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
         max_seqlen=max(lengths),
         trained=torch.from_numpy(trained),
         targets=torch.from_numpy(batch.token_ids[targets]),
-        ordinal=torch.from_numpy(np.searchsorted(batch.trained, targets)),
-        samples=SegmentReducer(torch.from_numpy(sequence), torch.from_numpy(batch.num_trained[list(sample_indices)])),
+        ordinal=torch.from_numpy(np.searchsorted(batch.trained_positions, targets)),
+        samples=SegmentReducer(
+            torch.from_numpy(sequence), torch.from_numpy(batch.num_trained_tokens[list(sample_indices)])
+        ),
         routing=None if batch.engine_choices is None else batch.engine_choices.decode(sample_indices),
     )

@@ -50,7 +50,7 @@ class Models:
 
     def refresh_reference(self) -> None:
         """Make the current policy the reference."""
-        self.reference, self.refreshed = self.policy.snapshot(), True
+        self.reference, self.refreshed = self.policy.snapshot_weights(), True
 
     def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
         """Move the state of policy and critic to host memory, except the kinds `keep` of the policy; see
@@ -93,7 +93,7 @@ def load_auxiliary(models: Models, name: str, directory: Path) -> None:
     """Load the weights of the model `name` ("reference" or "teacher") into host memory. This overwrites the weights of
     the policy: call `load_initial` or `resume_models` afterwards. Collective."""
     models.policy.load_weights(directory)
-    setattr(models, name, models.policy.snapshot())
+    setattr(models, name, models.policy.snapshot_weights())
     if name == "reference":
         models.refreshed = False
 

@@ -192,7 +192,7 @@ class TrainerGroup:
 
     # ---- queries -----------------------------------------------------------------------------------------------------
 
-    def state(self) -> PolicyState | None:
+    def policy_state(self) -> PolicyState | None:
         """Return the policy version that all ranks hold, or None if no ranks are running. If a rank does not answer, or
         the ranks hold different states, kill the group and return None.
 

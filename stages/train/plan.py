@@ -29,7 +29,7 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
     for rows in _samples_of_steps(batch, config):
-        rows = rows[batch.num_trained[rows] > 0]  # samples without trained tokens do not contribute
+        rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
         if config.fills_microbatches_by_tokens:
             bins = filled_microbatches(lengths, config.max_tokens_per_gpu * config.context_parallel_size, multiple)
@@ -60,7 +60,7 @@ class LossWeights:
     pg_scale: Tensor | None  # [N] float64, custom weight / default weight, multiplies only the policy-gradient loss
     num_steps: int  # optimizer steps of the round
 
-    def mean(self, values: Tensor) -> float:
+    def mean_over_steps(self, values: Tensor) -> float:
         """Return the mean over the optimizer steps of the weighted sum of `values` [N] in each step."""
         return float((self.weights * values).sum()) / self.num_steps
 

@@ -39,6 +39,7 @@ class ReplayResult(Frozen):
     verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
     why: str  # first difference, or ""
     digest: dict[str, str]  # parameter shard -> hash of its bits, after the replay
+    metrics: dict[str, float]  # of the replayed round, as in its step commit
 
 
 class PolicyRestorer:
@@ -79,28 +80,28 @@ class PolicyRestorer:
             RunError: a round before `version` is not committed.
         """
         with self.group.lock:
-            state = self.group.state()
+            state = self.group.policy_state()
             current = state.version if state is not None and state.run == self.keys.run and state.clean else None
             if current == version:
                 return
             if current is None or current > version:
                 current = newest_checkpoint(self.store, self.keys, version)
-                self.load(current)
+                self.load_checkpoint(current)
             for rollout_id in range(current, version):
                 number = f"{rollout_id - current + 1} of {version - current}"
                 self.on_progress(f"replaying training of rollout {rollout_id} ({number})")
-                committed = self._read_commit(self.keys.step(rollout_id))
-                trained = self.group.train(self._read_commit(self.keys.rollout(rollout_id)), rollout_id)
-                _check_agreement(committed, trained, self.keys.step(rollout_id))
+                committed = self._read_commit(self.keys.step_prefix(rollout_id))
+                trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
+                _check_agreement(committed, trained, self.keys.step_prefix(rollout_id))
 
-    def load(self, version: int) -> None:
+    def load_checkpoint(self, version: int) -> None:
         """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights.
 
         Raises:
             ReplayError: the loaded weights or optimizer state do not match the hashes in the checkpoint's commit.
         """
         self.on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
-        checkpoint = self._read_commit(self.keys.checkpoint(version)) if version else None
+        checkpoint = self._read_commit(self.keys.checkpoint_prefix(version)) if version else None
         base = self._read_model(self.base.key) if checkpoint is None else None
         with self.group.lock:
             self.group.ensure_started()
@@ -114,8 +115,9 @@ class PolicyRestorer:
             before, after = _drop_models_absent_from(before, after), _drop_models_absent_from(after, before)
             if after != before:
                 raise ReplayError(
-                    f"checkpoint {self.keys.checkpoint(version)} has a hash mismatch of the {what} after loading: "
-                    f"{_summarize_hash_differences(before, after)}. Check the storage and the installed libraries"
+                    f"checkpoint {self.keys.checkpoint_prefix(version)} has a hash mismatch of the {what} after "
+                    f"loading: {_summarize_hash_differences(before, after)}. Check the storage and the installed "
+                    "libraries"
                 )
 
     def train_round(self, rollout_id: int) -> Commit:
@@ -126,13 +128,13 @@ class PolicyRestorer:
             ReplayError: another attempt has committed this round with other weights.
             RunError: the rollout is not committed, or does not fill whole optimizer steps.
         """
-        prefix = self.keys.step(rollout_id)
+        prefix = self.keys.step_prefix(rollout_id)
         if existing := self.store.committed(prefix):
             return existing
         start = time.perf_counter()
         with self.group.lock:
             self.restore(rollout_id)
-            rollout = self._read_commit(self.keys.rollout(rollout_id))
+            rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
             restored = time.perf_counter()
             trained = self.group.train(rollout, rollout_id)
         train_time = time.perf_counter() - restored
@@ -141,7 +143,7 @@ class PolicyRestorer:
             run=self.keys.run,
             index=rollout_id,
             policy_version=rollout_id + 1,
-            inputs={"rollout": commit_key(self.keys.rollout(rollout_id))},
+            inputs={"rollout": commit_key(self.keys.rollout_prefix(rollout_id))},
             seconds={
                 "restore": restored - start,
                 **trained.seconds,
@@ -163,7 +165,7 @@ class PolicyRestorer:
         Every rank writes its files durably; the commit, with the list of all files, is written after the last rank has
         finished.
         """
-        prefix = self.keys.checkpoint(version)
+        prefix = self.keys.checkpoint_prefix(version)
         commit = self.store.committed(prefix)
         if commit is None:
             attempt = self.store.new_attempt(prefix)
@@ -179,7 +181,9 @@ class PolicyRestorer:
                 policy_version=version,
                 attempt=attempt,
                 files=saved.files,
-                inputs={"step": commit_key(self.keys.step(version - 1))} if version else {"model": self.base.key},
+                inputs={"step": commit_key(self.keys.step_prefix(version - 1))}
+                if version
+                else {"model": self.base.key},
                 seconds={"save": seconds},
                 summary={"perf/save_model_time": seconds},
                 state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
@@ -198,8 +202,8 @@ class PolicyRestorer:
     def replay_round(self, rollout_id: int) -> ReplayResult:
         """Train a committed round again, starting from the policy that the ranks hold, and compare weights and metrics
         with the round's commit. Writes nothing to the store."""
-        committed = self._read_commit(self.keys.step(rollout_id))
-        trained = self.group.train(self._read_commit(self.keys.rollout(rollout_id)), rollout_id)
+        committed = self._read_commit(self.keys.step_prefix(rollout_id))
+        trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
         why = _describe_weight_difference(committed, trained) or _describe_metric_difference(
             committed.summary, trained.metrics
         )
@@ -211,7 +215,9 @@ class PolicyRestorer:
                 else _describe_metric_beyond_tolerance(committed, trained)
             )
             verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
-        return ReplayResult(rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest)
+        return ReplayResult(
+            rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest, metrics=trained.metrics
+        )
 
     def _auxiliary_models(self, checkpoint: Commit | None) -> dict[AuxiliaryModel, Commit]:
         """Return the commits of the reference and the teacher that the algorithm needs, without the reference if
@@ -226,7 +232,7 @@ class PolicyRestorer:
         }
         models: dict[AuxiliaryModel, Commit] = {}
         for name in (name for name, is_needed in needed.items() if is_needed):
-            pinned = self.store.read_json(self.keys.origin(name))
+            pinned = self.store.read_json(self.keys.origin_key(name))
             models[name] = self._read_model(CheckpointRef.model_validate(pinned).key if pinned else self.base.key)
         return models
 
@@ -256,7 +262,7 @@ def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
 def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
     """Return the reference to a step commit."""
     return StepRef(
-        key=commit_key(keys.step(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
+        key=commit_key(keys.step_prefix(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
     )
 
 

@@ -82,7 +82,7 @@ def train_rollout(
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
-    metrics |= {name: weights.mean(values) for name, values in rollout_metrics.items()}
+    metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
     return TrainedRound(metrics | speed_metrics(models.policy, batch, clock.seconds), per_step, clock.seconds)
 
 
@@ -98,7 +98,7 @@ def gather_experience(
         sample_index=torch.from_numpy(batch.sample_index),
         rewards=torch.from_numpy(batch.rewards),
         group_index=torch.from_numpy(batch.group_index),
-        rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained]).double(),
+        rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained_positions]).double(),
     )
 
     def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
@@ -106,7 +106,7 @@ def gather_experience(
 
     def compute_logprobs(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
         with nullcontext() if snapshot is None else models.policy.using_weights(snapshot):
-            return forward_all_tokens(models.policy, steps, len(batch.trained), logprobs, routing)
+            return forward_all_tokens(models.policy, steps, len(batch.trained_positions), logprobs, routing)
 
     if models.reference is not None:
         with clock("ref_logprobs"):
@@ -116,7 +116,7 @@ def gather_experience(
             experience.teacher_logprobs = compute_logprobs(models.teacher)
     if models.critic is not None:
         with clock("values"):
-            experience.values = forward_all_tokens(models.critic, steps, len(batch.trained), critic_values)
+            experience.values = forward_all_tokens(models.critic, steps, len(batch.trained_positions), critic_values)
     if config.use_rollout_logprobs:
         experience.old_logprobs = experience.rollout_logprobs
     elif needs_old_logprobs(config, len(steps)):

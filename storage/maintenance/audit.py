@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.storage.commits import committed_prefixes
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
 from penstock.storage.maintenance.prompt_audit import PromptAudit, read_round
@@ -52,14 +52,14 @@ class Audit:
     orphan_bytes: int = 0
 
 
-def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
+def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Audit:
     """Check everything that a run has committed.
 
     Args:
         store: the run's store.
         keys: of the run.
-        hashes: check the hashes of models, checkpoints and exports; else only their sizes. Hashes of sample shards are
-            always checked.
+        verify_hashes: check the hashes of models, checkpoints and exports; else only their sizes. Hashes of sample
+            shards are always checked.
 
     Raises:
         RunError: the run does not exist.
@@ -68,7 +68,7 @@ def audit(store: Store, keys: RunKeys, *, hashes: bool = True) -> Audit:
     record = check.read_run_record()
     commits = check.read_commits()
     tombstones = check.read_tombstones()
-    check.check_file_sizes_or_hashes(commits, hashes)
+    check.check_file_sizes_or_hashes(commits, verify_hashes)
     check.check_inputs_exist(commits, tombstones)
     check.check_commits_match_keys(commits)
     check.check_rounds_are_consecutive(commits)
@@ -107,19 +107,19 @@ class _RunAudit:
         records."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
-        origins = {name: data for name in ORIGINS if (data := store.read(keys.origin(name)))}
+        origins = {name: data for name in ORIGINS if (data := store.read(keys.origin_key(name)))}
         if prefixes and "base" not in origins:
             self.add_problem(
-                f"{keys.origin('base')} is missing, so the run's initial model is unknown: restore it from a backup"
+                f"{keys.origin_key('base')} is missing, so the run's initial model is unknown: restore it from a backup"
             )
         model_keys: set[str] = set()
         for name, data in origins.items():
             try:
-                model_keys.add(decode_record(CheckpointRef, keys.origin(name), data).key)
+                model_keys.add(decode_record(CheckpointRef, keys.origin_key(name), data).key)
             except StoreError as error:
                 self.add_problem(error)
         prefixes += sorted(key.removesuffix(commit_key("")) for key in model_keys)
-        records = in_parallel(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)
+        records = map_in_threads(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)
         commits: dict[str, Commit] = {}
         for prefix, data in zip(prefixes, records, strict=True):
             key = commit_key(prefix)
@@ -146,7 +146,7 @@ class _RunAudit:
         """Return the tombstones of expired checkpoints by the key of the deleted commit record."""
         tombstones: dict[str, Tombstone] = {}
         for version in expired_versions(self.store, self.keys):
-            prefix = self.keys.checkpoint(version)
+            prefix = self.keys.checkpoint_prefix(version)
             try:
                 if tombstone := read_tombstone(self.store, prefix):
                     tombstones[commit_key(prefix)] = tombstone
@@ -186,7 +186,7 @@ class _RunAudit:
             if commit.kind not in ("rollout", "eval")
             for record in commit.files
         ]
-        self.result.problems += [problem for problem in in_parallel(describe_damage, jobs, NUM_FILES) if problem]
+        self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
 
     def check_inputs_exist(self, commits_by_prefix: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
         """Check that every input of a commit is an existing commit record or that of an expired checkpoint."""
@@ -219,7 +219,10 @@ class _RunAudit:
                 self.add_problem(
                     f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {version}"
                 )
-            source = {"step": ("rollout", keys.rollout(index)), "export": ("checkpoint", keys.checkpoint(index))}
+            source = {
+                "step": ("rollout", keys.rollout_prefix(index)),
+                "export": ("checkpoint", keys.checkpoint_prefix(index)),
+            }
             if kind in source:
                 role, needed = source[kind]
                 if commit.inputs.get(role) != commit_key(needed):
@@ -243,7 +246,7 @@ class _RunAudit:
         for kind in ("checkpoint", "eval", "export"):
             last = max(indices[kind], default=0)
             # The step is read again, since the run may have committed it during the audit.
-            if last > num_trained and self.store.read(commit_key(self.keys.step(last - 1))) is None:
+            if last > num_trained and self.store.read(commit_key(self.keys.step_prefix(last - 1))) is None:
                 self.add_problem(
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} rounds"
                 )
@@ -252,7 +255,9 @@ class _RunAudit:
         """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
-        rounds = in_parallel(lambda prefix: read_round(store, prefix, commits_by_prefix[prefix]), prefixes, NUM_FILES)
+        rounds = map_in_threads(
+            lambda prefix: read_round(store, prefix, commits_by_prefix[prefix]), prefixes, NUM_FILES
+        )
         for round in rounds:
             result.problems += round.problems
         parent = run_record.get("parent") or {}

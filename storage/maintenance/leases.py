@@ -35,7 +35,7 @@ from penstock.storage.refs import Commit, RunKeys
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
 SEAL_LIMIT = 3600.0  # seconds after which the writer of a sealed attempt without a commit is considered dead
-_LAST_RENEWAL = 5.0  # seconds for which `Lease.stop` waits for a renewal in progress
+_LAST_RENEWAL = 5.0  # seconds for which `Lease.stop_renewing` waits for a renewal in progress
 SEALED, CONDEMNED = b"sealed", b""  # CONDEMNED is empty, so that `gc` can create it on a full disk
 _NUM_SIZES = 16  # concurrent requests for file sizes
 _CLOCK = getattr(
@@ -64,7 +64,7 @@ class LeaseStore(Protocol):
 
 
 class Lease:
-    """A lease file in the store that a background thread renews until `stop` or `release` is called.
+    """A lease file in the store that a background thread renews until `stop_renewing` or `release` is called.
 
     Raises:
         StoreError, OSError: the lease cannot be written.
@@ -77,14 +77,14 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop_renewing(self) -> None:
         """Stop renewing the lease; it expires TTL seconds after its last renewal."""
         self._ended.set()
         self._thread.join(_LAST_RENEWAL)
 
     def release(self) -> None:
         """Stop renewing the lease and delete it."""
-        self.stop()
+        self.stop_renewing()
         _delete_keys_or_warn(self.store, [self.key])
 
     def _write(self) -> None:
@@ -213,7 +213,7 @@ def writer_lease(store: LeaseStore, attempt: str) -> Iterator[None]:
     except BaseException:
         lease.release()
         raise
-    lease.stop()
+    lease.stop_renewing()
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Seal:
     attempt: str
     at: float  # creation time by _CLOCK
 
-    def check(self) -> None:
+    def raise_if_expired(self) -> None:
         """Raise StoreError if the seal is older than SEAL_LIMIT / 2 (`penstock gc` ignores it after SEAL_LIMIT)."""
         if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
             raise StoreError(
@@ -254,7 +254,9 @@ def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
                 f"`penstock gc` claimed {attempt} for deletion before it was committed: rerun the stage (if "
                 "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
             )
-    sizes = disk.in_parallel(lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES)
+    sizes = disk.map_in_threads(
+        lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES
+    )
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
             _delete_keys_or_warn(store, [key])

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.maintenance.leases import (
@@ -148,7 +148,7 @@ def _committed_files(store: Store, prefix: str) -> set[str]:
     """
     names = [name for name in store.list(prefix) if name.endswith(_COMMIT)] if prefix == "models" else []
     prefixes = [f"{prefix}/{name.removesuffix(_COMMIT)}" for name in names] or [prefix]
-    commits = in_parallel(store.committed, prefixes, NUM_READS)
+    commits = map_in_threads(store.committed, prefixes, NUM_READS)
     return {record.path for commit in commits if commit is not None for record in commit.files}
 
 
@@ -213,5 +213,5 @@ def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]
                 f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"
             ) from error
 
-    records = in_parallel(read, keys, NUM_READS)
+    records = map_in_threads(read, keys, NUM_READS)
     return {key: record for key, record in zip(keys, records, strict=True) if record is not None}

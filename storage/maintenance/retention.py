@@ -61,31 +61,38 @@ def expired_versions(store: Store, keys: RunKeys) -> list[int]:
 
 
 def expire_checkpoints(
-    store: Store, keys: RunKeys, *, keep: int, best: str | None = None, keep_versions: Collection[int] = frozenset()
+    store: Store,
+    keys: RunKeys,
+    *,
+    num_to_keep: int,
+    best_metric: str | None = None,
+    keep_versions: Collection[int] = frozenset(),
 ) -> list[int]:
     """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
 
     Args:
         store: the run's store.
         keys: of the run.
-        keep: number of newest checkpoints to keep, at least one.
-        best: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
+        num_to_keep: number of newest checkpoints to keep, at least one.
+        best_metric: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
         keep_versions: further policy versions to keep.
 
     Returns:
         The policy versions of the deleted checkpoints, ascending.
     """
-    assert keep >= 1, "keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    assert num_to_keep >= 1, (
+        "num_to_keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    )
     finish_interrupted_expiries(store, keys)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
-    candidates = [version for version in versions[:-keep] if version not in keep_versions]
+    candidates = [version for version in versions[:-num_to_keep] if version not in keep_versions]
     if not candidates:
         return []
-    kept = set(versions[-keep:]) | fork_point_versions(store, keys, versions)
-    if best is not None and (winner := best_version(store, keys, best, versions)) is not None:
+    kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
+    if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
-    why = f"beyond the newest {keep}" + (f" and not the best by {best}" if best else "")
+    why = f"beyond the newest {num_to_keep}" + (f" and not the best by {best_metric}" if best_metric else "")
     for version in expiring:
         _expire_checkpoint(store, keys, version, why)
     return expiring
@@ -100,7 +107,7 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
         if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
     ]
     for version in unfinished:
-        tombstone = read_tombstone(store, keys.checkpoint(version))
+        tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
         assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
         _delete_expired_checkpoint(store, keys, version, tombstone)
     return unfinished
@@ -142,7 +149,7 @@ def unfinished_fork_key(keys: RunKeys) -> str:
 
 
 def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> None:
-    prefix = keys.checkpoint(version)
+    prefix = keys.checkpoint_prefix(version)
     commit = store.committed(prefix)
     if commit is None:
         return  # another driver has deleted the checkpoint
@@ -160,11 +167,11 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
 
 def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
     """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
-    prefix, attempt = keys.checkpoint(version), tombstone.commit.attempt
+    prefix, attempt = keys.checkpoint_prefix(version), tombstone.commit.attempt
     commit = store.committed(prefix)
     if commit is not None and commit.attempt == attempt:
         store.delete([commit_key(prefix)])
     # A fork of this run has the checkpoint under the same version, with the same files.
-    others = (store.committed(RunKeys(run).checkpoint(version)) for run in store.list("runs") if run != keys.run)
+    others = (store.committed(RunKeys(run).checkpoint_prefix(version)) for run in store.list("runs") if run != keys.run)
     if not any(other is not None and other.attempt == attempt for other in others):
         store.delete([record.path for record in tombstone.commit.files])

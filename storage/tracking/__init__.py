@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from penstock.storage.refs import RunKeys
-from penstock.storage.secret_references import reveal
+from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.store import Store
 
 
@@ -34,7 +34,7 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
     Without a local store the SQLite file is in this user's state directory. The URI may contain credentials, so it must
     not be displayed.
     """
-    if uri := reveal(configured) or os.environ.get("MLFLOW_TRACKING_URI"):
+    if uri := resolve_secrets(configured) or os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     database = (Path(store.root) if store.is_local else _state_directory(store)) / "mlflow" / "mlflow.db"
     database.parent.mkdir(parents=True, exist_ok=True)

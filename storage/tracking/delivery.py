@@ -65,7 +65,7 @@ class RunTracking:
         self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self._thread.start()
 
-    def record(self, key: str, commit: Commit) -> bool:
+    def record_commit(self, key: str, commit: Commit) -> bool:
         """Append a commit to the outbox under its key in the store. Return False if it was recorded before."""
         return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
 
@@ -78,7 +78,7 @@ class RunTracking:
         prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
         missing = [(commit_key(prefix), commit) for prefix in prefixes if (commit := store.committed(prefix))]
         missing.sort(key=lambda pair: pair[1].created_at)
-        return sum(self.record(key, commit) for key, commit in missing)
+        return sum(self.record_commit(key, commit) for key, commit in missing)
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
         """Append metrics without a commit to the outbox. Return False if `key`, unique in the run, was recorded
@@ -114,7 +114,7 @@ class RunTracking:
             closing = self._closing.is_set()
             self._wake.clear()
             try:
-                if not self._outbox.lock():
+                if not self._outbox.try_lock():
                     raise BlockingIOError("another process delivers the records of this run")
                 if tracker is None:
                     tracker, lineage, position = self._tracker_class(self.tracking_uri, self.run), Lineage(), 0
@@ -143,7 +143,7 @@ class RunTracking:
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
         """Deliver the undelivered lines of the outbox, read from the byte `offset` on. Return the offset of the end of
         the last line."""
-        delivered = self._outbox.delivered
+        delivered = self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)
@@ -167,13 +167,13 @@ class RunTracking:
         try:
             tracker.deliver([record for _, record in batch], lineage)
         except Exception as error:
-            if not tracker.is_final(error):
+            if not tracker.is_permanent_refusal(error):
                 raise
             for line, record in batch:  # deliver one by one, so that only records that the tracker refuses are skipped
                 try:
                     tracker.deliver([record], lineage)
                 except Exception as reason:
-                    if not tracker.is_final(reason):
+                    if not tracker.is_permanent_refusal(reason):
                         raise
                     self._outbox.record_refused_line(line, str(reason))
         self._outbox.mark_delivered(end_offset)

@@ -94,7 +94,7 @@ class MlflowTracker:
         if ends and records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
             self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
-    def is_final(self, error: Exception) -> bool:
+    def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether MLflow will refuse the record again if it is resent."""
         return getattr(error, "error_code", None) in _FINAL
 

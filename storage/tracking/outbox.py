@@ -73,7 +73,7 @@ class Outbox:
                     continue
 
     @property
-    def delivered(self) -> int:
+    def delivered_offset(self) -> int:
         """Return the byte offset up to which lines were delivered."""
         try:
             offset = int(json.loads(self._delivered.read_bytes())["offset"])
@@ -95,9 +95,9 @@ class Outbox:
 
     def num_waiting(self) -> int:
         """Return the number of lines that the tracker has not received yet."""
-        return sum(1 for _ in self.lines_from(self.delivered))
+        return sum(1 for _ in self.lines_from(self.delivered_offset))
 
-    def lock(self) -> bool:
+    def try_lock(self) -> bool:
         """Acquire the delivery lock, which is released when the process ends. Return False if another process holds
         it."""
         if self._lock is None:

@@ -111,7 +111,7 @@ class Tracker(Protocol):
             lineage: all commits of the run up to the last of `records`.
         """
 
-    def is_final(self, error: Exception) -> bool:
+    def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether the tracker will refuse the record again if it is resent; the caller then skips it."""
 
 

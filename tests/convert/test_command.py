@@ -23,7 +23,7 @@ from penstock.storage.store import Store
 
 
 def config_of(*words: str) -> PostTrainConfig:
-    return with_hf_checkpoint(flags.parse(translate_flags(words)))
+    return with_hf_checkpoint(flags.parse_config(translate_flags(words)))
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,13 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
     words = ["--load", str(tmp_path / "trained"), "--origin-hf-dir", str(source), *store_words]
     assert find_checkpoint(config_of(*words)) == str(trained)
 
-    run = flags.parse(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
+    run = flags.parse_config(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
     store, keys = open_store(run.run), RunKeys("first")
     create_run_record(store, "post_train", run)
     for version in (5, 10):
         store.commit(
-            keys.checkpoint(version), Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}")
+            keys.checkpoint_prefix(version),
+            Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}"),
         )
     for named, attempt in (("first", "a10"), ("first/5", "a5")):
         config = config_of("--load", named, *store_words)
@@ -110,7 +111,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
 def test_verification_reports_what_was_compared(source: Path, model: Path) -> None:
     store, commit = Store(str(model.parent)), read_record(Store(str(model.parent)), "model")
     assert commit is not None
-    names, _, bits, logits = (text for _, text in verify_existing(store, commit, source).rows())
+    names, _, bits, logits = (text for _, text in verify_existing(store, commit, source).report_rows())
     extra = sum(name.startswith("model.layers.2.") for name in HFWeights(source).info)
     assert names.startswith(f"{len(HFWeights(source).info) - extra} tensors")
     assert bits.startswith(f"{int(commit.summary['convert/num_bytes']):,} bytes")

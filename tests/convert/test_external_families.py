@@ -239,22 +239,23 @@ def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
     acorn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(acorn).parent)
-    config = with_absolute_paths(flags.parse(["--model-family-path", "acorn.py"]))
+    config = with_absolute_paths(flags.parse_config(["--model-family-path", "acorn.py"]))
     assert config.convert.model_family_path == acorn
     assert (
-        with_absolute_paths(flags.parse(["--model-family-path", "pkg.acorn"])).convert.model_family_path == "pkg.acorn"
+        with_absolute_paths(flags.parse_config(["--model-family-path", "pkg.acorn"])).convert.model_family_path
+        == "pkg.acorn"
     )
-    assert config_hash(config) == config_hash(flags.parse([]))
+    assert config_hash(config) == config_hash(flags.parse_config([]))
 
 
 def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tmp_path: Path) -> None:
     words = ["--store", str(tmp_path / "store"), "--model-family-path", acorn, "--hf-checkpoint", str(source)]
-    run = flags.parse([*words, "--run", "first"])
+    run = flags.parse_config([*words, "--run", "first"])
     store = open_store(run.run)
     create_run_record(store, "post_train", run)
-    store.commit(RunKeys("first").checkpoint(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
+    store.commit(RunKeys("first").checkpoint_prefix(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
     config = with_hf_checkpoint(
-        flags.parse(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
+        flags.parse_config(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
     )
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
 
@@ -264,9 +265,9 @@ def test_conversion_in_several_ray_processes(
     acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--hf-checkpoint", str(source), "--model-family-path", acorn, "--convert-ranks", "2"]
-    config = flags.parse([*words, "--store", str(tmp_path / "store")])
+    config = flags.parse_config([*words, "--store", str(tmp_path / "store")])
     preflight("convert", config)
     store = Store(str(tmp_path / "store"))
     ref = run_conversion(cluster, store, config.convert, verify=True)
-    out = flags.parse([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
+    out = flags.parse_config([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
     assert_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))

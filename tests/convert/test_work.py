@@ -89,7 +89,7 @@ def test_restart_does_only_unfinished_units(source: Path, store: Store, tmp_path
     (attempt / "__4_0.distcp").unlink()  # a lost file
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in attempt.glob("*.distcp")}
     again = planned(store, source)
-    assert [part.name for part in again.work_items.unfinished()] == ["share-00002", "share-00004"]
+    assert [part.name for part in again.work_items.unfinished_items()] == ["share-00002", "share-00004"]
     write_units(again)
     after = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in attempt.glob("*.distcp")}
     assert {name for name in after if before.get(name) != after[name]} == {"__2_0.distcp", "__4_0.distcp"}

@@ -28,7 +28,7 @@ from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -384,7 +384,7 @@ class Pipeline:
 
     def check(self, hashes: bool = True) -> dict[str, int]:
         """Check that nothing was lost or done twice, by the audit. Return its counts."""
-        result = audit(self.store, self.keys, hashes=hashes)
+        result = audit_run(self.store, self.keys, verify_hashes=hashes)
         assert not result.problems, "\n".join(result.problems)
         return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 
@@ -394,7 +394,7 @@ class Pipeline:
         penstock("replay", self.keys.run, *self._place, "--json", str(report), env=self.world.environment)
         replayed = json.loads(report.read_text())
         for rollout_id, round in replayed.items():
-            commit = self.store.committed(self.keys.step(int(rollout_id)))
+            commit = self.store.committed(self.keys.step_prefix(int(rollout_id)))
             assert commit is not None and commit.state["digest"] == round["digest"], f"round {rollout_id} differs"
             assert round["verdict"] == "equal bit for bit", f"round {rollout_id}: {round['verdict']}"
         return len(replayed)

@@ -61,13 +61,13 @@ def without_prefect(pipeline: Pipeline, seconds: float) -> None:
 
 def committed(pipeline: Pipeline, rollout_id: int) -> bool:
     """Return whether a round was trained."""
-    return pipeline.store.committed(pipeline.keys.step(rollout_id)) is not None
+    return pipeline.store.committed(pipeline.keys.step_prefix(rollout_id)) is not None
 
 
 def last_reward(store: Store, keys: RunKeys) -> float:
     """Return the mean reward of the last rounds."""
     rounds = store.committed_indices(f"{keys.prefix}/rollouts")[-LAST:]
-    commits = [store.committed(keys.rollout(rollout_id)) for rollout_id in rounds]
+    commits = [store.committed(keys.rollout_prefix(rollout_id)) for rollout_id in rounds]
     return statistics.mean(commit.summary["rollout/raw_reward"] for commit in commits if commit)
 
 
@@ -75,7 +75,7 @@ def demo_flags(demo: Path, seed: int, num_rounds: int) -> list[str]:
     """Return the flags of the demo's second half, on the export of the first half in `demo`."""
     sft = RunKeys(f"demo-sft-seed{seed}")
     store = Store(str(demo / "store"))
-    commit = store.committed(sft.export(store.committed_indices(f"{sft.prefix}/exports")[-1]))
+    commit = store.committed(sft.export_prefix(store.committed_indices(f"{sft.prefix}/exports")[-1]))
     assert commit is not None and commit.attempt is not None
     data = demo / "inputs" / f"data-seed{seed}"
     words = f"""--config {RECIPES / "demo-grpo.toml"} --num-rollout {num_rounds}

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 FLAGS = [
     *("--colocate", "--actor-num-gpus-per-node", "2", "--num-engines", "2"),
     *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
 ]
+SWITCHES = (  # failpoints of a round, in order
+    "rollout-before-upload",
+    "engines-released",
+    "train-mid-step",
+    "trainer-offloaded",
+    "publish-before",
+    "engines-without-cache",
+)
 
 
+@pytest.mark.integration
 def test_kill_of_an_offloaded_trainer_in_a_colocated_run(world: World) -> None:
-    check_kills(world, num_rollouts=2, schedule=[("trainer-offloaded", "trainer")])
+    check_kills(world, FLAGS, 2, [("trainer-offloaded", "trainer")])
 
 
+@pytest.mark.integration
 @pytest.mark.full
 def test_kills_at_each_switch_of_memory_in_a_colocated_run(world: World) -> None:
-    check_kills(
-        world,
-        num_rollouts=4,
-        schedule=[
-            ("rollout-before-upload", "engine"),
-            ("engines-released", "trainer"),
-            ("train-mid-step", "engine"),
-            ("trainer-offloaded", "trainer"),
-            ("publish-before", "tree"),
-            ("engines-without-cache", "engine"),
-        ],
-    )
+    targets = ("engine", "trainer", "engine", "trainer", "tree", "engine")
+    check_kills(world, FLAGS, 4, list(zip(SWITCHES, targets)))
 
 
-def check_kills(world: World, num_rollouts: int, schedule: list[tuple[str, str]]) -> None:
-    """Kill a colocated run by the schedule; check its store, replay, engine weights and memory switches."""
-    flags = [*tiny_flags(world, num_rollouts), *FLAGS]
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("target", ["driver", "trainer", "engine"])
+def test_kills_at_each_switch_of_memory_on_two_gpus(target: str, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--params-dtype", "bf16", *shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))]
+    with World(tmp_path, head_dim=64, dtype="bfloat16") as world:
+        world.start_prefect()
+        check_kills(world, flags, 4, [(point, target) for point in SWITCHES], gap=0.02)
+
+
+def check_kills(
+    world: World, flags: list[str], num_rollouts: int, schedule: list[tuple[str, str]], gap: float = 1e-4
+) -> None:
+    """Kill a colocated run by the schedule; check its store, replay, engine weights and memory switches.
+
+    Args:
+        gap: limit of the mean difference of the log-probs of trainer and engines in each round.
+    """
+    flags = [*tiny_flags(world, num_rollouts), *flags]
     for flag in ("--over-sampling-batch-size", "12", "--partial-rollout"):  # both train tokens of an older policy,
         flags.remove(flag)  # whose log-probs differ from the trainer's even if the engine weights are right
     pipeline = Pipeline(world, "turns", str(world.root / "store"), flags)
@@ -47,8 +66,8 @@ def check_kills(world: World, num_rollouts: int, schedule: list[tuple[str, str]]
     assert all(kill["num_killed"] for kill in kills)
     assert verdict(pipeline)["replayed_rounds"] == num_rollouts
     for rollout_id in range(num_rollouts):
-        step = pipeline.store.committed(pipeline.keys.step(rollout_id))
-        assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < 1e-4
+        step = pipeline.store.committed(pipeline.keys.step_prefix(rollout_id))
+        assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < gap
     check_turns(Path(pipeline.store.path("runs/turns/logs")))
 
 

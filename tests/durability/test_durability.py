@@ -51,9 +51,10 @@ def test_a_stopped_run_keeps_finished_work_and_resumes(world: World) -> None:
     ]
     pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
     stopped_in = half_done(pipeline)
-    first = pipeline.keys.rollout(stopped_in)
+    first = pipeline.keys.rollout_prefix(stopped_in)
     assert (
-        pipeline.is_at("checkpoint-saving") and pipeline.store.committed(pipeline.keys.checkpoint(stopped_in)) is None
+        pipeline.is_at("checkpoint-saving")
+        and pipeline.store.committed(pipeline.keys.checkpoint_prefix(stopped_in)) is None
     )
     pipeline.release("checkpoint-saving")
     os.kill(pipeline.pid, signal.SIGTERM)
@@ -77,7 +78,7 @@ def half_done(pipeline: Pipeline) -> int:
     crowded machine the first such rollout may be over before anything is journalled: then the next one. Returns
     which it is."""
     for rollout_id in range(1, LONG_ROUNDS):
-        rollout = pipeline.keys.rollout(rollout_id)
+        rollout = pipeline.keys.rollout_prefix(rollout_id)
 
         def journalled(rollout: str = rollout) -> bool:
             return any(name.endswith(".commit.json") for name in pipeline.store.list(f"{rollout}.journal"))

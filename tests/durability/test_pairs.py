@@ -15,7 +15,7 @@ from pairs import PATIENCE, SLOW, Progress, one_pair
 def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -> None:
     """Regression test: while waiting for the new engine, the death of Ray was not noticed for up to 22 minutes."""
     pipeline = Pipeline(world, "twice", str(world.root / "store"), [*tiny_flags(world, rounds=2), *SLOW])
-    journal = f"{pipeline.keys.rollout(0)}.journal"
+    journal = f"{pipeline.keys.rollout_prefix(0)}.journal"
     assert pipeline.run_until(lambda: bool(pipeline.store.list(journal))), "the run is generating"
     [first] = pipeline.victims("engine")
     assert pipeline.strike("engine")

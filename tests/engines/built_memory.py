@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
-from penstock.engines.megatron.memory.plan import TrainerOptions, count_stage_parameters, stage_layers, trainer_memory
+from penstock.engines.megatron.memory.plan import (
+    TrainerOptions,
+    count_stage_parameters,
+    estimate_trainer_memory,
+    stage_layers,
+)
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
 
@@ -93,7 +98,7 @@ def compare(rank: int, directory: Path, number: int, name: str, layout: Parallel
     assert (weights, gradients) == (2 * count, 4 * count), (name, layout, weights, gradients, count)
     total = torch.tensor(optimizer)
     dist.all_reduce(total)
-    plan = trainer_memory(shape, layout, 2, TrainerOptions())
+    plan = estimate_trainer_memory(shape, layout, 2, TrainerOptions())
     if layout.pipeline == 1:  # with data parallelism the shards of the two ranks differ, but not their sum
         assert total.item() == 2 * plan.optimizer, (name, layout, total.item(), plan.optimizer)
     else:

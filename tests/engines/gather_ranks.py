@@ -80,7 +80,7 @@ def run(
     results: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
     engine.offload(STATE_KINDS)
     engine.onload(STATE_KINDS)
-    snapshot = engine.snapshot()
+    snapshot = engine.snapshot_weights()
     results += [step(), {name: float(tensor.double().sum()) for name, tensor in engine.named_weights()}, step()]
     with engine.using_weights(snapshot):
         results += [step(forward_only=True), engine.digest()]

@@ -160,7 +160,7 @@ assert [slot.gpu_ids for slot in ranks] == [("0",), ("1",)], ranks
 assert [slot.gpu_ids for slot in engines] == [("0", "1")], engines
 actors = [ray.remote(Rank).options(**slot.options).remote() for slot in [*ranks, *engines]]
 assert ray.get([actor.gpu.remote() for actor in actors], timeout=60) == [["0"], ["1"], ["0"]]
-behind = cluster.place_processes(1, gpus_per_process=2, offset=2)
+behind = cluster.place_processes(1, gpus_per_process=2, first_gpu=2)
 assert behind[0].gpu_ids == ("2", "3"), behind
 try:
     cluster.place_processes(5)

@@ -73,7 +73,7 @@ def test_a_generation_has_its_tokens_their_logprobs_and_the_published_version(fl
     client = fleet.client()
     client.update_weights(fleet.weights(), "contract/1")
     [url] = client.urls
-    assert client.health(url) and client.weight_version(url) == "contract/1"
+    assert client.generates_tokens(url) and client.weight_version(url) == "contract/1"
 
     async def use() -> Any:
         each = [SAMPLING | {"max_new_tokens": length} for length in (1, 7)]
@@ -134,7 +134,7 @@ def test_an_update_that_fails_halfway_does_not_set_the_version(fleet: Fleet) -> 
     with pytest.raises(RuntimeError, match="the trainer died"):
         client.update_weights(broken(), "contract/4", WeightTransport(bucket_bytes=1))
     [url] = client.urls
-    assert client.weight_version(url) == "updating:contract/4" and client.health(url)
+    assert client.weight_version(url) == "updating:contract/4" and client.generates_tokens(url)
     client.update_weights(fleet.weights(), "contract/4")
     assert client.weight_version(url) == "contract/4"
 
@@ -158,17 +158,17 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
     [url] = client.urls
     client.update_weights(fleet.weights(), "contract/5")
     for version in ("contract/5", "contract/6"):
-        client.resume_cache()  # nothing is released: no effect
+        client.resume_kv_cache()  # nothing is released: no effect
         assert client.weight_version(url) == "contract/5"
         for _ in range(2):
             client.release_memory()
-            assert client.weight_version(url) == "released" and client.health(url)
+            assert client.weight_version(url) == "released" and client.generates_tokens(url)
         client.update_weights(fleet.weights(), version)
         assert client.weight_version(url) == f"loaded:{version}"
         if version == "contract/5":  # released again before the cache is back
             client.release_memory()
             client.update_weights(fleet.weights(), version)
-        client.resume_cache()
+        client.resume_kv_cache()
         assert client.weight_version(url) == version
     [generation] = run(client, lambda: client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
     assert (len(generation.token_ids), generation.weight_version) == (4, "contract/6")
@@ -176,7 +176,7 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
 
 def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fleet) -> None:
     client = fleet.client()
-    assert not client.health("http://127.0.0.1:9", timeout=2)
+    assert not client.generates_tokens("http://127.0.0.1:9", timeout=2)
     with pytest.raises(EngineGone):
         client.weight_version("http://127.0.0.1:9", timeout=2)
 

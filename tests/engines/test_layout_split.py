@@ -15,7 +15,7 @@ from tests.engines.megatron_reference import SHAPE
 
 def options_of(text: str) -> dict[str, Any]:
     """Return the Megatron options of a part of a command line."""
-    return flags.parse(["--hf-checkpoint", "x", *text.split()]).train.megatron
+    return flags.parse_config(["--hf-checkpoint", "x", *text.split()]).train.megatron
 
 
 @pytest.mark.parametrize(

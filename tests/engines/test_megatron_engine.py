@@ -144,7 +144,7 @@ def test_load_of_an_empty_directory_fails(engine: Any, tmp_path: Path) -> None:
 
 
 def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
-    snapshot, start = engine.snapshot(), engine.digest()
+    snapshot, start = engine.snapshot_weights(), engine.digest()
     reference = engine.forward_backward(PACKS, loss_fn, forward_only=True)
     train(engine, range(1))
     trained = engine.digest()

@@ -142,9 +142,14 @@ SELECTIVE = {"recompute_granularity": "selective"}
     ("name", "options"),
     [
         ("deepseek-v3", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["core_attn"]}),
-        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["mla_up_proj", "moe", "mlp"]}),
-        ("deepseek-v3", SELECTIVE | {"recompute_modules": ["mla_up_proj", "core_attn", "shared_experts"]}),
+        *(
+            pytest.param("deepseek-v3", SELECTIVE | {"recompute_modules": modules}, marks=marks)
+            for modules, marks in (
+                (["core_attn"], pytest.mark.full),
+                (["mla_up_proj", "moe", "mlp"], ()),
+                (["mla_up_proj", "core_attn", "shared_experts"], pytest.mark.full),
+            )
+        ),
         ("glm4", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
     ],
     ids=lambda value: "-".join(value.get("recompute_modules", ["full"])) if isinstance(value, dict) else value,
@@ -163,6 +168,7 @@ def test_norms_can_be_recomputed(world: None, shapes: dict[str, ModelShape]) -> 
     assert train(recomputing) == pytest.approx(train(make_engine(shapes["glm4"])), rel=1e-6)
 
 
+@pytest.mark.full
 def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, ModelShape], tmp_path: Path) -> None:
     plain = make_engine(shapes["deepseek-v3"])
     engine = make_engine(shapes["deepseek-v3"], dtype="bf16", optimizer={**OPTIMIZER, "lr": 1e-3})
@@ -182,7 +188,7 @@ def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, Mode
 
 def test_snapshot_and_digest_include_router_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
     engine = make_engine(shapes["deepseek-v3"])
-    start, held = engine.digest(), engine.snapshot()
+    start, held = engine.digest(), engine.snapshot_weights()
     assert set(start) == {name for name, _ in engine.named_weights()}
     correction = dict(engine.named_weights())["decoder.layers.1.mlp.router.expert_bias"]
     correction += 1

@@ -20,8 +20,8 @@ from penstock.engines.megatron.memory.plan import (
     TrainerMemory,
     TrainerOptions,
     colocated_peak_bytes,
+    estimate_trainer_memory,
     stage_layers,
-    trainer_memory,
 )
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.engines.options import EngineOptions
@@ -47,13 +47,13 @@ def real_shape(name: str) -> ModelShape:
 
 
 def plan_of(name: str, layout: ParallelLayout | None = None, num_ranks: int = 1, **options: Any) -> TrainerMemory:
-    return trainer_memory(real_shape(name), layout or ParallelLayout(), num_ranks, TrainerOptions(**options))
+    return estimate_trainer_memory(real_shape(name), layout or ParallelLayout(), num_ranks, TrainerOptions(**options))
 
 
 @pytest.mark.parametrize(("name", "megatron", "measured"), MEASURED)
 def test_estimate_is_near_the_measured_memory(name: str, megatron: dict[str, Any], measured: float) -> None:
     plan = plan_of(name, max_tokens=16384, megatron=megatron)
-    assert plan.total / GIB == pytest.approx(measured, rel=0.1)
+    assert plan.peak_bytes / GIB == pytest.approx(measured, rel=0.1)
 
 
 def test_estimated_tensors_are_near_the_measured_ones() -> None:
@@ -66,7 +66,9 @@ def test_estimated_tensors_are_near_the_measured_ones() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: dict[str, Any], critic: bool) -> None:
-    plan = trainer_memory(SHAPES[name], ParallelLayout(), 1, TrainerOptions(dtype, megatron=options, critic=critic))
+    plan = estimate_trainer_memory(
+        SHAPES[name], ParallelLayout(), 1, TrainerOptions(dtype, megatron=options, critic=critic)
+    )
     built = built_bytes(SHAPES[name], ParallelLayout(), dtype, options, critic)
     assert (plan.weights, plan.gradients, plan.optimizer) == built
 
@@ -95,8 +97,11 @@ def test_update_and_host_memory_of_an_offloaded_optimizer() -> None:
     bf16 = plan_of("qwen3-4B", megatron={**offload, **FULL, "grad_reduce_in_bf16": True})
     assert fp32.update == 12 * (CHUNK_NUMEL + 151936 * 2560)
     assert bf16.update == fp32.update + 4 * size and 2 * bf16.gradients == fp32.gradients
-    assert bf16.total == bf16.fixed + bf16.update + RUNTIME and bf16.update > bf16.activations + bf16.temporary
-    assert fp32.total == fp32.fixed + fp32.activations + fp32.temporary + RUNTIME
+    assert (
+        bf16.peak_bytes == bf16.resident_bytes + bf16.update + RUNTIME
+        and bf16.update > bf16.activations + bf16.temporary
+    )
+    assert fp32.peak_bytes == fp32.resident_bytes + fp32.activations + fp32.temporary + RUNTIME
     assert plan_of("qwen3-0.6B", num_ranks=64, megatron=offload).update == round(12 * 596_049_920 / 64)
     assert fp32.host == fp32.host_bytes(False) == 12 * size and plan_of("qwen3-4B").host == 0
     critic = plan_of("qwen3-4B", megatron=offload, critic=True, num_frozen=2)
@@ -147,7 +152,7 @@ def test_recomputation_and_parallelism_reduce_activations() -> None:
         block = plan_of(name, megatron=FULL | {"recompute_method": "block", "recompute_num_layers": 4})
         assert full.activations < selective.activations < none.activations
         assert full.activations < block.activations < none.activations
-        assert full.fixed == selective.fixed == none.fixed
+        assert full.resident_bytes == selective.resident_bytes == none.resident_bytes
         sequence = plan_of(name, ParallelLayout(tensor=2, sequence_parallel=True, expert_tensor=1), 2)
         assert 0.45 < sequence.activations / none.activations < 0.6
 
@@ -155,12 +160,12 @@ def test_recomputation_and_parallelism_reduce_activations() -> None:
 def test_first_pipeline_stage_keeps_the_micro_batches_of_all_stages() -> None:
     """1F1B: p micro-batches of a stage with 1/p of the layers, so the first stage stores as much as one stage would."""
     shape = real_shape("qwen3-8B").model_copy(update={"vocab_size": 64})  # the embedding shall not decide
-    alone = trainer_memory(shape, ParallelLayout(), 1)
-    first = trainer_memory(shape, ParallelLayout(pipeline=4), 4)
+    alone = estimate_trainer_memory(shape, ParallelLayout(), 1)
+    first = estimate_trainer_memory(shape, ParallelLayout(pipeline=4), 4)
     assert first.stage == 0
     head = 3 * 8192 * 2 * shape.hidden_size  # final norm and hidden states of the head, on the last stage only
     assert first.activations == alone.activations - head
-    virtual = trainer_memory(shape, ParallelLayout(pipeline=4, virtual_pipeline=3), 4)
+    virtual = estimate_trainer_memory(shape, ParallelLayout(pipeline=4, virtual_pipeline=3), 4)
     assert virtual.activations == pytest.approx(first.activations * (1 + 3 / 12))
 
 
@@ -171,10 +176,10 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
 
 def test_colocated_peak_is_the_larger_phase() -> None:
     trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7, 5, 3)
-    assert colocated_peak_bytes(trainer, 50) == trainer.total + 50
-    assert colocated_peak_bytes(trainer, 50, offload_train=True) == trainer.total + 50
-    assert colocated_peak_bytes(trainer, 50, offload_rollout=True) == trainer.total
-    assert colocated_peak_bytes(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.fixed
+    assert colocated_peak_bytes(trainer, 50) == trainer.peak_bytes + 50
+    assert colocated_peak_bytes(trainer, 50, offload_train=True) == trainer.peak_bytes + 50
+    assert colocated_peak_bytes(trainer, 50, offload_rollout=True) == trainer.peak_bytes
+    assert colocated_peak_bytes(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.resident_bytes
     assert colocated_peak_bytes(trainer, 500, offload_train=True, offload_rollout=True) == 500 + RUNTIME
 
 
@@ -185,15 +190,18 @@ def engine_plan(name: str, gpus: int, **args: Any) -> Any:
 
 def test_engine_memory_of_known_models() -> None:
     engine = engine_plan("qwen3-0.6B", 1, mem_fraction_static=0.3)
-    assert engine.token == 28 * 2 * 8 * 128 * 2 and engine.static == 24 * GIB
-    assert engine.weights == 2 * real_shape("qwen3-0.6B").num_parameters
-    assert engine.tokens == (engine.static - engine.weights) // engine.token
-    assert engine_plan("deepseek-v3", 16).token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
+    assert engine.bytes_per_token == 28 * 2 * 8 * 128 * 2 and engine.static_bytes == 24 * GIB
+    assert engine.weight_bytes == 2 * real_shape("qwen3-0.6B").num_parameters
+    assert engine.num_kv_cache_tokens == (engine.static_bytes - engine.weight_bytes) // engine.bytes_per_token
+    assert engine_plan("deepseek-v3", 16).bytes_per_token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
     eight, four = engine_plan("qwen3-30B-A3B", 8), engine_plan("qwen3-30B-A3B", 4)  # 4 key-value heads
-    assert eight.token == four.token and eight.weights > four.weights / 2
-    assert engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").token * 2 == engine_plan("qwen3-8B", 1).token
-    assert engine_plan("qwen3-8B", 1, quantization="fp8").weights * 2 == engine_plan("qwen3-8B", 1).weights
-    assert engine_plan("deepseek-v3", 1).tokens == 0
+    assert eight.bytes_per_token == four.bytes_per_token and eight.weight_bytes > four.weight_bytes / 2
+    assert (
+        engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").bytes_per_token * 2
+        == engine_plan("qwen3-8B", 1).bytes_per_token
+    )
+    assert engine_plan("qwen3-8B", 1, quantization="fp8").weight_bytes * 2 == engine_plan("qwen3-8B", 1).weight_bytes
+    assert engine_plan("deepseek-v3", 1).num_kv_cache_tokens == 0
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, "x", True])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, command_line, sglang_flags
+from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, sglang_flags, to_command_line
 from penstock.storage.errors import EngineError
 
 DATACLASS = """
@@ -83,7 +83,7 @@ def test_command_line_spells_every_kind_of_value() -> None:
         "cuda_graph_bs_decode": [1, 2],
         "json_model_override_args": {"rope": 1},
     }
-    assert command_line(args) == [
+    assert to_command_line(args) == [
         *("--mem-fraction-static", "0.7", "--disable-radix-cache", "--sleep-on-idle"),
         *("--cuda-graph-bs-decode", "1", "2", "--json-model-override-args", '{"rope": 1}'),
     ]
@@ -91,7 +91,7 @@ def test_command_line_spells_every_kind_of_value() -> None:
 
 def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     args = add_return_experts_flag({"log_level": "info"})
-    assert command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
+    assert to_command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
     monkeypatch.setattr("penstock.engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
     with pytest.raises(EngineError, match=r"enable_return_routed_experts.*--use-routing-replay"):
         add_return_experts_flag({})

@@ -17,7 +17,7 @@ import pytest
 from small_servers import SmallEngine, with_servers
 
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import check_router_args, command_line, router_flags
+from penstock.engines.sglang.args import check_router_args, router_flags, to_command_line
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.router import SGLangRouter
 from penstock.engines.sglang.sampling import DROPPED_BY_ROUTER, sampling_parameter_names
@@ -122,7 +122,7 @@ def test_flags_are_checked_against_the_installed_router() -> None:
         "policy": "cache_aware",
         "cache_threshold": 0.5,
     }
-    words = command_line(
+    words = to_command_line(
         {"policy": "random", "disable_retries": True, "dp_aware": False, "retry_max_retries": 3}, router_flags()
     )
     assert words == ["--policy", "random", "--disable-retries", "--retry-max-retries", "3"]

@@ -81,7 +81,7 @@ def test_weights_are_resumed_once_if_another_engine_refuses(servers: list[SmallS
     servers[1].refuses_resume = False
     with WeightUpdate(client.urls, "run/1"):
         assert [server.version for server in servers] == ["loading:run/1"] * 2
-    client.resume_cache()
+    client.resume_kv_cache()
     assert [(server.version, server.paused) for server in servers] == [("run/1", False)] * 2
 
 
@@ -91,12 +91,12 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
     client = SGLangClient([released.url])
     client.release_memory()
     paused.paused = True
-    assert client.health(released.url) and not client.health(paused.url)
+    assert client.generates_tokens(released.url) and not client.generates_tokens(paused.url)
     with WeightUpdate(client.urls, "run/1"):
-        assert client.health(released.url)
-    assert client.health(released.url)
+        assert client.generates_tokens(released.url)
+    assert client.generates_tokens(released.url)
     released.dead = True
-    assert not client.health(released.url)
+    assert not client.generates_tokens(released.url)
 
 
 def test_failed_join_frees_the_name_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

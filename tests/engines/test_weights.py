@@ -192,7 +192,7 @@ def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: Fa
     client.release_memory()  # the KV cache is still released
     assert engine.memory == set()
     client.update_weights(iter(tensors()), "run/8", WeightTransport(bucket_bytes=100))
-    client.resume_cache()
+    client.resume_kv_cache()
     assert engine.memory == {"weights", "kv_cache"} and engine.version == "run/8"
     assert engine.calls[-1] == "/continue_generation"
 
@@ -203,10 +203,10 @@ def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engin
     client.release_memory()
     with pytest.raises(RuntimeError, match="shape mismatch"):
         client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
-    client.resume_cache()
+    client.resume_kv_cache()
     assert engine.version == "loading:run/7" and engine.memory == {"weights"}
     client.update_weights(iter(tensors()), "run/7")
-    client.resume_cache()
+    client.resume_kv_cache()
     assert engine.version == "run/7" and engine.memory == {"weights", "kv_cache"}
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.eval.score import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
@@ -27,7 +27,7 @@ def write_sums(path: Path, rows: int = 4) -> Path:
 
 def config_of(store: Store, data: Path, run: str, *words: str) -> PostTrainConfig:
     where = ["--run", run, "--store", store.root, "--hf-checkpoint", "model", "--eval-prompt-data", "sums", str(data)]
-    return parse(
+    return parse_config(
         [*where, "--label-key", "label", "--rm-type", "exact_number", "--rollout-max-response-len", str(LIMIT), *words]
     )
 
@@ -38,12 +38,12 @@ def evaluate(
     """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
     for a failed grader."""
     keys = open_run(store, "evaluate", config)
-    if not store.exists(keys.origin("base")):
+    if not store.exists(keys.origin_key("base")):
         store.commit("models/abc", Commit(kind="model", policy_version=0))
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
-        store.create(keys.origin("base"), base.model_dump_json().encode())
+        store.create(keys.origin_key("base"), base.model_dump_json().encode())
     path = dict(config.eval.eval_prompt_data)[name]
-    source = PromptSource.open(config.rollout.model_copy(update=config.eval.overrides(path, name)))
+    source = PromptSource.open(config.rollout.model_copy(update=config.eval.rollout_overrides(path, name)))
     prompts, after = source.take(source.restore(None), len(source))
     prefix = f"eval-{version:06d}-{name}-"
     samples = [
@@ -60,7 +60,7 @@ def evaluate(
     ]
     with Grader(RewardSettings("exact_number")) as grader:
         grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
-    attempt = store.new_attempt(keys.eval(version, name))
+    attempt = store.new_attempt(keys.eval_prefix(version, name))
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
     commit = Commit(
@@ -68,7 +68,7 @@ def evaluate(
         inputs={"prompt_data/0": path}, summary=compute_eval_metrics(samples, name),
         state={"data_source": after.model_dump(mode="json")},
     )  # fmt: skip
-    return store.commit(keys.eval(version, name), commit)
+    return store.commit(keys.eval_prefix(version, name), commit)
 
 
 def sample_of(group: str, index: int, version: int, label: str, response: str, where: tuple[int, int, int]) -> Sample:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, options_with, validated
-from penstock.flows.options.flags import parse, parse_values
+from penstock.flows.config import PostTrainConfig, options_by_mutability, validate_config
+from penstock.flows.options.flags import parse_config, parse_values
 from penstock.storage.errors import OptionError
 
 FILE = """
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def read(file: Path, *words: str) -> PostTrainConfig:
-    return parse(["--eval-config", str(file), *words])
+    return parse_config(["--eval-config", str(file), *words])
 
 
 def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file:
         *("--n-samples-per-eval-prompt", "4", "--custom-rm-path", "mine.py", "--pass-threshold", "2"),
     ).eval
     assert evals.eval_prompt_data == [("mine", "mine.jsonl"), ("aime", "aime.jsonl"), ("gpqa", "gpqa.jsonl")]
-    aime, gpqa, mine = (evals.overrides("p", name) for name in ("aime", "gpqa", "mine"))
+    aime, gpqa, mine = (evals.rollout_overrides("p", name) for name in ("aime", "gpqa", "mine"))
     assert [one["rollout_temperature"] for one in (aime, gpqa, mine)] == [0.0, 0.6, 0.9], "set, defaults, flag"
     assert [one["n_samples_per_prompt"] for one in (aime, gpqa, mine)] == [16, 4, 4]
     assert [one.get("rm_type") for one in (aime, gpqa, mine)] == ["math", "gpqa", None]
@@ -60,22 +60,22 @@ def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file:
         False,
         False,
     )
-    assert [evals.settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
+    assert [evals.data_set_settings(name)["pass_threshold"] for name in ("aime", "gpqa", "mine")] == [0.5, 0.5, 2.0]
 
 
 def test_a_config_keeps_the_content_of_a_deleted_file(file: Path) -> None:
     config = read(file, "--eval-prompt-data", "mine", "mine.jsonl")
     file.unlink()
     for dumped in (config.model_dump(mode="json"), json.loads(config.model_dump_json()), config.model_dump()):
-        assert validated(dumped) == config
-    assert options_with(config, "schedule")["eval.eval_prompt_data"] == [["mine", "mine.jsonl"]]
+        assert validate_config(dumped) == config
+    assert options_by_mutability(config, "schedule")["eval.eval_prompt_data"] == [["mine", "mine.jsonl"]]
 
 
 def test_another_file_replaces_the_first_one(file: Path, tmp_path: Path) -> None:
     before = read(file, "--eval-prompt-data", "mine", "mine.jsonl").model_dump(mode="json")
     other = tmp_path / "other.toml"
     other.write_text('[[datasets]]\nname = "new"\npath = "new.jsonl"')
-    after = validated(parse_values(["--eval-config", str(other)], before)).eval
+    after = validate_config(parse_values(["--eval-config", str(other)], before)).eval
     assert after.eval_prompt_data == [("mine", "mine.jsonl"), ("new", "new.jsonl")]
 
 

@@ -10,7 +10,7 @@ from evaluated_run import config_of, evaluate, keys_of, write_sums
 from penstock.flows import cli
 from penstock.flows.commands import rescore
 from penstock.stages.eval.rescore import Scoring
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
@@ -39,7 +39,7 @@ def scored_again(store: Store, version: int) -> list[str]:
 
 def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     before = {found.key: store.read(found.key) for found in store.walk("")}
-    problems = audit(store, RunKeys("r")).problems
+    problems = audit_run(store, RunKeys("r")).problems
     assert problems == ["eval 20 has a policy version that was not trained: the run has 0 rounds"], "by construction"
     assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0
     shown = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytes
     (name,) = scored_again(store, 20)
     assert scored_again(store, 0) == [] and name in shown and "0.500" in shown and "0.125" in shown
     keys = RunKeys("r")
-    commit, old = store.committed(keys.eval(20, name)), store.committed(keys.eval(20, "sums"))
+    commit, old = store.committed(keys.eval_prefix(20, name)), store.committed(keys.eval_prefix(20, "sums"))
     assert commit is not None and old is not None
     assert old.summary["eval/sums"] == 0.5 and commit.summary[f"eval/{name}"] == 0.125, "the one in a box"
     assert commit.inputs["samples"] == "runs/r/evals/000020/sums.commit.json"
@@ -56,12 +56,12 @@ def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytes
     assert [s.reward for s in samples] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, None, 0.0]
     assert [s.sample_id for s in samples][:1] == [f"eval-000020-{name}-000000000-00"]
     assert [s.token_ids for s in samples] == [s.token_ids for s in read_samples(store, old)]
-    assert audit(store, keys).problems == problems
+    assert audit_run(store, keys).problems == problems
 
 
 def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:
     assert command(store, "--version", "0", "--eval-rm-type", "boxed_exact_number") == 0
-    commit = store.committed(RunKeys("r").eval(0, scored_again(store, 0)[0]))
+    commit = store.committed(RunKeys("r").eval_prefix(0, scored_again(store, 0)[0]))
     assert commit is not None
     *_, cut_off, _, truncated, never_generated, graded_now = read_samples(store, commit)
     assert (cut_off.status, truncated.status) == (Status.TRUNCATED, Status.TRUNCATED), "as long as a response may be"
@@ -76,7 +76,7 @@ def test_repeated_rescoring_reuses_the_commit_unless_the_function_changed(store:
     for _ in range(2):
         assert command(store, "--custom-rm-path", str(reward)) == 0
     assert len(scored_again(store, 0)) == len(scored_again(store, 20)) == 1
-    first = store.committed(RunKeys("r").eval(0, scored_again(store, 0)[0]))
+    first = store.committed(RunKeys("r").eval_prefix(0, scored_again(store, 0)[0]))
     assert first is not None and first.summary[f"eval/{scored_again(store, 0)[0]}"] == 0.125
     reward.write_text("def reward_func(args, sample):\n    return -1.0\n")
     assert command(store, "--custom-rm-path", str(reward)) == 0

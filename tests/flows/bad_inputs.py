@@ -17,7 +17,7 @@ from typing import Any
 import annotated_types
 from bad_place import MODELS, TOKENIZERS, WEIGHTS
 
-from penstock.flows.config import flag, options
+from penstock.flows.config import flag_of_field, list_options
 from penstock.flows.options.values import leaf_types
 
 TRAIN = {
@@ -110,8 +110,8 @@ def rows_of_models() -> Iterator[Bad]:
 
 def rows_of_fields() -> Iterator[Bad]:
     """Flags of every option: wrong type, out of bounds, infinite, unknown choice, without a value, empty."""
-    for _, name, field in options():
-        word, kinds = flag(name), leaf_types(field.annotation)
+    for _, name, field in list_options():
+        word, kinds = flag_of_field(name), leaf_types(field.annotation)
         if bool in kinds:
             yield train(word, "maybe")
             yield train(f"--no-{word[2:]}", "yes", culprit=f"--no-{word[2:]}")
@@ -134,7 +134,7 @@ def rows_of_fields() -> Iterator[Bad]:
 
 def rows_of_toml() -> Iterator[Bad]:
     """The same options in TOML, where values have types."""
-    for section, name, field in options():
+    for section, name, field in list_options():
         kinds = leaf_types(field.annotation)
         if bool in kinds:
             wrong = ['"maybe"', "3"]
@@ -147,7 +147,7 @@ def rows_of_toml() -> Iterator[Bad]:
         else:
             wrong = ["5", "[]"] if name != "eval_config" else ["5", "[1]"]
         for value in wrong:
-            yield toml(f"[{section}]\n{name} = {value}\n", flag(name), without=flag(name))
+            yield toml(f"[{section}]\n{name} = {value}\n", flag_of_field(name), without=flag_of_field(name))
 
 
 def _choices(annotation: Any) -> list[Any]:

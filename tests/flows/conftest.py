@@ -15,7 +15,7 @@ def agrees() -> Callable[..., None]:
 
     def check(store: Store, keys: RunKeys, *, num_rounds: int, gap: float) -> None:
         for r in range(num_rounds):
-            rollout, step = store.committed(keys.rollout(r)), store.committed(keys.step(r))
+            rollout, step = store.committed(keys.rollout_prefix(r)), store.committed(keys.step_prefix(r))
             assert rollout is not None and rollout.policy_version == r
             assert step is not None and step.policy_version == r + 1
             assert step.summary["train/train_rollout_logprob_abs_diff"] < gap

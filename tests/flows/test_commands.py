@@ -66,7 +66,7 @@ def test_convert_eval_and_runs_write_only_their_results(
         *("--rm-type", "exact_number", "--n-samples-per-eval-prompt", "4", "--eval-max-response-len", "8"),
     )
     for name in ("few", "again"):
-        commit = store.committed(RunKeys("look").eval(0, name))
+        commit = store.committed(RunKeys("look").eval_prefix(0, name))
         assert commit is not None and commit.files[0].rows == 32
         assert {f"eval/{name}", f"eval/{name}-pass@1", f"eval/{name}-pass@4"} <= set(commit.summary)
     assert json.loads(store.read("runs/look/run.json") or b"{}")["flow"] == "evaluate"

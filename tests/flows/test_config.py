@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, config_hash, options, options_with, validated
-from penstock.flows.options.flags import parse, penstock_flags, split_flags
+from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
+from penstock.flows.options.flags import parse_config, penstock_flags, split_flags
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -11,8 +11,8 @@ MODEL = ["--hf-checkpoint", "model"]
 
 
 def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
-    assert len(penstock_flags()) >= len(list(options()))
-    for section, name, field in options():
+    assert len(penstock_flags()) >= len(list(list_options()))
+    for section, name, field in list_options():
         assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
 
 
@@ -28,7 +28,7 @@ def test_split_keeps_values_with_their_flag() -> None:
 
 
 def test_own_flags_set_converted_values_in_their_sections() -> None:
-    config = parse([*MODEL, "--run", "r", "--num-rollout", "3", "--rollout-batch-size", "8",
+    config = parse_config([*MODEL, "--run", "r", "--num-rollout", "3", "--rollout-batch-size", "8",
                     "--n-samples-per-prompt", "4", "--lr", "1e-6", "--use-kl-loss", "--save-interval", "none",
                     "--rollout-stop", "a", "b"])  # fmt: skip
     assert (config.run.num_rollout, config.train.lr, config.train.use_kl_loss, config.run.save_interval) == (
@@ -42,7 +42,7 @@ def test_own_flags_set_converted_values_in_their_sections() -> None:
 
 
 def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:
-    config = parse(
+    config = parse_config(
         [*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"]
     )
     assert config.rollout.input_key == "question"
@@ -55,7 +55,7 @@ def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
         "[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n"
         '[eval]\neval_prompt_data = [["a", "x"]]\n'
     )
-    config = parse(
+    config = parse_config(
         [
             *MODEL,
             "--config",
@@ -72,11 +72,11 @@ def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
     assert config.rollout.sglang == {"context_length": 8192, "log_level": "info"}
     assert config.eval.eval_prompt_data == [("b", "y")], "flags win over files"
     with pytest.raises(ValueError, match="--use-kl-loss is a switch"):
-        parse([*MODEL, "--use-kl-loss", "yes"])
+        parse_config([*MODEL, "--use-kl-loss", "yes"])
 
 
 def test_engine_flags_reach_their_engines() -> None:
-    config = parse(
+    config = parse_config(
         [
             *MODEL,
             "--sglang-mem-fraction-static",
@@ -109,38 +109,38 @@ def test_engine_flags_reach_their_engines() -> None:
 )
 def test_invalid_options_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        parse([*MODEL, *words])
+        parse_config([*MODEL, *words])
 
 
 def test_invalid_toml_key_is_named_in_the_error(tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[trian]\nlr = 1\n")
     with pytest.raises(ValueError, match=r"section \[trian\]"):
-        parse([*MODEL, "--config", str(file)])
+        parse_config([*MODEL, "--config", str(file)])
     file.write_text("[train]\nlearning_rate = 1\n")
     with pytest.raises(ValueError, match=r"\[train\] learning_rate: no such option"):
-        parse([*MODEL, "--config", str(file)])
+        parse_config([*MODEL, "--config", str(file)])
 
 
 def test_config_round_trips_through_json_and_its_hash_covers_identity_only() -> None:
-    config = parse([*MODEL, "--run", "r", "--num-rollout", "3"])
+    config = parse_config([*MODEL, "--run", "r", "--num-rollout", "3"])
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
-    longer = validated(config.model_dump() | {"run": config.run.model_dump() | {"num_rollout": 9}})
+    longer = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"num_rollout": 9}})
     assert config_hash(longer) == config_hash(config)
-    other = validated(config.model_dump() | {"train": config.train.model_dump() | {"lr": 1e-3}})
+    other = validate_config(config.model_dump() | {"train": config.train.model_dump() | {"lr": 1e-3}})
     assert config_hash(other) != config_hash(config)
-    assert set(options_with(config, "identity")) | set(options_with(config, "schedule")) | set(
-        options_with(config, "placement")
-    ) == {f"{s}.{n}" for s, n, _ in options()}
-    assert {field_meta(field).mutability for _, _, field in options()} == {"identity", "schedule", "placement"}
+    assert set(options_by_mutability(config, "identity")) | set(options_by_mutability(config, "schedule")) | set(
+        options_by_mutability(config, "placement")
+    ) == {f"{s}.{n}" for s, n, _ in list_options()}
+    assert {field_meta(field).mutability for _, _, field in list_options()} == {"identity", "schedule", "placement"}
 
 
 def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:
     base = ["--run", "r", "--num-rollout", "1"]
     expected = {"enable_thinking": False, "effort": "low"}
     for words in (['{"enable_thinking": false, "effort": "low"}'], ["enable_thinking=false", "effort=low"]):
-        config = parse([*base, "--apply-chat-template-kwargs", *words])
+        config = parse_config([*base, "--apply-chat-template-kwargs", *words])
         assert config.rollout.apply_chat_template_kwargs == expected
-        assert options_with(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
+        assert options_by_mutability(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
     with pytest.raises(OptionError, match="--apply-chat-template-kwargs"):
-        parse([*base, "--apply-chat-template-kwargs", '{"enable_thinking": fals'])
+        parse_config([*base, "--apply-chat-template-kwargs", '{"enable_thinking": fals'])

@@ -31,7 +31,7 @@ def test_demo_learns(finished: tuple[Store, str]) -> None:
     keys = RunKeys("demo-grpo-seed0")
     rewards = [commit.summary["rollout/raw_reward"] for commit in commits(store, f"{keys.prefix}/rollouts")]
     assert len(rewards) == ROUNDS and rewards[0] < 0.5 and sum(rewards[-3:]) / 3 > rewards[0] + 0.2
-    before, after = (store.committed(keys.eval(version, "heldout")) for version in (0, ROUNDS))
+    before, after = (store.committed(keys.eval_prefix(version, "heldout")) for version in (0, ROUNDS))
     assert before and after and after.summary["eval/heldout"] - before.summary["eval/heldout"] >= 0.3
 
 

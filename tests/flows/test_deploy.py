@@ -411,7 +411,7 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     # first firing: its process is killed after the first of two rounds; the worker marks it
     killed = fire(client, title)
     victim = synthetic_zombie(client, up[0])
-    until(lambda: has(KEYS.step(0)), log)
+    until(lambda: has(KEYS.step_prefix(0)), log)
     family = flow_processes(parent)
     for process in family:
         process.kill()
@@ -423,17 +423,17 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     until(lambda: state(client, second) == "Running", log)
     server = next(child for child in parent.children() if str(LAUNCHER) in child.cmdline())
     server.kill()
-    until(lambda: has(KEYS.export(2)), log)
+    until(lambda: has(KEYS.export_prefix(2)), log)
     until(lambda: "Prefect died; restarted it" in log.read_text(), log)
     until(lambda: state(client, second) == "Completed", log)
-    assert [has(KEYS.step(r)) for r in range(3)] == [True, True, False]
+    assert [has(KEYS.step_prefix(r)) for r in range(3)] == [True, True, False]
 
     # third firing: two rounds more, on rows that were appended meanwhile
     add_rows(folder / "data.jsonl", 48, 64)
     third = fire(client, title)
     until(lambda: state(client, third) == "Completed", log)
-    assert [has(KEYS.step(r)) for r in range(5)] == [True, True, True, True, False]
-    source = store.committed(KEYS.rollout(3)).state["data_source"]  # type: ignore[union-attr]
+    assert [has(KEYS.step_prefix(r)) for r in range(5)] == [True, True, True, True, False]
+    source = store.committed(KEYS.rollout_prefix(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
     written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]

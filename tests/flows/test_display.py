@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from penstock.flows.runtime.display import Display, round_line, sample_lines, summary_rows
+from penstock.flows.runtime.display import Display, format_round_line, format_sample_preview, summary_rows
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
@@ -45,12 +45,12 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
     )
     for commit in commits or []:
         display.print_commit(commit)
-    display.finish()
+    display.print_summary()
     return out.getvalue()
 
 
 def test_round_is_printed_on_one_line() -> None:
-    line = round_line(step(2), rollout(2, 0.53125), 20, [9.0, 0.02]).plain
+    line = format_round_line(step(2), rollout(2, 0.53125), 20, [9.0, 0.02]).plain
     assert line == (
         "round  3/20  reward 0.531  loss -0.0021  kl 1.2e-05  gap 3.0e-06  length 3.2  tokens/s 1,234  "
         "rollout 0.62s  train 0.40s  publish 0.02s"
@@ -61,7 +61,7 @@ def test_sft_round_shows_only_its_own_columns() -> None:
     commit = Commit(
         kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
     )
-    assert round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
+    assert format_round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
 
 
 def test_without_a_tty_every_round_is_a_plain_line() -> None:
@@ -139,7 +139,7 @@ def test_best_and_worst_sample_are_shown_below_the_round() -> None:
     assert lines[at - 1].startswith("round 1/3")
     assert lines[at + 1] == "worst 0.000  4+4= -> 9"
     long = with_samples(rollout(0, 0.5), (1.0, "a question " * 4, "an answer " * 4))
-    assert [line.plain.strip() for line in sample_lines(long, 80)] == [
+    assert [line.plain.strip() for line in format_sample_preview(long, 80)] == [
         "best 1.000  " + "a question " * 3 + "a question",
         "->  " + "an answer " * 3 + "an answer",
     ]
@@ -149,7 +149,7 @@ def test_best_and_worst_sample_are_shown_below_the_round() -> None:
 
 def test_control_characters_of_a_sample_stay_on_its_line() -> None:
     nasty = "\x1b[2J\x1b]0;title\x07\r\n\u202e" + "算" * 3000 + "the end\x00\ud800"
-    lines = sample_lines(with_samples(rollout(0, 0.5), (1.0, nasty, "word " * 9000)), 80)
+    lines = format_sample_preview(with_samples(rollout(0, 0.5), (1.0, nasty, "word " * 9000)), 80)
     assert len(lines) == 2  # no other sample
     for line in lines:
         assert line.cell_len <= 80

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from scripted_engine import ScriptedClient, write_jsonl
 
 from penstock.flows import cli, tasks
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.store import Store
@@ -46,7 +46,9 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     store = Store(str(tmp_path / "store"))
     words = f"--run run --store {store.root} --eval-prompt-data plain {plain} --label-key label"
     words += f" --eval-config {tmp_path / 'evals.toml'}"
-    config = parse(f"{words} --rm-type exact_number --eval-temperature 0.5 --n-samples-per-eval-prompt 2".split())
+    config = parse_config(
+        f"{words} --rm-type exact_number --eval-temperature 0.5 --n-samples-per-eval-prompt 2".split()
+    )
     clients: list[ScriptedClient] = []
 
     def connect(urls: list[str], timeout: float) -> ScriptedClient:
@@ -63,7 +65,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
 
     session = SimpleNamespace(
         config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
-        processes=SimpleNamespace(engines_at=engines_at, connect=connect),
+        processes=SimpleNamespace(engines_at=engines_at, engine_client_factory=connect),
         display=SimpleNamespace(progress=progress), provenance={}, stop=None,
         print_and_track=lambda prefix, commit: commit,
     )  # fmt: skip
@@ -75,7 +77,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     }
     assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_own} == {(0.0, 5, 4)}
     assert (len(asked_plain), len(asked_own)) == (3, 2)
-    commit = store.committed(session.keys.eval(7, "own"))
+    commit = store.committed(session.keys.eval_prefix(7, "own"))
     assert commit is not None and {"eval/own-pass@4", "eval/own-majority@4", "eval/own-ci_low"} <= commit.summary.keys()
     assert found["own"].mean_reward == commit.summary["eval/own"]
     assert cli.main(["eval", "--rescore", "run", "--store", store.root, "--eval-rm-type", "boxed_exact_number"]) == 0

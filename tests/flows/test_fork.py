@@ -12,9 +12,9 @@ from penstock_command import penstock
 from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.store import Store
@@ -35,7 +35,7 @@ def command(store: Store, *words: str) -> int:
 
 def go_on(store: Store, run: str, rounds: int) -> RunKeys:
     """What `penstock resume` does, without engines."""
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, run)
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, run)
     return make_run(store, config, rounds)
 
 
@@ -51,9 +51,9 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
         key: value for key, value in before.items() if key.startswith("runs/r/")
     }, "the parent is as it was"
     keys, old = RunKeys("f"), RunKeys("r")
-    commit, original = store.committed(keys.step(2)), store.committed(old.step(2))
+    commit, original = store.committed(keys.step_prefix(2)), store.committed(old.step_prefix(2))
     assert commit is not None and original is not None
-    assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout(2))})
+    assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout_prefix(2))})
     assert commit.model_copy(update={"run": "r", "inputs": original.inputs, "digest": original.digest}) == original
     record = store.read_json(keys.record)
     assert {name: record["parent"][name] for name in ("run", "at", "restart_data", "restarts", "parent")} == {
@@ -62,8 +62,8 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     assert "store_options" not in record["parent"]["config"]["run"], "credentials are not written down"
     assert not store.exists(unfinished_fork_key(keys))
     go_on(store, "f", ROUNDS + 2)
-    assert audit(store, keys).problems == audit(store, old).problems == []
-    flow, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
+    assert audit_run(store, keys).problems == audit_run(store, old).problems == []
+    flow, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("post_train", 1e-3, 12, "f")
     assert open_run(store, flow, config).run == "f", "the fork may be resumed as it stands"
 
@@ -77,14 +77,14 @@ def test_fork_killed_anywhere_is_finished_by_the_same_command(store: Store) -> N
         store.delete([found.key for found in store.walk("runs/f")])
         dying = Dying(store, left)
         with pytest.raises(KeyboardInterrupt):
-            flow, parent = read_flow_and_config(parse(["--store", store.root]).run, "r")
+            flow, parent = read_flow_and_config(parse_config(["--store", store.root]).run, "r")
             config = fork.forked_config(parent, [], "f", 4)
-            fork.fork(dying, flow, parent, config, 4, restart_data=False)
+            fork.create_fork(dying, flow, parent, config, 4, restart_data=False)
         assert store.read(RunKeys("f").record) is None
         assert command(store, *words) == 0
         found = {found.key: store.read(found.key) for found in store.walk("runs/f")}
         assert found.pop(RunKeys("f").record) and found == whole
-        assert audit(store, RunKeys("f")).problems == []
+        assert audit_run(store, RunKeys("f")).problems == []
         assert command(store, *words) == 0, "and once more is welcome"
 
 
@@ -135,13 +135,13 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
 
 def test_fork_with_another_group_size_derives_batch_sizes_again(store: Store) -> None:
     assert command(store, "r", "--at", "2", "--name", "f", "--n-samples-per-prompt", "4") == 0
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, "f")
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (4 * BATCH, 1)
     assert command(store, "r", "--at", "2", "--name", "g", "--global-batch-size", "3") == 0
-    _, config = read_flow_and_config(parse(["--store", store.root]).run, "g")
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "g")
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (3, 2)
     go_on(store, "f", ROUNDS)
-    assert audit(store, RunKeys("f")).problems == []
+    assert audit_run(store, RunKeys("f")).problems == []
 
 
 @pytest.mark.parametrize("words", [["--prompt-data", "NEW"], ["--rollout-seed", "7"]])
@@ -156,16 +156,16 @@ def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_num
     keys = go_on(store, "f", ROUNDS + 2)
     parent = store.read_json(keys.record)["parent"]
     assert (parent["restart_data"], parent["restarts"]) == (True, [3])
-    commit = store.committed(keys.rollout(3))
+    commit = store.committed(keys.rollout_prefix(3))
     assert commit is not None
     state = commit.state["data_source"]
     assert (state["epoch"], state["cursor"], state["issued"], len(state["segments"])) == (0, BATCH, 4 * BATCH, 1)
-    assert audit(store, keys).problems == []
+    assert audit_run(store, keys).problems == []
     # the fork of a fork knows both its own past and its parent's
     assert command(store, "f", "--at", "5", "--name", "g", *words) == 0
     restarts = [3, 5] if "--prompt-data" in words else [3]  # the same seed is not a change
     assert store.read_json(RunKeys("g").record)["parent"]["restarts"] == restarts
-    assert audit(store, go_on(store, "g", ROUNDS + 3)).problems == []
+    assert audit_run(store, go_on(store, "g", ROUNDS + 3)).problems == []
     assert command(store, "f", "--at", "2", "--name", "h") == 0, "from before the data restarted"
     assert store.read_json(RunKeys("h").record)["parent"]["restarts"] == []
 
@@ -200,7 +200,7 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
     keys = go_on(store, "f", 2)
     assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
     assert missing_fork_checkpoint(store, store.read_json(keys.record)) is None
-    assert audit(store, keys).problems == []
+    assert audit_run(store, keys).problems == []
 
 
 @pytest.mark.integration
@@ -217,9 +217,9 @@ def test_fork_with_another_learning_rate_continues_from_the_policy_of_its_parent
     assert cli.main(["fork", "base", "--at", "1", "--name", "faster", "--lr", "2e-3", *where]) == 0
     penstock("resume", "faster", *where, env=prefect_api)
     store, base, faster = Store(where[1]), RunKeys("base"), RunKeys("faster")
-    digests = {run.run: [digest(store, run.step(r)) for r in range(2)] for run in (base, faster)}
+    digests = {run.run: [digest(store, run.step_prefix(r)) for r in range(2)] for run in (base, faster)}
     assert digests["base"][0] == digests["faster"][0] and digests["base"][1] != digests["faster"][1]
-    left = store.committed(faster.checkpoint(1))
+    left = store.committed(faster.checkpoint_prefix(1))
     assert left is not None and left.state["digest"] == digests["base"][0]
     assert cli.main(["verify", "faster", *where]) == 0
 

@@ -14,8 +14,8 @@ from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
 from penstock.flows.commands.plan import distribute_gpus
-from penstock.flows.config import PostTrainConfig, validated
-from penstock.flows.options.flags import parse, parse_values
+from penstock.flows.config import PostTrainConfig, validate_config
+from penstock.flows.options.flags import parse_config, parse_values
 from penstock.flows.runtime import preflight
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 from tests.engines.real_models import REAL_MODELS
@@ -35,14 +35,14 @@ def recipe_words(name: str) -> list[str]:
 def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
     values = parse_values(words)
     distribute_gpus(values, {"--num-gpus": str(num_gpus)})
-    return validated(values)
+    return validate_config(values)
 
 
 def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: str = "post_train") -> plans.GpuPlan:
     preflight.check_layout(shape, config.train)
     if flow != "sft":
         plans.check_engine_gpus(config, shape)
-    plan = plans.gpu_plan(flow, config, shape, 80 * GIB)
+    plan = plans.plan_gpu_memory(flow, config, shape, 80 * GIB)
     plans.check_memory(plan)
     return plan
 
@@ -64,23 +64,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_model: Path) -> None:
     words = recipe_words(path.stem)
-    flow = "sft" if parse(words).train.loss_type == "sft_loss" else "post_train"
+    flow = "sft" if parse_config(words).train.loss_type == "sft_loss" else "post_train"
     real = None if path.stem.startswith("demo-") else REAL_MODELS[path.stem.removesuffix("-1gpu").replace("b", "B")]
     shape = shape_from_config({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
-    batch = parse(words).train.global_batch_size or 0
+    batch = parse_config(words).train.global_batch_size or 0
     peaks = []
     for num_gpus in (8, 64, 512):
         if batch < num_gpus:  # the plan is refused until the batch is enlarged
             with pytest.raises(OptionError, match=r"--global-batch-size .* is smaller than the"):
                 planned(words, num_gpus)
-        prompts = parse(words).rollout.rollout_batch_size * 8
+        prompts = parse_config(words).rollout.rollout_batch_size * 8
         config = planned(
             [*words, "--rollout-batch-size", str(prompts), "--global-batch-size", str(8 * batch)], num_gpus
         )
         assert config.train.num_ranks == config.train.data_parallel_size == num_gpus
         plan = checked_plan(config, shape, flow)
-        assert plan.peak < plan.gpu_bytes
-        peaks.append(plan.peak)
+        assert plan.peak_bytes < plan.gpu_bytes
+        peaks.append(plan.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -104,7 +104,7 @@ def test_large_model_fits_with_a_layout_and_not_without(
     shape = read_shape(model_dir(name))
     config = planned([*engines, *layout.split(), *FULL.split()], num_gpus + (64 if name == "deepseek-v3" else 0))
     plan = checked_plan(config, shape)
-    assert plan.trainer and plan.trainer.total < plan.gpu_bytes
+    assert plan.trainer and plan.trainer.peak_bytes < plan.gpu_bytes
     with pytest.raises(LayoutError, match=r"the trainer needs .* GiB per GPU .* but a GPU has 80.0 GiB: use more GPUs"):
         checked_plan(planned(batch[:-2], 8 if num_gpus > 8 else 1), shape)
 
@@ -163,7 +163,7 @@ def test_doctor_plans_separate_gpus_and_sft(
 
 
 def config_of(model: str, *words: str) -> PostTrainConfig:
-    return parse(["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words])
+    return parse_config(["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words])
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
@@ -241,8 +241,8 @@ def test_activations_above_the_memory_only_warn(
 
 
 def test_tokens_of_a_micro_batch() -> None:
-    assert plans.microbatch_tokens(parse(["--max-tokens-per-gpu", "4096"])) == 4096
+    assert plans.microbatch_tokens(parse_config(["--max-tokens-per-gpu", "4096"])) == 4096
     words = ["--micro-batch-size", "4", "--rollout-max-response-len", "1000"]
-    assert plans.microbatch_tokens(parse(words)) == 4000
+    assert plans.microbatch_tokens(parse_config(words)) == 4000
     two = ["--context-parallel-size", "2", "--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "3000"]
-    assert plans.microbatch_tokens(parse([*words, *two])) == 6000
+    assert plans.microbatch_tokens(parse_config([*words, *two])) == 6000

@@ -26,7 +26,10 @@ NEVER_RIGHT = {
 def commit_round(store: Store, index: int, grad_norm: float | None, summary: dict[str, float] | None = None) -> None:
     rollout = NEVER_RIGHT if summary is None else summary
     step = {} if grad_norm is None else {"train/grad_norm": grad_norm}
-    for prefix, kind, numbers in ((KEYS.rollout(index), "rollout", rollout), (KEYS.step(index), "step", step)):
+    for prefix, kind, numbers in (
+        (KEYS.rollout_prefix(index), "rollout", rollout),
+        (KEYS.step_prefix(index), "step", step),
+    ):
         fields: dict[str, Any] = {"kind": kind, "run": "r", "index": index, "policy_version": index, "summary": numbers}
         store.commit(prefix, Commit(**fields))
 
@@ -49,20 +52,20 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: bool
 ) -> None:
-    from penstock.flows.options.flags import parse
+    from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime import session as sessions
 
     out, page = io.StringIO(), logging.getLogger("page of the flow run")
     monkeypatch.setattr(sessions, "get_run_logger", lambda: page)
     session = sessions.Session.__new__(sessions.Session)
     session.store, session.keys = Store(str(tmp_path)), KEYS
-    session.config = parse(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
-    session.tracker = SimpleNamespace(record=lambda key, commit: True)  # type: ignore[assignment]
+    session.config = parse_config(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
+    session.tracker = SimpleNamespace(record_commit=lambda key, commit: True)  # type: ignore[assignment]
     console = Console(file=out, soft_wrap=True, highlight=False)
     session.display = Display("r", "post_train", session.config, "/store", console=console)
     for index in range(3):
         commit_round(session.store, index, 0.01)  # of a KL loss
-        for prefix in (KEYS.rollout(index), KEYS.step(index)):
+        for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
             session.print_and_track(prefix, session.read_existing_commit(prefix))
     assert ("WARNING: nothing was learned in the last 3 rounds" in out.getvalue()) == expected
     assert out.getvalue().count("WARNING") == int(expected)

@@ -17,7 +17,7 @@ from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows import tasks
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import Models
@@ -118,7 +118,7 @@ class World:
         real = REAL_MODELS["qwen3-0.6B"]
         (directory / "config.json").write_text(json.dumps({"architectures": [real.architecture], **real.config}))
         flags = ["--hf-checkpoint", str(directory), "--advantage-estimator", "ppo", "--num-rollout", "3", *flags]
-        self.config = parse([*flags, "--save-interval", "1", "--update-weight-transport", "disk"])
+        self.config = parse_config([*flags, "--save-interval", "1", "--update-weight-transport", "disk"])
         self.events: Events = []
         self.store = Store(str(directory / "store"))
         self.engine = SmallReplica(0, lambda: SmallServer("turns/0", self.events))
@@ -127,7 +127,7 @@ class World:
         )
         self.cluster: Any = cluster
         self.processes._cluster = self.cluster
-        self.processes.base = CheckpointRef(key="base", uri="", format="torch_dist", policy_version=0)
+        self.processes.base_checkpoint = CheckpointRef(key="base", uri="", format="torch_dist", policy_version=0)
 
     def start_pool(self, *_: Any) -> EnginePool:
         pool = EnginePool(self.cluster, ServerSpec(model_path="/model"), num_engines=0)
@@ -163,10 +163,10 @@ class World:
             assert server is not None and not server.paused and server.version == f"turns/{r}"
             assert server.allocated == {"weights", "kv_cache"}
             self.events.append("generate")
-            self.store.commit(KEYS.rollout(r), Commit(kind="rollout", index=r))
-        rollout = RolloutRef(key=commit_key(KEYS.rollout(r)), rollout_id=r, num_samples=1, policy_version=r)
+            self.store.commit(KEYS.rollout_prefix(r), Commit(kind="rollout", index=r))
+        rollout = RolloutRef(key=commit_key(KEYS.rollout_prefix(r)), rollout_id=r, num_samples=1, policy_version=r)
         tasks.train.body(self.session, rollout)
-        for stage in tasks.schedule(self.session)(r + 1):
+        for stage in tasks.build_stage_schedule(self.session)(r + 1):
             getattr(stage, "body", stage)(self.session, r + 1)
 
 

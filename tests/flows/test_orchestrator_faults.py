@@ -141,7 +141,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
         tracker = RunTracking("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
         tracker.record_missing_commits(store, keys)
         for key, commit in offered:
-            tracker.record(key, commit)
+            tracker.record_commit(key, commit)
         return tracker.close(timeout=timeout)
 
     offered = list(rounds(keys))
@@ -165,17 +165,19 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
 
 def rounds(keys: RunKeys) -> Iterator[tuple[str, Commit]]:
     for r in range(3):
-        shard = FileRecord(path=f"{keys.rollout(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8)
+        shard = FileRecord(
+            path=f"{keys.rollout_prefix(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8
+        )
         summaries = {"rollout": {"rollout/raw_reward": 0.5 * r}, "step": {"train/loss": 0.5 * r}}
         at = 1e9 + 100 * r
-        attempt = f"{keys.rollout(r)}/attempt-1"
+        attempt = f"{keys.rollout_prefix(r)}/attempt-1"
         yield (
-            commit_key(keys.rollout(r)),
+            commit_key(keys.rollout_prefix(r)),
             Commit(
                 kind="rollout", index=r, attempt=attempt, files=[shard], summary=summaries["rollout"], created_at=at
             ),
         )
         yield (
-            commit_key(keys.step(r)),
+            commit_key(keys.step_prefix(r)),
             Commit(kind="step", index=r, policy_version=r + 1, summary=summaries["step"], created_at=at + 1),
         )

@@ -140,7 +140,7 @@ def test_invalid_sampling_and_router_options_are_refused(good, capsys) -> None:
 
 
 def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, capsys) -> None:
-    from penstock.flows.options.flags import parse
+    from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.preflight import preflight
 
     words = [
@@ -151,7 +151,7 @@ def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, caps
     with socket.create_server(("127.0.0.1", 0)) as grader:
         address = f"http://127.0.0.1:{grader.getsockname()[1]}/score"
         monkeypatch.setenv("GRADER_OF_A_TEST", address)
-        preflight("post_train", parse(words))
+        preflight("post_train", parse_config(words))
     preflight_again = [*words, "--run", "another"]
     with pytest.raises(RewardError, match="does not answer"):
-        preflight("post_train", parse(preflight_again))
+        preflight("post_train", parse_config(preflight_again))

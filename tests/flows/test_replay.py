@@ -12,7 +12,7 @@ from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.errors import OptionError
@@ -40,9 +40,9 @@ def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
 
 
 def test_replay_accepts_only_placement_options() -> None:
-    assert placement_options(parse(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
+    assert placement_options(parse_config(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
     with pytest.raises(ValueError, match=r"--lr .*recorded"):
-        placement_options(parse(["--lr", "1e-3"]))
+        placement_options(parse_config(["--lr", "1e-3"]))
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ def test_replay_equals_the_run_and_detects_a_tampered_commit(
     assert clean.returncode == 0, clean.stdout + clean.stderr
     assert "3 of 3 rounds are equal bit for bit" in clean.stdout
     replayed = json.loads((tmp_path / "replayed.json").read_text())
-    last = store.committed(KEYS.step(2))
+    last = store.committed(KEYS.step_prefix(2))
     assert last is not None and replayed["2"]["digest"] == last.state["digest"]
     assert files(store) == before
 
-    record = Path(store.path(f"{KEYS.step(2)}.commit.json"))
+    record = Path(store.path(f"{KEYS.step_prefix(2)}.commit.json"))
     tampered = json.loads(record.read_text())
     name = min(tampered["state"]["digest"])
     tampered["state"]["digest"][name] = "0" * 16

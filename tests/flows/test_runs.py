@@ -12,10 +12,16 @@ from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
 from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
-from penstock.flows.runtime.runs import check_run, latest_schedule, open_run, open_store, read_flow_and_config
+from penstock.flows.runtime.runs import (
+    check_run_may_start,
+    latest_schedule_options,
+    open_run,
+    open_store,
+    read_flow_and_config,
+)
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import Commit, RunKeys
@@ -25,11 +31,11 @@ KEYS = RunKeys("r")
 
 
 def config(store: Path, *words: str) -> PostTrainConfig:
-    return parse(["--hf-checkpoint", "model", "--run", "r", "--store", str(store), *words])
+    return parse_config(["--hf-checkpoint", "model", "--run", "r", "--store", str(store), *words])
 
 
 def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
-    for kind, key, version in (("rollout", KEYS.rollout(r), r), ("step", KEYS.step(r), r + 1)):
+    for kind, key, version in (("rollout", KEYS.rollout_prefix(r), r), ("step", KEYS.step_prefix(r), r + 1)):
         fields = {
             "run": "r",
             "index": r,
@@ -71,7 +77,7 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
     for rounds in ("5", "7"):
         open_run(store, "post_train", config(tmp_path, "--num-rollout", rounds))
     assert store.list(f"{keys.prefix}/changes") == ["000000.json", "000001.json"]
-    assert latest_schedule(store, keys)["run.num_rollout"] == 7
+    assert latest_schedule_options(store, keys)["run.num_rollout"] == 7
     flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, first.train)
 
@@ -94,7 +100,7 @@ def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
     names = store.list(f"{keys.prefix}/changes")
     kept = [store.read_json(f"{keys.prefix}/changes/{name}")["schedule"]["run.num_rollout"] for name in names]
     assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
-    assert latest_schedule(store, keys)["run.num_rollout"] == kept[-1]
+    assert latest_schedule_options(store, keys)["run.num_rollout"] == kept[-1]
 
 
 def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +112,9 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
     monkeypatch.setattr(runs, "_schedule_change_files", lambda store, keys: [])
     open_run(store, "post_train", config(tmp_path, "--num-rollout", "5"))
     monkeypatch.undo()
-    assert latest_schedule(store, keys)["run.num_rollout"] == 5
+    assert latest_schedule_options(store, keys)["run.num_rollout"] == 5
     store.create(f"{keys.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
-    assert latest_schedule(store, keys)["run.num_rollout"] == 5
+    assert latest_schedule_options(store, keys)["run.num_rollout"] == 5
 
 
 def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
@@ -139,7 +145,7 @@ def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
 def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, words: list[str]) -> None:
     store, _ = lost
     other = config(tmp_path, "--num-rollout", "3", *words)
-    for call in (lambda: check_run(store, "post_train", other), lambda: open_run(store, "post_train", other)):
+    for call in (lambda: check_run_may_start(store, "post_train", other), lambda: open_run(store, "post_train", other)):
         with pytest.raises(RunError, match=r"run\.json"):
             call()
     assert not store.exists(KEYS.record)
@@ -220,7 +226,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     )
     assert (again.train.lr, again.run.run) == (1e-3, "r")
     open_run(store, flow, again)
-    assert latest_schedule(store, KEYS)["run.num_rollout"] == 40
+    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 40
     for words in (
         ["--lr", "1e-2"],
         ["--rollout-batch-size", "8"],
@@ -229,7 +235,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     ):
         flow, other = read_flow_and_resumed_config("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
-            check_run(store, flow, other)
+            check_run_may_start(store, flow, other)
     with pytest.raises(OptionError, match="--run"):
         read_flow_and_resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
@@ -245,7 +251,7 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     open_run(store, "post_train", first)
     for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
-    check_run(store, "sft", second)
+    check_run_may_start(store, "sft", second)
     lease = Lease(store, new_driver_lease_key(KEYS))
     open_run(store, "sft", second, lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
@@ -264,7 +270,7 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
     open_run(store, "post_train", first, lease=driver)
     other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
-        lambda: check_run(store, "post_train", second),
+        lambda: check_run_may_start(store, "post_train", second),
         lambda: open_run(store, "post_train", second, lease=other),
     ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
@@ -309,12 +315,12 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
 
 
 def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
-    from penstock.flows.config import options
+    from penstock.flows.config import list_options
 
     known = {(section, name) for table in (FILES, FUNCTIONS) for section, names in table.items() for name in names}
     found = {
         (s, n)
-        for s, n, _ in options()
+        for s, n, _ in list_options()
         if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))
     }
     elsewhere = {
@@ -353,12 +359,12 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
     assert again.rollout.dynamic_sampling_filter_path == "pkg.module:name"
     assert again.eval.eval_prompt_data == [("e", f"{here}/e.jsonl")]
-    check_run(store, flow, again)
+    check_run_may_start(store, flow, again)
     open_run(store, flow, again)
     open_run(store, flow, typed("project"))
     assert store.list(f"{KEYS.prefix}/changes") == [], "nothing has changed"
     with pytest.raises(RunError, match="--custom-rm-path"):
-        check_run(store, flow, typed("project", "--custom-rm-path", "other.py:score"))
+        check_run_may_start(store, flow, typed("project", "--custom-rm-path", "other.py:score"))
 
 
 def test_moved_project_resumes(typed) -> None:
@@ -368,7 +374,7 @@ def test_moved_project_resumes(typed) -> None:
     commit_round(store, first)
     moved = typed("moved")
     open_run(store, "post_train", moved)
-    assert latest_schedule(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
+    assert latest_schedule_options(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
 
 
 def test_record_with_relative_paths_resumes_in_its_directory(typed) -> None:

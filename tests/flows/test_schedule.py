@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, options_with, validated
+from penstock.flows.config import PostTrainConfig, options_by_mutability, validate_config
 from penstock.flows.runtime.runs import open_run
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.refs import Commit, RunKeys
@@ -20,7 +20,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def config(per_start: int | None = 3, **run: object) -> PostTrainConfig:
-    return validated({"run": {"run": KEYS.run, "num_rollout_per_start": per_start, **run}})
+    return validate_config({"run": {"run": KEYS.run, "num_rollout_per_start": per_start, **run}})
 
 
 def start(store: Store, config: PostTrainConfig) -> int:
@@ -32,9 +32,11 @@ def start(store: Store, config: PostTrainConfig) -> int:
 
 def train(store: Store, rounds: range, *, export: bool = False) -> None:
     for r in rounds:
-        store.commit(KEYS.step(r), Commit(kind="step", index=r, policy_version=r + 1))
+        store.commit(KEYS.step_prefix(r), Commit(kind="step", index=r, policy_version=r + 1))
     if export:
-        store.commit(KEYS.export(rounds.stop), Commit(kind="export", index=rounds.stop, policy_version=rounds.stop))
+        store.commit(
+            KEYS.export_prefix(rounds.stop), Commit(kind="export", index=rounds.stop, policy_version=rounds.stop)
+        )
 
 
 def test_each_start_adds_num_rollout_per_start_once(store: Store) -> None:
@@ -79,4 +81,6 @@ def test_fork_with_rounds_per_start_counts_from_its_first_round(store: Store, re
 def test_config_without_rounds_per_start_is_unchanged(store: Store) -> None:
     fixed = config(None, num_rollout=4)
     assert with_target_rounds(store, fixed) is fixed
-    assert options_with(with_target_rounds(store, config()), "identity") == options_with(config(), "identity")
+    assert options_by_mutability(with_target_rounds(store, config()), "identity") == options_by_mutability(
+        config(), "identity"
+    )

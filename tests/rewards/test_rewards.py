@@ -5,7 +5,7 @@ import pytest
 from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.builtin.math_answer import same_answer
 from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
-from penstock.stages.rewards.math.latex import ExpressionError, parse
+from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
 from penstock.stages.rewards.math.tokens import tokenize
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
@@ -100,7 +100,7 @@ def test_different_answers_are_different_both_ways(answer: str, label: str) -> N
 @pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "a.b", "f'(x)", "()", "x_", "1 2", "stop"])
 def test_parse_of_an_invalid_expression_raises(text: str) -> None:
     with pytest.raises(ExpressionError):
-        parse(tokenize(text))
+        parse_expression(tokenize(text))
 
 
 def test_math_without_a_box_gets_0() -> None:

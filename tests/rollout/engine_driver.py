@@ -102,7 +102,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
                     on_progress=kill_one,
                     connect=connect,
                 ),
-                KEYS.rollout(r),
+                KEYS.rollout_prefix(r),
                 RolloutRound("run", rollout_id=r, policy_version=r),
                 read_resume_point(store, KEYS, r),
             )

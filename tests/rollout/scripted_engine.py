@@ -82,12 +82,12 @@ class ScriptedClient(EngineClient):
         self.served_version = "released"
         self._paused = True
 
-    def resume_cache(self) -> None:
+    def resume_kv_cache(self) -> None:
         if self.served_version.startswith("loaded:"):
             self.served_version = self.served_version.removeprefix("loaded:")
             self._paused = False
 
-    def health(self, url: str, timeout: float = 30) -> bool:
+    def generates_tokens(self, url: str, timeout: float = 30) -> bool:
         return url in self.urls
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
@@ -181,7 +181,7 @@ class Bench:
 
     def journal(self, r: int) -> list[Commit]:
         """The entries of a round's journal."""
-        prefix = f"{KEYS.rollout(r)}.journal"
+        prefix = f"{KEYS.rollout_prefix(r)}.journal"
         entries = [self.store.committed(f"{prefix}/{number:06d}") for number in self.store.committed_indices(prefix)]
         return [entry for entry in entries if entry is not None]
 
@@ -198,7 +198,7 @@ class Bench:
                 stop=stop,
                 connect=partial(self.connect, version=r, **changes),
             ),
-            KEYS.rollout(r),
+            KEYS.rollout_prefix(r),
             RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
             read_resume_point(self.store, KEYS, r),
         )

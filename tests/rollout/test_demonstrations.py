@@ -81,7 +81,7 @@ def test_stage_commits_rows_in_order(tmp_path: Path, tokenizer: PromptTokenizer)
     for r in range(3):
         commit = sft_data_stage(
             RolloutContext(store, config, source, tokenizer),
-            keys.rollout(r),
+            keys.rollout_prefix(r),
             "sft",
             r,
             read_resume_point(store, keys, r).state,

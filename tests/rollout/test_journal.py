@@ -20,7 +20,7 @@ from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_samples
 
-PREFIX = RunKeys("run").rollout(0)
+PREFIX = RunKeys("run").rollout_prefix(0)
 JOURNAL = f"{PREFIX}.journal"
 
 
@@ -199,10 +199,10 @@ def test_flush_after_commit_writes_nothing(bench: Bench) -> None:
     [entry, *_] = bench.journal(0)
     samples = read_samples(bench.store, entry)
     journal = Journal(bench.store, PREFIX, RolloutRound("run", 0, policy_version=0), bench.config)
-    journal.read()
-    journal.add(samples)
-    journal.remove()
+    journal.load_finished_groups()
+    journal.add_finished_group(samples)
+    journal.delete_entries()
     journal.flush()
-    journal.add(samples)
+    journal.add_finished_group(samples)
     journal.flush()
     assert not Path(bench.store.path(JOURNAL)).exists()

@@ -10,9 +10,9 @@ import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.group import response_limit
+from penstock.stages.rollout.group import max_response_tokens
 from penstock.stages.rollout.prompts.check import check_prompt_data
-from penstock.stages.rollout.prompts.lengths import LengthFilter, prompt_limit
+from penstock.stages.rollout.prompts.lengths import LengthFilter, max_prompt_tokens
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
@@ -51,13 +51,16 @@ def test_long_prompts_are_skipped_counted_and_logged_once(
 
 
 def test_prompt_and_response_share_the_context() -> None:
-    assert prompt_limit(RolloutConfig()) is None
+    assert max_prompt_tokens(RolloutConfig()) is None
     config = RolloutConfig(rollout_max_context_len=100, rollout_max_response_len=40)
-    assert prompt_limit(config) == 99 and prompt_limit(config.model_copy(update={"rollout_max_prompt_len": 20})) == 20
-    assert [response_limit(config, length) for length in (10, 60, 70, 99)] == [40, 40, 30, 1]
-    assert response_limit(RolloutConfig(rollout_max_response_len=40), 10_000) == 40
+    assert (
+        max_prompt_tokens(config) == 99
+        and max_prompt_tokens(config.model_copy(update={"rollout_max_prompt_len": 20})) == 20
+    )
+    assert [max_response_tokens(config, length) for length in (10, 60, 70, 99)] == [40, 40, 30, 1]
+    assert max_response_tokens(RolloutConfig(rollout_max_response_len=40), 10_000) == 40
     with pytest.raises(ValueError, match=r"100 tokens .*--rollout-max-context-len 100"):
-        response_limit(config, 100)
+        max_response_tokens(config, 100)
 
 
 def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: PromptTokenizer) -> None:

@@ -157,7 +157,7 @@ def test_when_everything_fails_nothing_is_committed(tmp_path: Path, tokenizer: P
         RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*broken\.py\)\""
     ):
         bench.round(0)
-    assert bench.store.committed(KEYS.rollout(0)) is None
+    assert bench.store.committed(KEYS.rollout_prefix(0)) is None
 
 
 def test_rollout_beyond_timeout_raises(tmp_path: Path, tokenizer: PromptTokenizer) -> None:

@@ -30,7 +30,7 @@ def test_evaluation_skips_nothing_and_prompts_without_room_fail(tmp_path: Path, 
     bench = Bench(tmp_path, tokenizer, num_rows=12, rollout_max_context_len=max(lengths))
     commit = rollout_stage(
         RolloutContext(bench.store, bench.config, bench.source(), tokenizer, ["http://engine"], connect=bench.connect),
-        KEYS.eval(0, "sums"),
+        KEYS.eval_prefix(0, "sums"),
         RolloutRound("run", 0, 0, kind="eval", id_prefix="eval-000000-sums-"),
         num_prompts=12,
     )

@@ -88,7 +88,7 @@ def report(process: subprocess.Popen[bytes], path: Path, log: Path) -> dict[str,
 def check_rounds(store: Store) -> None:
     """Every prompt is in one place, and what was stopped in the first round was continued by the policy of the
     second."""
-    first, second = (store.committed(KEYS.rollout(r)) for r in range(2))
+    first, second = (store.committed(KEYS.rollout_prefix(r)) for r in range(2))
     assert first is not None and second is not None
     trained, halves, continued = (
         read_samples(store, first),

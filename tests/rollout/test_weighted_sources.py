@@ -147,11 +147,11 @@ def test_large_segment_keeps_its_kind_of_order(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_flags_create_weighted_source(tmp_path: Path) -> None:
-    from penstock.flows.options.flags import parse
+    from penstock.flows.options.flags import parse_config
 
     one, two = (write_jsonl(tmp_path / f"{name}.jsonl", [{"input": name}] * 4) for name in ("one", "two"))
     words = ["--prompt-data", one, "--prompt-data", two, "--prompt-data-weights", "3", "1"]
-    config = parse(words).rollout
+    config = parse_config(words).rollout
     source = PromptSource.open(config)
     assert Counter(str(prompt.content) for prompt in source.take(source.restore(None), 8)[0]) == {"one": 6, "two": 2}
     assert (
@@ -163,7 +163,7 @@ def test_flags_create_weighted_source(tmp_path: Path) -> None:
         [["0", "0"], "--prompt-data-weights 0.0 0.0"],
     ):
         with pytest.raises(ValueError, match=message):
-            parse([*words[:5], *wrong])
+            parse_config([*words[:5], *wrong])
 
 
 @pytest.mark.parametrize("weights", [[-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]])

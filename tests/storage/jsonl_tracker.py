@@ -49,7 +49,7 @@ class JsonlTracker:
         rows = sorted([*key, value] for key, value in self.lines.items())
         self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def is_final(self, error: Exception) -> bool:
+    def is_permanent_refusal(self, error: Exception) -> bool:
         return isinstance(error, RejectedName)
 
     def _log(self, part: str, metrics: dict[str, float], step: int) -> None:

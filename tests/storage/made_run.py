@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig, config_hash
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
@@ -19,7 +19,7 @@ ROWS, BATCH, SAMPLES = 5, 3, 2  # an epoch ends inside every second round
 def config_of(store: Store, data: Path, run: str = "r", *words: str) -> PostTrainConfig:
     where = ["--run", run, "--store", store.root if store.is_local else store.uri, "--prompt-data", str(data)]
     sizes = ["--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(SAMPLES), "--num-rollout", "9"]
-    return parse([*where, *sizes, "--rollout-shuffle", "--hf-checkpoint", "model", *words])
+    return parse_config([*where, *sizes, "--rollout-shuffle", "--hf-checkpoint", "model", *words])
 
 
 def write_data(path: Path, rows: int = ROWS, word: str = "prompt") -> Path:
@@ -46,8 +46,8 @@ def make_run(
         if version < rounds:
             roll_one(store, keys, config, version)
             step = Commit(kind="step", run=keys.run, index=version, policy_version=version + 1)
-            step.inputs = {"rollout": commit_key(keys.rollout(version))}
-            store.commit(keys.step(version), step)
+            step.inputs = {"rollout": commit_key(keys.rollout_prefix(version))}
+            store.commit(keys.step_prefix(version), step)
     return keys
 
 
@@ -62,7 +62,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
     fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
     return commit_samples(
-        store, keys.rollout(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+        store, keys.rollout_prefix(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
     )
 
 
@@ -78,15 +78,19 @@ def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int
         "summary": {"eval/sums": reward},
     }
     return commit_samples(
-        store, keys.eval(version, "sums"), samples, state={"data_source": after.model_dump(mode="json")}, **fields
+        store,
+        keys.eval_prefix(version, "sums"),
+        samples,
+        state={"data_source": after.model_dump(mode="json")},
+        **fields,
     )
 
 
 def save_one(store: Store, keys: RunKeys, version: int) -> Commit:
     files = {"weights": f"{keys.run} {version}".encode(), "optimizer": b"moments"}
     fields = {"run": keys.run, "index": version, "policy_version": version, "state": {"digest": {"w": str(version)}}}
-    inputs = {"step": commit_key(keys.step(version - 1))} if version else {}
-    return commit_files(store, keys.checkpoint(version), files, kind="checkpoint", inputs=inputs, **fields)
+    inputs = {"step": commit_key(keys.step_prefix(version - 1))} if version else {}
+    return commit_files(store, keys.checkpoint_prefix(version), files, kind="checkpoint", inputs=inputs, **fields)
 
 
 def commit_files(store: Store, prefix: str, files: dict[str, bytes], **fields) -> Commit:

@@ -12,7 +12,7 @@ from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_
 from penstock.flows.commands import fork, verify
 from penstock.flows.config import PostTrainConfig
 from penstock.storage.errors import StoreError
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.retention import expire_checkpoints
 from penstock.storage.refs import Commit, RunKeys, commit_key, has_matching_digest, record_digest
 from penstock.storage.samples.shards import read_samples
@@ -46,7 +46,7 @@ def rewrite(store: Store, prefix: str, change: Callable[[dict], object]) -> None
 
 def test_an_undamaged_run_has_no_problems(made) -> None:
     store, keys, _ = made
-    found = audit(store, keys)
+    found = audit_run(store, keys)
     assert found.problems == []
     assert found.num_commits == {"rollout": ROUNDS, "step": ROUNDS, "checkpoint": 2, "eval": 2, "model": 1}
     assert (found.num_samples, found.num_prompts) == (ROUNDS * BATCH * SAMPLES, ROUNDS * BATCH)
@@ -57,9 +57,9 @@ def test_an_undamaged_run_has_no_problems(made) -> None:
 def test_a_run_in_an_object_store_has_no_problems(tmp_path: Path) -> None:
     store = Store(f"memory://{tmp_path.name}")
     keys = make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 3, save=(2,))
-    assert audit(store, keys).problems == []
-    store.fs.pipe_file(store.path(store.committed(keys.checkpoint(2)).files[0].path), b"tampered")
-    assert len(audit(store, keys).problems) == 1
+    assert audit_run(store, keys).problems == []
+    store.fs.pipe_file(store.path(store.committed(keys.checkpoint_prefix(2)).files[0].path), b"tampered")
+    assert len(audit_run(store, keys).problems) == 1
 
 
 def test_an_unfinished_round_and_appended_data_are_no_problem(made, tmp_path: Path) -> None:
@@ -67,30 +67,30 @@ def test_an_unfinished_round_and_appended_data_are_no_problem(made, tmp_path: Pa
     write_data(tmp_path / "data.jsonl", ROWS + 4)
     make_run(store, config, ROUNDS + 3)
     roll_one(store, keys, config, ROUNDS + 3)
-    assert audit(store, keys).problems == []
+    assert audit_run(store, keys).problems == []
 
 
 def test_expired_checkpoints_are_not_reported_as_missing(made) -> None:
     store, keys, _ = made
     export = Commit(
-        kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint(2))}
+        kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint_prefix(2))}
     )
-    store.commit(keys.export(2), export)
-    expire_checkpoints(store, keys, keep=1)
-    found = audit(store, keys)
+    store.commit(keys.export_prefix(2), export)
+    expire_checkpoints(store, keys, num_to_keep=1)
+    found = audit_run(store, keys)
     assert (found.problems, found.num_expired) == ([], 1)
-    store.delete([f"{keys.checkpoint(2)}.expired.json"])
-    assert [problem for problem in audit(store, keys).problems if "does not exist" in problem], (
+    store.delete([f"{keys.checkpoint_prefix(2)}.expired.json"])
+    assert [problem for problem in audit_run(store, keys).problems if "does not exist" in problem], (
         "without a tombstone it is one"
     )
 
 
 def test_orphans_are_counted_and_not_a_problem(made) -> None:
     store, keys, _ = made
-    with pytest.raises(RuntimeError), store.writing(store.new_attempt(keys.rollout(ROUNDS))) as out:
+    with pytest.raises(RuntimeError), store.writing(store.new_attempt(keys.rollout_prefix(ROUNDS))) as out:
         (out.path / "part").write_bytes(b"half")
         raise RuntimeError("killed")
-    found = audit(store, keys)
+    found = audit_run(store, keys)
     assert (found.problems, found.num_orphans, found.orphan_bytes) == ([], 1, 4)
 
 
@@ -112,15 +112,15 @@ def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
     path = first_file(store, prefix)
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    problems = audit(store, keys, hashes=hashes).problems
+    problems = audit_run(store, keys, verify_hashes=hashes).problems
     assert problems and path.name in problems[0], problems
 
 
 @pytest.mark.parametrize("hashes", [True, False])
 def test_a_missing_file_is_reported(made, hashes: bool) -> None:
     store, keys, _ = made
-    first_file(store, keys.checkpoint(4)).unlink()
-    assert "is missing" in audit(store, keys, hashes=hashes).problems[0]
+    first_file(store, keys.checkpoint_prefix(4)).unlink()
+    assert "is missing" in audit_run(store, keys, verify_hashes=hashes).problems[0]
 
 
 def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
@@ -174,13 +174,13 @@ TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
 def test_an_inconsistent_record_is_reported(made, where: str, change: Callable[[dict], object], sentence: str) -> None:
     store, keys, _ = made
     rewrite(store, f"{keys.prefix}/{where}", change)
-    assert any(sentence in problem for problem in audit(store, keys).problems), audit(store, keys).problems
+    assert any(sentence in problem for problem in audit_run(store, keys).problems), audit_run(store, keys).problems
 
 
 def test_a_missing_round_is_reported(made) -> None:
     store, keys, _ = made
-    store.delete([commit_key(keys.step(2)), commit_key(keys.rollout(1))])
-    problems = audit(store, keys).problems
+    store.delete([commit_key(keys.step_prefix(2)), commit_key(keys.rollout_prefix(1))])
+    problems = audit_run(store, keys).problems
     assert any("step 2 is not committed, but step 4 is" in problem for problem in problems)
     assert any("rollout 1 is not committed" in problem for problem in problems)
 
@@ -221,20 +221,20 @@ def test_lost_repeated_or_twice_served_samples_are_reported(
     made, change: Callable[[list], list], sentence: str
 ) -> None:
     store, keys, _ = made
-    change_samples(store, keys.rollout(2), change)  # prompts 6 to 8, all of epoch 1
-    problems = audit(store, keys, hashes=False).problems
+    change_samples(store, keys.rollout_prefix(2), change)  # prompts 6 to 8, all of epoch 1
+    problems = audit_run(store, keys, verify_hashes=False).problems
     assert any(sentence in problem for problem in problems), problems
 
 
 def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
     store, keys, _ = made
-    change_samples(store, keys.eval(4, "sums"), lambda samples: samples[:-1])
+    change_samples(store, keys.eval_prefix(4, "sums"), lambda samples: samples[:-1])
     rewrite(
         store,
-        keys.eval(4, "sums"),
+        keys.eval_prefix(4, "sums"),
         lambda record: record["state"]["data_source"].update(issued=ROWS - 1, cursor=ROWS - 1),
     )
-    assert any("has scored 4 of the data set's 5 prompts" in problem for problem in audit(store, keys).problems)
+    assert any("has scored 4 of the data set's 5 prompts" in problem for problem in audit_run(store, keys).problems)
 
 
 def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureF
     assert verify.main([keys.run, "--store", store.root]) == 0
     assert "no problems found" in capsys.readouterr().out
     commit_files(store, "models/other", {"weights": b"other"}, kind="model")
-    first_file(store, keys.checkpoint(4)).unlink()
+    first_file(store, keys.checkpoint_prefix(4)).unlink()
     assert verify.main([keys.run, "--no-hashes", "--store", store.root]) == 1
     out, err = capsys.readouterr()
     assert "1 problems" in out and "checkpoints/000004" in err and "is missing" in err
@@ -256,16 +256,16 @@ def test_records_without_digest_are_read_and_counted(made, capsys: pytest.Captur
     def older(record: dict) -> None:
         del record["digest"], record["record_version"]
 
-    rewrite(store, keys.step(3), older)
-    commit = store.committed(keys.step(3))
+    rewrite(store, keys.step_prefix(3), older)
+    commit = store.committed(keys.step_prefix(3))
     assert commit is not None and (commit.record_version, commit.digest) == (1, "")
-    found = audit(store, keys)
+    found = audit_run(store, keys)
     assert (found.problems, found.num_without_digest) == ([], 1)
     assert verify.main([keys.run, "--store", store.root]) == 0
     assert "1 records have no digest" in capsys.readouterr().out
-    rewrite(store, keys.step(3), lambda record: record.update(record_version=3))
+    rewrite(store, keys.step_prefix(3), lambda record: record.update(record_version=3))
     with pytest.raises(StoreError):
-        store.committed(keys.step(3))
+        store.committed(keys.step_prefix(3))
 
 
 @pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])
@@ -280,7 +280,7 @@ def test_a_digest_is_valid_after_a_round_trip(tmp_path: Path, value: float) -> N
 
 def test_a_fork_refuses_an_edited_record(made) -> None:
     store, keys, _ = made
-    rewrite(store, keys.step(1), lambda record: record["summary"].update(x=1.0))
+    rewrite(store, keys.step_prefix(1), lambda record: record["summary"].update(x=1.0))
     with pytest.raises(StoreError, match=r"steps/000001.commit.json has changed"):
         fork.main([keys.run, "--at", "3", "--name", "f", "--store", store.root])
 
@@ -291,6 +291,6 @@ def test_a_damaged_or_missing_run_record_is_reported(made, content: bytes | None
     store.delete([keys.record])
     if content is not None:
         store.create(keys.record, content)
-    assert [problem for problem in audit(store, keys).problems if "run.json" in problem]
+    assert [problem for problem in audit_run(store, keys).problems if "run.json" in problem]
     Path(store.path(f"{keys.prefix}/base.json")).write_bytes(b"{}")
-    assert [problem for problem in audit(store, keys).problems if "base.json" in problem]
+    assert [problem for problem in audit_run(store, keys).problems if "base.json" in problem]

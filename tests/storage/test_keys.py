@@ -12,7 +12,7 @@ from made_run import config_of, make_run, write_data
 from penstock.flows.commands import gc
 from penstock.storage.errors import StoreError
 from penstock.storage.keys import describe_key_problem
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.retention import expire_checkpoints, finish_interrupted_expiries, tombstone_key
 from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -83,7 +83,7 @@ def with_a_tombstone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     store = Store(str(root / "store"))
     keys = make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     return Path(store.root)
 
 
@@ -112,8 +112,8 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
     keys = KEYS
     (tmp_path / "precious").write_text("x")
     store.create("runs/other/run.json", b"{}")
-    store.create(f"{keys.checkpoint(1)}/attempt-x/left", b"x")  # so that gc finds it unfinished
-    tampered(store, tombstone_key(keys.checkpoint(1)), change)
+    store.create(f"{keys.checkpoint_prefix(1)}/attempt-x/left", b"x")  # so that gc finds it unfinished
+    tampered(store, tombstone_key(keys.checkpoint_prefix(1)), change)
     before = sorted(found.key for found in store.walk(""))
     with pytest.raises(StoreError):
         finish_interrupted_expiries(store, keys)
@@ -121,7 +121,7 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
         gc.main(["--delete", "--older-than", "0", "--store", store.root])
     assert (tmp_path / "precious").exists()
     assert sorted(found.key for found in store.walk("")) == before
-    assert any("expired.json" in problem for problem in audit(store, keys).problems)
+    assert any("expired.json" in problem for problem in audit_run(store, keys).problems)
 
 
 def test_a_commit_with_files_outside_its_attempt_is_refused(store: Store) -> None:
@@ -132,6 +132,6 @@ def test_a_commit_with_files_outside_its_attempt_is_refused(store: Store) -> Non
     for number, change in enumerate(
         ({"attempt": "../x"}, {"attempt": "a", "files": [file]}, {"inputs": {"x": "/y.commit.json"}})
     ):
-        store.create(commit_key(KEYS.step(number)), json.dumps(record | change).encode())
+        store.create(commit_key(KEYS.step_prefix(number)), json.dumps(record | change).encode())
         with pytest.raises(StoreError):
-            store.committed(KEYS.step(number))
+            store.committed(KEYS.step_prefix(number))

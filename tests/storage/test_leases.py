@@ -28,7 +28,7 @@ from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
-PREFIX = KEYS.rollout(0)
+PREFIX = KEYS.rollout_prefix(0)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -211,7 +211,7 @@ def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkey
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock plays no part
     now = store_time(store)
     lease = Lease(store, leases.new_driver_lease_key(KEYS))
-    lease.stop()
+    lease.stop_renewing()
     assert describe_lease_holder(store, lease.key, now + leases.TTL - 10)
     assert describe_lease_holder(store, lease.key, now + leases.TTL + 10) is None
     monkeypatch.setattr(leases, "RENEW", 0.01)
@@ -247,7 +247,7 @@ def test_the_lease_of_a_dead_process_ends_at_once(tmp_path: Path) -> None:
     store, key = Store(str(tmp_path)), leases.new_driver_lease_key(KEYS)
     pid = os.fork()
     if not pid:
-        Lease(store, key).stop()
+        Lease(store, key).stop_renewing()
         os._exit(0)
     os.waitpid(pid, 0)
     now = store_time(store)

@@ -9,9 +9,9 @@ import pytest
 from made_run import BATCH, commit_files, config_of, make_run, save_one, score_one, write_data
 
 from penstock.flows.commands import gc
-from penstock.flows.commands.fork import fork
+from penstock.flows.commands.fork import create_fork
 from penstock.storage.errors import StoreError
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import (
     expire_checkpoints,
@@ -66,7 +66,9 @@ def kept(store: Store, keys: RunKeys) -> list[int]:
 
 
 def shared(store: Store, data: Path, at: int, name: str = "f", parent: str = "r") -> RunKeys:
-    fork(store, "post_train", config_of(store, data, parent), config_of(store, data, name), at, restart_data=False)
+    create_fork(
+        store, "post_train", config_of(store, data, parent), config_of(store, data, name), at, restart_data=False
+    )
     return RunKeys(name)
 
 
@@ -78,18 +80,20 @@ def test_the_newest_the_best_and_the_requested_checkpoints_are_kept(store: Store
     keys = make_run(store, config, 6, save=(1, 2, 3, 4, 5, 6))
     for version, reward in {1: 0.1, 2: 0.9, 3: 0.9, 4: float("nan"), 6: 0.3}.items():
         score_one(store, keys, config, version, reward)
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [2, 4], (
+    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [2, 4], (
         "of equals the newer is the best"
     )
     assert kept(store, keys) == [1, 3, 5, 6]
-    assert expire_checkpoints(store, keys, keep=2, best="eval/sums", keep_versions={1}) == [], "again changes nothing"
-    assert expire_checkpoints(store, keys, keep=1, best="eval/unknown") == [1, 3, 5]
+    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [], (
+        "again changes nothing"
+    )
+    assert expire_checkpoints(store, keys, num_to_keep=1, best_metric="eval/unknown") == [1, 3, 5]
     assert expired_versions(store, keys) == [1, 2, 3, 4, 5]
-    tombstone = read_tombstone(store, keys.checkpoint(2))
+    tombstone = read_tombstone(store, keys.checkpoint_prefix(2))
     assert tombstone is not None and tombstone.commit.state["digest"] == {"w": "2"}
     assert tombstone.why == "beyond the newest 2 and not the best by eval/sums"
     assert [found.key for found in store.walk(f"{keys.prefix}/checkpoints/000002")] == []
-    assert not Path(store.path(keys.checkpoint(2))).exists()
+    assert not Path(store.path(keys.checkpoint_prefix(2))).exists()
 
 
 def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path) -> None:
@@ -101,12 +105,12 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
         dying = DyingStore(store.uri, left)
         if left < 8:
             with pytest.raises(Killed):
-                expire_checkpoints(dying, keys, keep=1)
+                expire_checkpoints(dying, keys, num_to_keep=1)
         else:
-            assert expire_checkpoints(dying, keys, keep=1) == [1, 2] and dying.left == 0
-        assert audit(store, keys).problems == [], f"killed before change {left}"
+            assert expire_checkpoints(dying, keys, num_to_keep=1) == [1, 2] and dying.left == 0
+        assert audit_run(store, keys).problems == [], f"killed before change {left}"
         assert 3 in kept(store, keys)
-        expire_checkpoints(store, keys, keep=1)
+        expire_checkpoints(store, keys, num_to_keep=1)
         assert kept(store, keys) == [3] and expired_versions(store, keys) == [1, 2]
         assert {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints")} == {
             "000001.expired.json",
@@ -120,15 +124,15 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
 def test_shared_files_are_deleted_with_the_last_run_that_names_them(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 4, save=(1, 2, 4))
     fork_keys = shared(store, data, at=4)
-    commit = store.committed(keys.checkpoint(1))
+    commit = store.committed(keys.checkpoint_prefix(1))
     assert commit is not None
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     assert kept(store, keys) == [4] and kept(store, fork_keys) == [1, 2, 4]
-    assert audit(store, fork_keys).problems == [], "the fork needs its parent's files"
+    assert audit_run(store, fork_keys).problems == [], "the fork needs its parent's files"
     assert find_orphans(store, older_than=0) == []
-    expire_checkpoints(store, fork_keys, keep=1)
+    expire_checkpoints(store, fork_keys, num_to_keep=1)
     assert not any(store.exists(record.path) for record in commit.files)
-    assert audit(store, fork_keys).problems == audit(store, keys).problems == []
+    assert audit_run(store, fork_keys).problems == audit_run(store, keys).problems == []
 
 
 def test_parent_and_fork_keep_the_checkpoint_at_the_fork_point(store: Store, data: Path) -> None:
@@ -136,19 +140,19 @@ def test_parent_and_fork_keep_the_checkpoint_at_the_fork_point(store: Store, dat
     keys = make_run(store, config, 6, save=(1, 2, 4, 6))
     fork_keys = shared(store, data, at=3)  # it begins with checkpoint 2
     make_run(store, config_of(store, data, "f"), 6, save=(5, 6))
-    assert expire_checkpoints(store, keys, keep=1) == [1, 4]
-    assert expire_checkpoints(store, fork_keys, keep=1) == [1, 5]
+    assert expire_checkpoints(store, keys, num_to_keep=1) == [1, 4]
+    assert expire_checkpoints(store, fork_keys, num_to_keep=1) == [1, 5]
     assert kept(store, keys) == kept(store, fork_keys) == [2, 6]
 
 
 def test_a_version_saved_again_after_it_expired_is_kept(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
-    expire_checkpoints(store, keys, keep=1)
+    expire_checkpoints(store, keys, num_to_keep=1)
     save_one(store, keys, 2)
     finish_interrupted_expiries(store, keys)
-    assert kept(store, keys) == [2, 3] and audit(store, keys).problems == []
-    assert expire_checkpoints(store, keys, keep=1) == [2], "and it can expire again"
-    assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint(2))).exists()
+    assert kept(store, keys) == [2, 3] and audit_run(store, keys).problems == []
+    assert expire_checkpoints(store, keys, num_to_keep=1) == [2], "and it can expire again"
+    assert kept(store, keys) == [3] and not Path(store.path(keys.checkpoint_prefix(2))).exists()
 
 
 @pytest.mark.integration
@@ -156,9 +160,11 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
     store = faulty_store(tmp_path.name)
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
     fork_keys = shared(store, data, at=3)
-    expire_checkpoints(store, keys, keep=1)  # a listing that lags may hide some of them: those stay until the next time
-    assert store.committed(keys.checkpoint(3)) is not None
-    assert audit(store, keys).problems == audit(store, fork_keys).problems == []
+    expire_checkpoints(
+        store, keys, num_to_keep=1
+    )  # a listing that lags may hide some of them: those stay until the next time
+    assert store.committed(keys.checkpoint_prefix(3)) is not None
+    assert audit_run(store, keys).problems == audit_run(store, fork_keys).problems == []
 
 
 # ---- leftovers -------------------------------------------------------------------------------------------------------
@@ -166,21 +172,21 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
 
 def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     """Return one orphan of each kind: directory or file -> kind."""
-    lost, model = f"{keys.rollout(9)}/attempt-lost", "models/abc/attempt-lost"
+    lost, model = f"{keys.rollout_prefix(9)}/attempt-lost", "models/abc/attempt-lost"
     files = {
         f"{lost}/part-00000.parquet": "unfinished attempt",
         f"{lost}/deep/part": "unfinished attempt",
         f"{model}/weights": "unfinished attempt",
-        f"{keys.rollout(0)}.journal/attempt-x/part-00000.parquet": "journal of a finished round",
-        f"{keys.rollout(0)}.journal/000000.commit.json": "journal of a finished round",
-        f"{keys.step(0)}.commit.json.0123456789ab.tmp": "temporary file",
+        f"{keys.rollout_prefix(0)}.journal/attempt-x/part-00000.parquet": "journal of a finished round",
+        f"{keys.rollout_prefix(0)}.journal/000000.commit.json": "journal of a finished round",
+        f"{keys.step_prefix(0)}.commit.json.0123456789ab.tmp": "temporary file",
         f"{keys.prefix}/published/weights-1/model.safetensors": "published weights",
         "runs/half/fork.json": "half-made fork",
         "runs/half/steps/000000.commit.json": "half-made fork",
         ".penstock-probe-01234567": "probe file",
     }
     needed = [
-        f"{keys.rollout(9)}.journal/attempt-x/part",
+        f"{keys.rollout_prefix(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
         f"{keys.prefix}/changes/000000.json",
     ]
@@ -190,7 +196,7 @@ def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     return {
         lost: "unfinished attempt",
         model: "unfinished attempt",
-        f"{keys.rollout(0)}.journal": "journal of a finished round",
+        f"{keys.rollout_prefix(0)}.journal": "journal of a finished round",
         "runs/half": "half-made fork",
         f"{keys.prefix}/published/weights-1": "published weights",
     } | {key: kind for key, kind in files.items() if kind in ("temporary file", "probe file")}
@@ -211,23 +217,23 @@ def test_gc_deletes_exactly_the_orphans(kind: str, tmp_path: Path, data: Path, r
     assert {orphan.key for orphan in find_orphans(store, "r", older_than=3600, now=later)} == {
         key for key in wanted if key.startswith("runs/r/")
     }
-    attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout(9)))
+    attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout_prefix(9)))
     assert (len(attempt.files), attempt.bytes) == (2, 4)
     assert all(remove_orphan(store, orphan) for orphan in found)
     assert {found.key for found in store.walk("")} - before == {
-        f"{keys.rollout(9)}.journal/attempt-x/part",
+        f"{keys.rollout_prefix(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
         f"{keys.prefix}/changes/000000.json",
     }
     assert before <= {found.key for found in store.walk("")}, "nothing that was needed went"
-    assert audit(store, keys).problems == []
+    assert audit_run(store, keys).problems == []
 
 
 def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
     # a model's attempt is not under the model's prefix, which is known only when it is committed
     for attempt, prefix in (
-        (store.new_attempt(keys.checkpoint(1)), keys.checkpoint(1)),
+        (store.new_attempt(keys.checkpoint_prefix(1)), keys.checkpoint_prefix(1)),
         ("models/attempt-x", "models/other"),
     ):
         with store.writing(attempt) as out:
@@ -244,24 +250,26 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 2, save=(1, 2))
     with pytest.raises(Killed):
-        expire_checkpoints(DyingStore(store.uri, 1), keys, keep=1)  # the tombstone exists, and nothing was deleted
+        expire_checkpoints(
+            DyingStore(store.uri, 1), keys, num_to_keep=1
+        )  # the tombstone exists, and nothing was deleted
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
     assert gc.delete_orphans(store, found, None, 3600) == {found[0].key}
     assert kept(store, keys) == [2] and find_orphans(store, older_than=0) == []
-    assert store.exists(tombstone_key(keys.checkpoint(1)))
+    assert store.exists(tombstone_key(keys.checkpoint_prefix(1)))
 
 
 def test_an_unreadable_record_stops_gc(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
-    Path(store.path(commit_key(keys.rollout(0)))).write_text("{")
+    Path(store.path(commit_key(keys.rollout_prefix(0)))).write_text("{")
     with pytest.raises(StoreError, match=r"rollouts/000000.commit.json .*nothing is deleted"):
         find_orphans(store, older_than=0)
 
 
 def test_the_command_deletes_only_with_the_flag(store: Store, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = make_run(store, config_of(store, data), BATCH)
-    lost = f"{keys.rollout(9)}/attempt-lost/part"
+    lost = f"{keys.rollout_prefix(9)}/attempt-lost/part"
     store.create(lost, b"x" * 1500)
     where = ["--store", store.root]
     assert gc.main(["r", *where]) == 0

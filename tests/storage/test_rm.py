@@ -9,10 +9,10 @@ from made_run import config_of, make_run, write_data
 
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
-from penstock.flows.options.flags import parse
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.audit import audit
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.orphans import find_orphans
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, removal_marker_key, remove_run
@@ -56,10 +56,10 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
         command(store, "r")
     with pytest.raises(OptionError, match="--yes other"):
         command(store, "r", "--yes", "other")
-    assert audit(store, KEYS).problems == []
+    assert audit_run(store, KEYS).problems == []
     assert command(store, "r", "--yes", "r") == 0
     assert files(store) == others and store.list("runs") == ["other"]
-    assert audit(store, RunKeys("other")).problems == []
+    assert audit_run(store, RunKeys("other")).problems == []
 
 
 @pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])
@@ -155,7 +155,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         shutil.rmtree(store.root)
         shutil.copytree(tmp_path / "kept", store.root)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(Lease, "release", lambda self: self.stop())  # a killed process releases nothing
+            patch.setattr(Lease, "release", lambda self: self.stop_renewing())  # a killed process releases nothing
             remove_run(Dying(store, left), KEYS)
         store.delete([f"{KEYS.prefix}/removing.lease"])  # it has ended with its process
         assert is_removed(store, KEYS)
@@ -196,6 +196,6 @@ def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
     assert err.count("\n") == 1 and "--yes r" in err
     assert main(["rm", "empty", "--store", store.root]) == 0
     assert "removed" in capsys.readouterr().out
-    assert parse(["--store", store.root]).run.store == store.root and not store.exists(
+    assert parse_config(["--store", store.root]).run.store == store.root and not store.exists(
         removal_marker_key(RunKeys("empty"))
     )

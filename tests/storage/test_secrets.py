@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, options, validated
+from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, list_options, validate_config
 from penstock.flows.options import flags
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
 from penstock.storage.refs import RunKeys
-from penstock.storage.secret_references import hide_literal_secrets, reveal
+from penstock.storage.secret_references import hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
@@ -49,7 +49,7 @@ def own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config() -> PostTrainConfig:
-    return flags.parse(WORDS)
+    return flags.parse_config(WORDS)
 
 
 def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTrainConfig) -> None:
@@ -58,11 +58,11 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
     assert config.run.store_options["endpoint_url"] == "http://127.0.0.1:9000"
     assert config.run.store_options["key"] == "env:PENSTOCK_SECRET_STORE_OPTIONS_KEY"
     assert config.rollout.sglang["max_total_tokens"] == 64 and config.rollout.input_key == "question"
-    assert reveal(config.run.store_options) | {} == {
+    assert resolve_secrets(config.run.store_options) | {} == {
         "key": "AKIA-literal", "secret": "s3cr3t/with+slash", "endpoint_url": "http://127.0.0.1:9000", "anon": False
     }  # fmt: skip
-    assert reveal(config.rollout.sglang)["api_key"] == "engine-key-1"
-    assert reveal(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
+    assert resolve_secrets(config.rollout.sglang)["api_key"] == "engine-key-1"
+    assert resolve_secrets(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
     assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith(
         "postgresql://me:db-passw0rd@"
     )
@@ -70,7 +70,7 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
 
 
 def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostTrainConfig, tmp_path: Path) -> None:
-    config = validated(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
+    config = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
     assert create_run_record(store, "post_train", config)
     RunTracking("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
@@ -91,18 +91,20 @@ def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> No
         "rollout": {"sglang": {"api_key": "***"}, "input_key": "question"},
         "run": {"store_options": {"key": "***"}},
     }
-    assert "old-key" not in validated(old).model_dump_json()
+    assert "old-key" not in validate_config(old).model_dump_json()
     assert [name for name, _ in flatten_params(old)] == ["rollout.input_key"]
-    assert validated({"rollout": {"sglang": {}}}).rollout.sglang == {}
+    assert validate_config({"rollout": {"sglang": {}}}).rollout.sglang == {}
 
 
 def test_secret_options_are_not_identity_options() -> None:
-    marked = {name for _, name, field in options() if field_meta(field).secret}
+    marked = {name for _, name, field in list_options() if field_meta(field).secret}
     assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "sglang", "router"} <= marked
     assert not [
-        name for _, name, field in options() if field_meta(field).secret and field_meta(field).mutability == "identity"
+        name
+        for _, name, field in list_options()
+        if field_meta(field).secret and field_meta(field).mutability == "identity"
     ]
-    assert not [name for _, name, _ in options() if is_secret_name(name)], (
+    assert not [name for _, name, _ in list_options() if is_secret_name(name)], (
         "an ordinary option would be masked in records"
     )
 
@@ -121,7 +123,7 @@ def test_a_deployment_accepts_references_and_refuses_literal_secrets(
 ) -> None:
     with pytest.raises(OptionError, match="--store-options"):
         check_secrets(config, allow_literal=False)
-    named = flags.parse(["--run", "n", "--store-options", "secret=env:A_SECRET_OF_A_TEST"])
+    named = flags.parse_config(["--run", "n", "--store-options", "secret=env:A_SECRET_OF_A_TEST"])
     assert named.run.store_options == {"secret": "env:A_SECRET_OF_A_TEST"}
     with pytest.raises(OptionError, match="A_SECRET_OF_A_TEST"):
         check_secrets(named, allow_literal=False)
@@ -134,18 +136,18 @@ def test_a_secret_file_must_be_private(tmp_path: Path) -> None:
     path = tmp_path / "new" / "key"
     write_private(path, "from-a-file\n")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert reveal(f"secret-file:{path}") == "from-a-file"
+    assert resolve_secrets(f"secret-file:{path}") == "from-a-file"
     path.chmod(0o640)
     with pytest.raises(OptionError, match="chmod 600"):
-        reveal(f"secret-file:{path}")
+        resolve_secrets(f"secret-file:{path}")
     with pytest.raises(OptionError, match="cannot be read"):
-        reveal(f"secret-file:{tmp_path}/none")
+        resolve_secrets(f"secret-file:{tmp_path}/none")
 
 
 def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
     url = "s3://KEY:SEC/RET+1@bucket/prefix"
     with pytest.raises(OptionError) as refused:
-        flags.parse(["--store", url])
+        flags.parse_config(["--store", url])
     assert "SEC" not in str(refused.value) and "--store-options" in str(refused.value)
     with pytest.raises(StoreError) as failed:
         Store(url)
@@ -166,8 +168,8 @@ def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
 
 
 def test_two_configs_in_one_process_keep_separate_secrets() -> None:
-    first, second = (flags.parse(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
-    assert (reveal(first.rollout.rm_url), reveal(second.rollout.rm_url)) == tuple(
+    first, second = (flags.parse_config(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
+    assert (resolve_secrets(first.rollout.rm_url), resolve_secrets(second.rollout.rm_url)) == tuple(
         f"https://u:pw-number-{n}@h.example/" for n in (1, 2)
     )
 
@@ -180,5 +182,5 @@ def test_resume_without_a_secret_names_its_variable(config: PostTrainConfig, mon
 
 def test_an_invalid_value_of_a_secret_option_is_not_printed() -> None:
     with pytest.raises(OptionError) as refused:
-        validated(tomllib.loads('[run]\nstore_options = "secret=plain-s3cret"'))
+        validate_config(tomllib.loads('[run]\nstore_options = "secret=plain-s3cret"'))
     assert "plain-s3cret" not in str(refused.value) and "--store-options" in str(refused.value)

@@ -43,32 +43,32 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def test_a_commit_is_read_back_with_its_files(store: Store) -> None:
-    assert store.committed(KEYS.rollout(3)) is None
-    commit = write(store, KEYS.rollout(3), b"three")
+    assert store.committed(KEYS.rollout_prefix(3)) is None
+    commit = write(store, KEYS.rollout_prefix(3), b"three")
     again = Store(store.uri, store.options)
-    assert again.committed(KEYS.rollout(3)) == commit
+    assert again.committed(KEYS.rollout_prefix(3)) == commit
     assert read(again, commit) == b"three"
     assert [record.bytes for record in commit.files] == [5]
     assert again.committed_indices(f"{KEYS.prefix}/rollouts") == [3]
 
 
 def test_the_loser_of_a_race_adopts_the_winners_commit(store: Store) -> None:
-    winner = write(store, KEYS.rollout(0), b"first")
-    loser = write(store, KEYS.rollout(0), b"second")
+    winner = write(store, KEYS.rollout_prefix(0), b"first")
+    loser = write(store, KEYS.rollout_prefix(0), b"second")
     assert loser == winner
     assert read(store, loser) == b"first"
 
 
 def test_files_without_a_commit_are_invisible_to_readers(store: Store) -> None:
-    with pytest.raises(RuntimeError, match="killed"), store.writing(store.new_attempt(KEYS.rollout(0))) as out:
+    with pytest.raises(RuntimeError, match="killed"), store.writing(store.new_attempt(KEYS.rollout_prefix(0))) as out:
         (out.path / "part").write_bytes(b"half")
         raise RuntimeError("killed")
-    assert store.committed(KEYS.rollout(0)) is None
+    assert store.committed(KEYS.rollout_prefix(0)) is None
     assert store.committed_indices(f"{KEYS.prefix}/rollouts") == []
 
 
 def test_reading_a_deleted_file_raises_an_error_that_names_it(store: Store) -> None:
-    commit = write(store, KEYS.rollout(0))
+    commit = write(store, KEYS.rollout_prefix(0))
     store.fs.rm_file(store.path(commit.files[0].path))
     with (
         pytest.raises(StoreError, match=r"deep/part is missing.* 4 bytes"),
@@ -78,14 +78,14 @@ def test_reading_a_deleted_file_raises_an_error_that_names_it(store: Store) -> N
 
 
 def test_reading_a_truncated_file_raises_an_error(store: Store) -> None:
-    commit = write(store, KEYS.rollout(0))
+    commit = write(store, KEYS.rollout_prefix(0))
     store.fs.pipe_file(store.path(commit.files[0].path), b"da")
     with pytest.raises(StoreError, match="2 bytes"), store.reading(commit):
         pass
 
 
 def test_reading_a_changed_file_raises_an_error_that_names_it(store: Store) -> None:
-    commit = write(store, KEYS.rollout(0), b"data")
+    commit = write(store, KEYS.rollout_prefix(0), b"data")
     store.fs.pipe_file(store.path(commit.files[0].path), b"dada")
     with (
         pytest.raises(StoreError, match=rf"deep/part .*{commit.files[0].xxh3}"),
@@ -95,11 +95,11 @@ def test_reading_a_changed_file_raises_an_error_that_names_it(store: Store) -> N
 
 
 def test_reading_can_be_limited_to_some_files(store: Store) -> None:
-    attempt = store.new_attempt(KEYS.export(1))
+    attempt = store.new_attempt(KEYS.export_prefix(1))
     with store.writing(attempt) as out:
         for name in ("a", "b"):
             (out.path / name).write_text(name)
-    commit = store.commit(KEYS.export(1), Commit(kind="export", attempt=attempt, files=out.files))
+    commit = store.commit(KEYS.export_prefix(1), Commit(kind="export", attempt=attempt, files=out.files))
     store.fs.pipe_file(store.path(f"{attempt}/a"), b"changed, but not read by the test")
     with store.reading(commit, only=["b"]) as directory:
         assert (directory / "b").read_text() == "b"
@@ -107,13 +107,15 @@ def test_reading_can_be_limited_to_some_files(store: Store) -> None:
 
 def test_several_writers_share_an_attempt(store: Store) -> None:
     """Each rank makes its own files durable, and the commit names all of them."""
-    attempt = store.new_attempt(KEYS.checkpoint(1))
+    attempt = store.new_attempt(KEYS.checkpoint_prefix(1))
     with store.writing(attempt, owns=lambda name: name == "rank-0") as zero:
         with store.writing(attempt, owns=lambda name: name == "rank-1") as one:
             (zero.path / "rank-0").write_text("half")
             (one.path / "rank-1").write_text("one")
         (zero.path / "rank-0").write_text("zero")
-    commit = store.commit(KEYS.checkpoint(1), Commit(kind="checkpoint", attempt=attempt, files=zero.files + one.files))
+    commit = store.commit(
+        KEYS.checkpoint_prefix(1), Commit(kind="checkpoint", attempt=attempt, files=zero.files + one.files)
+    )
     with store.reading(commit) as directory:
         assert [(directory / f"rank-{rank}").read_text() for rank in (0, 1)] == ["zero", "one"]
 
@@ -123,37 +125,39 @@ def test_several_writers_share_an_attempt(store: Store) -> None:
 
 def test_walk_yields_every_file_with_size_and_time(store: Store) -> None:
     before = time.time()
-    commit = write(store, KEYS.rollout(0), b"hello")
+    commit = write(store, KEYS.rollout_prefix(0), b"hello")
     write(store, "elsewhere/000000")
     found = list(store.walk(KEYS.prefix))
     assert [(entry.key, entry.bytes) for entry in found if not entry.key.endswith(".json")] == [
         (commit.files[0].path, 5)
     ]
-    assert [entry.key for entry in found] == sorted([commit.files[0].path, commit_key(KEYS.rollout(0))])
+    assert [entry.key for entry in found] == sorted([commit.files[0].path, commit_key(KEYS.rollout_prefix(0))])
     assert all(before - 5 < entry.modified < time.time() + 5 for entry in found)  # S3 tells whole seconds
     assert list(store.walk("nothing/there")) == []
 
 
 def test_delete_skips_missing_files(store: Store) -> None:
-    commit, other = write(store, KEYS.rollout(0)), write(store, KEYS.rollout(1))
+    commit, other = write(store, KEYS.rollout_prefix(0)), write(store, KEYS.rollout_prefix(1))
     store.delete([record.path for record in commit.files])
-    store.delete([*(record.path for record in commit.files), commit_key(KEYS.rollout(0)), "never/was"])
-    assert [entry.key for entry in store.walk(KEYS.prefix)] == [commit_key(KEYS.rollout(1)), other.files[0].path]
+    store.delete([*(record.path for record in commit.files), commit_key(KEYS.rollout_prefix(0)), "never/was"])
+    assert [entry.key for entry in store.walk(KEYS.prefix)] == [commit_key(KEYS.rollout_prefix(1)), other.files[0].path]
     assert not store.is_local or not store.exists(commit.attempt or "")
     assert read(store, other) == b"data"
 
 
 def test_committed_indices_are_sorted_and_ignore_other_files(store: Store) -> None:
     for index in (10, 2, 7):
-        write(store, KEYS.rollout(index))
+        write(store, KEYS.rollout_prefix(index))
     store.fs.pipe_file(store.path(commit_key(f"{KEYS.prefix}/rollouts/copy of 000002")), b"{}")
-    store.fs.pipe_file(store.path(commit_key(KEYS.rollout(3)) + ".1f2e.tmp"), b"{")  # a commit killed before its link
+    store.fs.pipe_file(
+        store.path(commit_key(KEYS.rollout_prefix(3)) + ".1f2e.tmp"), b"{"
+    )  # a commit killed before its link
     assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [2, 7, 10]
 
 
 def test_a_file_of_another_client_is_visible_after_a_listing(store: Store) -> None:
     """Drivers cache listings; later writes of another process must still be found."""
-    write(store, KEYS.rollout(0))
+    write(store, KEYS.rollout_prefix(0))
     assert store.list(f"{KEYS.prefix}/rollouts")
     other = Store(store.uri, {**store.options, "skip_instance_cache": True} if not store.is_local else None)
     other.create(f"{KEYS.prefix}/rollouts/new.json", b"{}")
@@ -179,7 +183,7 @@ def _race(
     for index in range(40):
         barrier.wait()
         commit = store.commit(
-            KEYS.step(index), Commit(kind="step", index=index, state={"writer": writer, "pad": "x" * 50_000})
+            KEYS.step_prefix(index), Commit(kind="step", index=index, state={"writer": writer, "pad": "x" * 50_000})
         )
         assert commit.state["pad"] == "x" * 50_000
         won.append(commit.state["writer"])
@@ -197,14 +201,14 @@ def test_all_processes_of_a_race_agree_on_one_winner(tmp_path: Path) -> None:
         process.join()
     assert seen[0] == seen[1] == seen[2]
     store = Store(str(tmp_path))
-    assert [store.committed(KEYS.step(i)).state["writer"] for i in range(40)] == seen[0]  # type: ignore[union-attr]
+    assert [store.committed(KEYS.step_prefix(i)).state["writer"] for i in range(40)] == seen[0]  # type: ignore[union-attr]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def _write_for_ever(root: str) -> None:
     store = Store(root, probe=False)
     for index in range(1_000_000):
-        write(store, KEYS.rollout(index), b"x" * 1_000_000)
+        write(store, KEYS.rollout_prefix(index), b"x" * 1_000_000)
 
 
 def test_a_killed_writer_leaves_only_complete_commits(tmp_path: Path) -> None:
@@ -221,7 +225,7 @@ def test_a_killed_writer_leaves_only_complete_commits(tmp_path: Path) -> None:
     assert len(indices) >= 5
     assert indices == list(range(len(indices)))
     for index in indices:
-        commit = store.committed(KEYS.rollout(index))
+        commit = store.committed(KEYS.rollout_prefix(index))
         assert commit is not None
         with store.reading(commit) as directory:
             assert [hash_file(directory / "deep" / "part")] == [record.xxh3 for record in commit.files]
@@ -321,19 +325,21 @@ def test_a_store_can_be_reopened_by_its_uri(uri: str) -> None:
 
 def test_a_commit_with_a_nan_loss_is_readable(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    store.commit(KEYS.step(0), Commit(kind="step", summary={"train/loss": math.nan, "train/grad_norm": math.inf}))
-    commit = store.committed(KEYS.step(0))
+    store.commit(
+        KEYS.step_prefix(0), Commit(kind="step", summary={"train/loss": math.nan, "train/grad_norm": math.inf})
+    )
+    commit = store.committed(KEYS.step_prefix(0))
     assert commit is not None
     assert math.isnan(commit.summary["train/loss"])
     assert commit.summary["train/grad_norm"] == math.inf
-    data = store.read(commit_key(KEYS.step(0)))
+    data = store.read(commit_key(KEYS.step_prefix(0)))
     assert data is not None
     json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 def test_every_file_is_recorded_with_size_and_hash(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    commit = write(store, KEYS.rollout(0), b"hello")
+    commit = write(store, KEYS.rollout_prefix(0), b"hello")
     path = tmp_path / commit.files[0].path
     assert commit.files == [FileRecord(path=f"{commit.attempt}/deep/part", bytes=5, xxh3=hash_file(path))]
     assert hash_file(path) == "b5e9c1ad071b3e7fc779cfaa5e523818"  # xxh128sum of "hello"

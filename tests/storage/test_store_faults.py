@@ -48,7 +48,7 @@ def test_two_writers_on_a_faulty_store_agree_on_every_round(
             store = Store(f"s3://bucket/{tmp_path.name}", {**options, "skip_instance_cache": True})
             for index in range(num_rounds):
                 contents = {f"part-{n}": pattern(3000, 100 * index + 10 * writer + n) for n in range(3)}
-                seen[writer].append(write(store, KEYS.rollout(index), contents, writer))
+                seen[writer].append(write(store, KEYS.rollout_prefix(index), contents, writer))
                 with store.reading(seen[writer][-1]) as directory:
                     by = seen[writer][-1].state["writer"]
                     for n in range(3):
@@ -63,7 +63,7 @@ def test_two_writers_on_a_faulty_store_agree_on_every_round(
     assert seen[0] == seen[1]
     assert len(seen[0]) == num_rounds
     clean = s3_store(tmp_path.name)
-    assert [clean.committed(KEYS.rollout(index)) for index in range(num_rounds)] == seen[0]
+    assert [clean.committed(KEYS.rollout_prefix(index)) for index in range(num_rounds)] == seen[0]
     for commit in seen[0]:
         with clean.reading(commit):
             pass
@@ -80,7 +80,7 @@ def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
     content = pattern(31 << 20, 1)
     with faulty_s3(rate=0.4, seed=2, kinds={"throttle", "reset", "lost", "cut", "cut_upload"}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
-        commit = write(store, KEYS.rollout(0), {"big": content, "small": b"x", "empty": b""})
+        commit = write(store, KEYS.rollout_prefix(0), {"big": content, "small": b"x", "empty": b""})
         with store.reading(commit) as directory:
             assert (directory / "big").read_bytes() == content
             assert (directory / "empty").read_bytes() == b""
@@ -95,7 +95,7 @@ def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
 def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.5, seed=2, kinds={kind}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
-        commits = [write(store, KEYS.rollout(index), {"part": pattern(2000, index)}) for index in range(4)]
+        commits = [write(store, KEYS.rollout_prefix(index), {"part": pattern(2000, index)}) for index in range(4)]
         assert [commit.state["writer"] for commit in commits] == [0] * 4
         assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
         for index, commit in enumerate(commits):
@@ -120,11 +120,14 @@ def test_rounds_missing_in_a_stale_listing_are_found(faulty_s3: Faulty, tmp_path
     with faulty_s3(rate=1.0, kinds={"lag"}, lag_seconds=60) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         for index in range(4):
-            store.commit(KEYS.rollout(index), Commit(kind="rollout"))
-        store.commit(KEYS.step(0), Commit(kind="step"))
+            store.commit(KEYS.rollout_prefix(index), Commit(kind="rollout"))
+        store.commit(KEYS.step_prefix(0), Commit(kind="step"))
         assert store.list(f"{KEYS.prefix}/rollouts") == []
         assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
-        assert committed_prefixes(store, KEYS) == [*(KEYS.rollout(index) for index in range(4)), KEYS.step(0)]
+        assert committed_prefixes(store, KEYS) == [
+            *(KEYS.rollout_prefix(index) for index in range(4)),
+            KEYS.step_prefix(0),
+        ]
         assert proxy.counts["lag"]
 
 
@@ -133,9 +136,9 @@ def test_stale_listings_are_corrected_in_both_directions(
 ) -> None:
     store = s3_store(tmp_path.name)
     for index in range(5):
-        store.commit(KEYS.step(index), Commit(kind="step"))
+        store.commit(KEYS.step_prefix(index), Commit(kind="step"))
     for version in (4, 8):
-        store.commit(KEYS.checkpoint(version), Commit(kind="checkpoint"))
+        store.commit(KEYS.checkpoint_prefix(version), Commit(kind="checkpoint"))
     old = {"steps": ["000001", "000003"], "checkpoints": ["000004", "000006", "000008"]}  # 6 has expired since
     monkeypatch.setattr(store, "list", lambda prefix: [commit_key(name) for name in old[prefix.rsplit("/", 1)[-1]]])
     assert store.committed_indices(f"{KEYS.prefix}/steps") == [0, 1, 2, 3, 4]
@@ -161,7 +164,7 @@ def test_an_unreachable_server_is_reported_in_one_sentence(
 
 def test_a_damaged_object_is_downloaded_again_and_then_reported(s3_store: Callable[..., Store], tmp_path: Path) -> None:
     store = s3_store(tmp_path.name)
-    commit = write(store, KEYS.rollout(0), {"part": b"data"})
+    commit = write(store, KEYS.rollout_prefix(0), {"part": b"data"})
     store.fs.pipe_file(store.path(commit.files[0].path), b"dada")
     with pytest.raises(StoreError, match=r"part .*3 times"):
         with store.reading(commit):
@@ -333,5 +336,5 @@ def test_the_first_failure_of_parallel_jobs_stops_the_rest() -> None:
         done.append(number)
 
     with pytest.raises(KeyError):
-        disk.in_parallel(job, range(100), 2)
+        disk.map_in_threads(job, range(100), 2)
     assert len(done) < 50

@@ -72,7 +72,7 @@ def served(
 def track(uri: str, directory: Path, offered: list[tuple[str, Commit]], status: str = "FINISHED") -> None:
     tracking = RunTracking("demo", directory, uri, CONFIG, store_uri="/store")
     for key, commit in offered:
-        tracking.record(key, commit)
+        tracking.record_commit(key, commit)
     assert (tracking.close(status, timeout=60), tracking.problem) == (0, None)
 
 
@@ -133,7 +133,7 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
 
         patched.setattr(tracker.tracker_class(uri), "__init__", unreachable)
         tracking = RunTracking("demo", tmp_path / "out", uri, CONFIG, store_uri="/store")
-        tracking.record(*commits()[1])
+        tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3
         assert tracking.problem is not None and "pa55word" not in tracking.problem
     track(

@@ -27,8 +27,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     store = Store(str(root / "store"))
     make_run(store, config_of(store, write_data(root / "data.jsonl")), 2, save=(1, 2))
-    expire_checkpoints(store, KEYS, keep=1)
-    store.create(f"{KEYS.rollout(5)}/attempt-dead/part", b"x" * 5000)
+    expire_checkpoints(store, KEYS, num_to_keep=1)
+    store.create(f"{KEYS.rollout_prefix(5)}/attempt-dead/part", b"x" * 5000)
     store.create(f"{KEYS.prefix}/published/weights-1/w", b"x" * 500)
     return root
 

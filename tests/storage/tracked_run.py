@@ -11,12 +11,14 @@ def commits() -> list[tuple[str, Commit]]:
     offered = [("models/f00d.commit.json", Commit(kind="model", attempt="models/f00d/attempt-1", created_at=1e9))]
     for r in range(4):
         at = 1e9 + 100 * (r + 1)
-        shard = FileRecord(path=f"{KEYS.rollout(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8)
+        shard = FileRecord(
+            path=f"{KEYS.rollout_prefix(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8
+        )
         summary = {"rollout/raw_reward": 0.25 * r, "rollout/truncated_ratio": 0.0}
         rollout = Commit(
             kind="rollout",
             index=r,
-            attempt=f"{KEYS.rollout(r)}/attempt-1",
+            attempt=f"{KEYS.rollout_prefix(r)}/attempt-1",
             files=[shard],
             summary=summary,
             created_at=at,
@@ -29,7 +31,7 @@ def commits() -> list[tuple[str, Commit]]:
             seconds={"train": 0.5},
             created_at=at + 1,
         )
-        offered += [(commit_key(KEYS.rollout(r)), rollout), (commit_key(KEYS.step(r)), step)]
+        offered += [(commit_key(KEYS.rollout_prefix(r)), rollout), (commit_key(KEYS.step_prefix(r)), step)]
         if r % 2:
             version, task = r + 1, "heldout"
             saved = Commit(
@@ -44,5 +46,8 @@ def commits() -> list[tuple[str, Commit]]:
                 created_at=at + 3,
                 inputs={"prompt_data/0": "/data/h.jsonl"},
             )
-            offered += [(commit_key(KEYS.checkpoint(version)), saved), (commit_key(KEYS.eval(version, task)), score)]
+            offered += [
+                (commit_key(KEYS.checkpoint_prefix(version)), saved),
+                (commit_key(KEYS.eval_prefix(version, task)), score),
+            ]
     return offered

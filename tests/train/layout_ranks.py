@@ -268,7 +268,7 @@ class Trainer:
 def gradients_of(engine: Any) -> dict[str, Tensor]:
     """Return full gradients under global names. The distributed optimizer leaves each rank the part it updates: the
     parts are joined, temporarily stored in place of the weights, and gathered like these."""
-    with engine.using_weights(engine.snapshot()), torch.no_grad():
+    with engine.using_weights(engine.snapshot_weights()), torch.no_grad():
         for param in (param for chunk in engine.chunks for param in chunk.parameters()):
             inner = next(
                 x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)

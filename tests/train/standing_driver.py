@@ -33,13 +33,13 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
         elif command == "round":
             PolicyRestorer(store, KEYS, group, base).train_round(int(words[0]))
         elif command == "train":
-            rollout = store.committed(KEYS.rollout(int(words[0])))
+            rollout = store.committed(KEYS.rollout_prefix(int(words[0])))
             assert rollout is not None
             group.train(rollout, int(words[0]))
         elif command == "kill":
             group.kill()
             return {"left": [group.cluster.find_actor(f"trainer-{rank}") is not None for rank in range(3)]}
-        state = group.state()
+        state = group.policy_state()
     except Exception as error:
         return {"error": type(error).__name__, "told": str(error)}
     if state is None:

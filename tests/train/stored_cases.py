@@ -98,7 +98,7 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
     if group is not None:  # each rank has added its own tokens to zeros
         for tensor in (*per_token.values(), *sums.values()):
             dist.all_reduce(tensor, group=group)
-    means = {name: torch.tensor([weights.mean(values)]) for name, values in estimated.metrics.items()}
+    means = {name: torch.tensor([weights.mean_over_steps(values)]) for name, values in estimated.metrics.items()}
     returns = {} if estimated.returns is None else {"returns": estimated.returns}
     return {"advantages": estimated.advantages, **returns, **per_token, **sums, **means}
 

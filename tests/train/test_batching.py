@@ -45,14 +45,14 @@ def test_batch_has_the_data_of_its_samples() -> None:
         assert batch.token_ids[part].tolist() == row.token_ids
         expected = [0] * len(row.token_ids) if row.reward is None else row.loss_mask
         assert batch.loss_mask[part].astype(int).tolist() == expected
-        assert batch.num_trained[i] == sum(expected)
+        assert batch.num_trained_tokens[i] == sum(expected)
         assert (row.reward is None) == np.isnan(batch.rewards[i])
     assert batch.group_index.tolist() == [i // 4 for i in range(30)]
 
 
 def test_first_token_of_a_sample_is_never_trained() -> None:
     row = Sample("s", "g", "t", 0, token_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
-    assert Batch.from_table(to_table([row, row]), needs_rewards=False).num_trained.tolist() == [1, 1]
+    assert Batch.from_table(to_table([row, row]), needs_rewards=False).num_trained_tokens.tolist() == [1, 1]
 
 
 def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None:
@@ -107,7 +107,7 @@ def test_balanced_shares_are_better_than_round_robin() -> None:
 
 def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
     batch = Batch.from_table(to_table(samples(12)), needs_rewards=True)
-    rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained[i]]
+    rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained_tokens[i]]
     packed = pack(batch, rows)
     assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
     assert packed.max_seqlen == packed.cu_seqlens.diff().max() and packed.cu_seqlens[-1] == len(packed.token_ids)
@@ -118,9 +118,9 @@ def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
         packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1
     )  # inside one sequence
     ordinal = packed.ordinal.numpy()
-    assert batch.token_ids[batch.trained[ordinal]].tolist() == packed.targets.tolist()
+    assert batch.token_ids[batch.trained_positions[ordinal]].tolist() == packed.targets.tolist()
     assert [rows[i] for i in packed.samples.index.tolist()] == batch.sample_index[ordinal].tolist()
-    assert packed.samples.num_tokens.tolist() == batch.num_trained[rows].tolist()
+    assert packed.samples.num_tokens.tolist() == batch.num_trained_tokens[rows].tolist()
     assert sorted(ordinal) == [n for n, row in enumerate(batch.sample_index) if row in rows]
 
 

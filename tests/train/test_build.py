@@ -112,7 +112,7 @@ def test_offloads_with_critic_reference_and_teacher_change_no_bit(world: None, t
                 ] * 2
                 assert {tensor.device.type for tensor in (*own.reference, *own.teacher)} == {"cpu"}
                 own.onload(STATE_KINDS)
-            rollout = store.committed(keys.rollout(rollout_id))
+            rollout = store.committed(keys.rollout_prefix(rollout_id))
             assert rollout is not None
             batch = Batch.from_table(read_table(store, rollout), needs_rewards=True)
             results.append(train_rollout(own, batch, config).steps)

@@ -152,8 +152,8 @@ def test_rank_killed_during_a_step_is_restored_bit_for_bit(world: SimpleNamespac
         log.write("end of the log\n")
     threading.Timer(0.05, os.kill, (rank.pid, signal.SIGKILL)).start()
     with pytest.raises(RankDied, match=rf"(?s)rank 0 \(process {rank.pid}\) died in 'train'; .*end of the log"):
-        group.train(store.committed(KEYS.rollout(0)), 0)
-    assert group.state() is None
+        group.train(store.committed(KEYS.rollout_prefix(0)), 0)
+    assert group.policy_state() is None
 
     told: list[str] = []
     PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(3)
@@ -176,13 +176,13 @@ def test_offloads_between_rounds_change_no_bit(world: SimpleNamespace) -> None:
         assert len(onloads) == 2  # start and load
         for rollout_id in range(2):
             group.offload(keep=("weights",) if rollout_id else ())
-            result = group.train(store.committed(KEYS.rollout(rollout_id)), rollout_id)
+            result = group.train(store.committed(KEYS.rollout_prefix(rollout_id)), rollout_id)
             assert result.digest == world.commits[rollout_id].state["digest"]
         group.offload()
         assert len(onloads) == 4
-        group.state()
+        group.policy_state()
         assert group.digest() == result.digest and len(onloads) == 4
-        assert group.optimizer_digest() == store.committed(KEYS.checkpoint(2)).state["optimizer_digest"]
+        assert group.optimizer_digest() == store.committed(KEYS.checkpoint_prefix(2)).state["optimizer_digest"]
         saved = group.save(store.new_attempt("scratch"))
         assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
         assert [switch.name.removeprefix("policy: ") for switch in group.take_memory_switches()] == [
@@ -249,7 +249,7 @@ def test_critic_and_refreshed_reference_resume_from_a_checkpoint(cluster: Cluste
     spread = group(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2)
     try:
         PolicyRestorer(store, keys, spread, base).restore(2)
-        check_same_numbers(spread.train(store.committed(keys.rollout(2)), 2).metrics, commits[2])
+        check_same_numbers(spread.train(store.committed(keys.rollout_prefix(2)), 2).metrics, commits[2])
     finally:
         spread.kill()
 
@@ -265,8 +265,8 @@ def test_failed_call_kills_the_group_and_raises_its_error(world: SimpleNamespace
     group = world.trainer
     group.ensure_started()
     with pytest.raises(AssertionError, match="asked to train policy 7"):
-        group.train(world.store.committed(KEYS.rollout(0)), 7)
-    assert group.state() is None
+        group.train(world.store.committed(KEYS.rollout_prefix(0)), 7)
+    assert group.policy_state() is None
 
 
 def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleNamespace, engine_pool: EnginePool) -> None:
@@ -277,10 +277,10 @@ def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleName
 
     prompts = [[2, *range(10 + i, 15 + i), 1, 3] for i in range(4)]
     rows = asyncio.run(generated(engine_pool.urls, prompts))
-    attempt = store.new_attempt(KEYS.rollout(3))
+    attempt = store.new_attempt(KEYS.rollout_prefix(3))
     with store.writing(attempt) as out:
         write_shards(out.path, rows)
-    store.commit(KEYS.rollout(3), Commit(kind="rollout", index=3, attempt=attempt, files=out.files))
+    store.commit(KEYS.rollout_prefix(3), Commit(kind="rollout", index=3, attempt=attempt, files=out.files))
     assert (
         PolicyRestorer(store, KEYS, group, base).train_round(3).summary["train/train_rollout_logprob_abs_diff"] < 1e-4
     )
@@ -337,7 +337,7 @@ def test_optimizer_digest_detects_one_changed_moment(world: SimpleNamespace) -> 
 
     group = world.trainer
     PolicyRestorer(world.store, KEYS, group, world.base).restore(2)
-    commit = world.store.committed(KEYS.checkpoint(2))
+    commit = world.store.committed(KEYS.checkpoint_prefix(2))
     assert group.optimizer_digest() == commit.state["optimizer_digest"]
 
     def change_a_moment(actor: TrainActor) -> None:
@@ -358,17 +358,17 @@ def test_checkpoint_is_saved_during_other_calls_and_kill_does_not_wait(world: Si
     PolicyRestorer(store, KEYS, group, base).restore(3)
     with ThreadPoolExecutor() as threads:
         saving = threads.submit(PolicyRestorer(store, KEYS, group, base).save_checkpoint, 3)
-        states = [group.state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
+        states = [group.policy_state() for _ in range(20)]  # e.g. a publish to an engine that was replaced
         assert saving.result().policy_version == 3
         assert {state.version for state in states if state} == {3} and None not in states
 
-        training = threads.submit(group.train, store.committed(KEYS.rollout(0)), 3)
+        training = threads.submit(group.train, store.committed(KEYS.rollout_prefix(0)), 3)
         while group.lock.acquire(blocking=False):
             group.lock.release()  # the other thread has not begun
         group.kill()
         with pytest.raises(RankDied, match=r"(died in|killed before the call of) 'train'"):
             training.result()
-    assert group.state() is None
+    assert group.policy_state() is None
     PolicyRestorer(store, KEYS, group, base).restore(3)
     assert group.digest() == world.commits[2].state["digest"]
 
@@ -387,7 +387,7 @@ def test_ranks_save_to_and_load_from_an_object_store(
     try:
         PolicyRestorer(store, KEYS, group, base).train_round(0)
         PolicyRestorer(store, KEYS, group, base).save_checkpoint(1)
-        group.train(store.committed(KEYS.rollout(0)), 1)  # a step that is not committed
+        group.train(store.committed(KEYS.rollout_prefix(0)), 1)  # a step that is not committed
         told: list[str] = []
         PolicyRestorer(store, KEYS, group, base, on_progress=told.append).restore(1)
         assert told == ["loading checkpoint 1"]
@@ -403,8 +403,8 @@ def test_resume_on_four_ranks_gives_the_same_metrics(
     group = world.group(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2)
     try:
         PolicyRestorer(world.store, KEYS, group, world.base).restore(2)
-        trained = group.train(world.store.committed(KEYS.rollout(2)), 2)
-        check_saving(group, world.store, world.store.committed(KEYS.rollout(1)))
+        trained = group.train(world.store.committed(KEYS.rollout_prefix(2)), 2)
+        check_saving(group, world.store, world.store.committed(KEYS.rollout_prefix(1)))
     finally:
         group.kill()
     check_same_numbers(trained.metrics, world.commits[2])

@@ -109,12 +109,12 @@ def test_every_layout_publishes_to_two_engines_over_memory_and_over_a_group(
 
 def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, model: Path) -> None:
     """Check that a dead engine fails the update without an effect on the trainer, and that its replacement joins."""
-    before, incarnation = pool.urls, group.state()
+    before, incarnation = pool.urls, group.policy_state()
     psutil.Process(pool.pids()[1]).kill()
     for kind in ("tensor", "nccl"):
         with pytest.raises(EngineGone):
             group.publish(before, f"{keys.run}/0", transport_of(kind, pool, group, before))
-    assert group.state() == incarnation
+    assert group.policy_state() == incarnation
     assert pool.restart_dead()
     group.publish(pool.urls, f"{keys.run}/0", transport_of("nccl", pool, group, pool.urls))
     for url in pool.urls:

@@ -43,7 +43,7 @@ class ListTrainer:
 
     def ensure_started(self) -> None: ...
 
-    def state(self) -> PolicyState | None:
+    def policy_state(self) -> PolicyState | None:
         return self.held
 
     def digest(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ def store(tmp_path: Path) -> Store:
     store = Store(str(tmp_path))
     write(store, "models/base", "model", 0, ["base"])
     for rollout_id in range(5):
-        write(store, KEYS.rollout(rollout_id), "rollout", rollout_id, [])
+        write(store, KEYS.rollout_prefix(rollout_id), "rollout", rollout_id, [])
     return store
 
 
@@ -179,7 +179,7 @@ def test_a_critic_only_round_is_compared_by_the_metrics_of_the_critic(store: Sto
     first, other = ListTrainer(store), ListTrainer(store, {"cpu": "another", "bit_exact": True})
     first.prefix = other.prefix = "train/critic-"
     restorer(store, first).train_round(0)
-    restorer(store, other).load(0)
+    restorer(store, other).load_checkpoint(0)
     other.gradient = 2.0
     far = restorer(store, other).replay_round(0)
     assert far.verdict == "DIFFERS" and "train/critic-grad_norm" in far.why
@@ -201,36 +201,36 @@ def test_a_checkpoint_that_loads_another_optimizer_state_fails(trained: Store) -
 
 def test_a_fork_may_add_or_drop_a_critic(trained: Store) -> None:
     group = ListTrainer(trained)
-    commit = trained.committed(KEYS.checkpoint(2))
+    commit = trained.committed(KEYS.checkpoint_prefix(2))
     assert commit is not None
     group.more = {"critic.weights": "new"}
     restorer(trained, group).restore(2)
     group.hold(0)
     group.damage = 1
     with pytest.raises(ReplayError, match="optimizer state"):
-        restorer(trained, group).load(2)
+        restorer(trained, group).load_checkpoint(2)
     saved = commit.model_copy(
         update={"state": commit.state | {"digest": commit.state["digest"] | {"critic.weights": "old"}}}
     )
-    trained.delete([commit_key(KEYS.checkpoint(2))])
-    trained.commit(KEYS.checkpoint(2), saved)
+    trained.delete([commit_key(KEYS.checkpoint_prefix(2))])
+    trained.commit(KEYS.checkpoint_prefix(2), saved)
     group.more, group.damage = {}, 0
-    restorer(trained, group).load(2)
+    restorer(trained, group).load_checkpoint(2)
     group.more = {"critic.weights": "new"}
     with pytest.raises(ReplayError, match=r"weights .* first critic\.weights"):
-        restorer(trained, group).load(2)
+        restorer(trained, group).load_checkpoint(2)
 
 
 def test_replay_round_reports_verdict_and_difference(trained: Store) -> None:
     group = ListTrainer(trained)
-    restorer(trained, group).load(newest_checkpoint(trained, KEYS, 3))
+    restorer(trained, group).load_checkpoint(newest_checkpoint(trained, KEYS, 3))
     same = restorer(trained, group).replay_round(2)
     assert (same.verdict, same.why, same.digest) == ("equal bit for bit", "", {"weights": "base+r0+r1+r2"})
     group.gradient = 1.0000001  # equal weights, but another metric
     assert restorer(trained, group).replay_round(3).verdict == "DIFFERS"
 
     group.numerics = {"cpu": "another", "bit_exact": True}
-    restorer(trained, group).load(0)
+    restorer(trained, group).load_checkpoint(0)
     assert restorer(trained, group).replay_round(0).verdict == "within tolerance"
     group.gradient = 2.0
     far = restorer(trained, group).replay_round(1)

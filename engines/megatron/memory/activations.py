@@ -47,7 +47,7 @@ def layer_activations(
         bytes_per_element: bytes of an activation's element.
         megatron: Megatron's options under the names of their fields; those of recomputation are used.
     """
-    parts = {layer: layer_parts(shape, layer, layout, bytes_per_element) for layer in layers}
+    parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
     largest = max(full, default=0.0)
     granularity, group = megatron.get("recompute_granularity"), megatron.get("recompute_num_layers") or 1
@@ -64,7 +64,9 @@ def layer_activations(
     return LayerActivations(sum(full), 0.0, largest)
 
 
-def layer_parts(shape: ModelShape, layer: int, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
+def activation_bytes_by_module(
+    shape: ModelShape, layer: int, layout: ParallelLayout, bytes_per_element: int
+) -> dict[str, float]:
     """Return the activations of one layer by the module of --recompute-modules that recomputes them ("input" and
     "attention": none does), in bytes per token."""
     residual = bytes_per_element * shape.hidden_size / _sequence_ranks(layout)

@@ -55,21 +55,21 @@ class TrainerMemory:
     host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
 
     @property
-    def fixed(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes that are in use all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes at the peak of a training step: of the backward pass, or of the optimizer step after it."""
-        return self.fixed + max(self.activations + self.temporary, self.update) + RUNTIME
+        return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
 
     def host_bytes(self, offload_train: bool) -> int:
         """Return the bytes in host memory; with `offload_train` also those of weights and optimizer."""
         return self.host + (self.weights + self.optimizer if offload_train else 0)
 
 
-def trainer_memory(
+def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
     """Return the memory of the rank that needs most.
@@ -87,10 +87,13 @@ def trainer_memory(
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
-    return max((stage_memory(shape, layout, num_ranks, options, stage) for stage in stages), key=lambda m: m.total)
+    return max(
+        (estimate_stage_memory(shape, layout, num_ranks, options, stage) for stage in stages),
+        key=lambda m: m.peak_bytes,
+    )
 
 
-def stage_memory(
+def estimate_stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
     """Return the memory of a rank of one pipeline stage. Optimizer state is sharded over data- and context-parallel
@@ -224,6 +227,6 @@ def colocated_peak_bytes(
         offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
         offload_rollout: whether the engine's weights and KV cache are released during training.
     """
-    training = trainer.total + (0 if offload_rollout else engine_bytes)
-    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.fixed)
+    training = trainer.peak_bytes + (0 if offload_rollout else engine_bytes)
+    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.resident_bytes)
     return max(training, rollout)

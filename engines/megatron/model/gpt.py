@@ -24,7 +24,7 @@ from penstock.engines.megatron.parallel import ParallelLayout
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 
-from penstock.engines.megatron.model.layers import block_spec
+from penstock.engines.megatron.model.layers import transformer_block_spec
 from penstock.engines.megatron.model.rotary import rope_cos_sin, rope_dim
 from penstock.engines.megatron.packing import PackedStream
 
@@ -141,7 +141,7 @@ def _build_chunk(
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     chunk = chunk_class(
         config,
-        block_spec(shape, config, stage),
+        transformer_block_spec(shape, config, stage),
         padded_vocab_size(shape, config.tensor_model_parallel_size),
         shape.max_position_embeddings,
         pre_process=first,
@@ -153,12 +153,12 @@ def _build_chunk(
         shape=shape,
     )
     for name, param in chunk.named_parameters():
-        if is_expert(name):
+        if is_routed_expert_parameter(name):
             param.allreduce = False
     return chunk
 
 
-def is_expert(name: str) -> bool:
+def is_routed_expert_parameter(name: str) -> bool:
     """Return whether the parameter of this name belongs to a routed expert.
 
     Experts are sharded over other process groups than dense weights, so Megatron must reduce their gradients and update

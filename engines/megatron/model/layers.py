@@ -1,7 +1,8 @@
 """Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
 (GLM-4), and MoE layers with Hugging Face's routing (`router.py`) and routing replay (`router_replay.py`).
 
-`block_spec` combines these layers, `norm.RMSNorm` and `attention.CoreAttention` with Megatron's local layers.
+`transformer_block_spec` combines these layers, `norm.RMSNorm` and `attention.CoreAttention` with Megatron's
+local layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.engines.megatron.model.router import select_experts
 from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
-def block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
+def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
     """Return Megatron's specification of the transformer layers of one pipeline chunk.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.stages.convert.hf.headers import read_header, weight_files
-from penstock.storage.disk import in_parallel
+from penstock.storage.disk import map_in_threads
 from penstock.storage.store import hash_file
 
 # in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
@@ -41,7 +41,7 @@ def model_fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> 
     """
     known, digest = hashes or {}, xxhash.xxh3_128()
     files = [*asset_files(directory), *weight_files(directory)]
-    file_hashes = in_parallel(lambda path: known.get(path.name) or hash_file(path), files, NUM_HASH_THREADS)
+    file_hashes = map_in_threads(lambda path: known.get(path.name) or hash_file(path), files, NUM_HASH_THREADS)
     for path, xxh3 in zip(files, file_hashes, strict=True):
         digest.update(f"{path.name} {xxh3}\n".encode())
     return digest.hexdigest()

@@ -137,7 +137,7 @@ class HFWeights:
 
         threading.Thread(target=advise, name="read ahead", daemon=True).start()
 
-    def hash(self, path: Path) -> str:
+    def hash_weight_file(self, path: Path) -> str:
         """Return the xxh3-128 of a weight file in hex. Equal to `penstock.storage.disk.hash_file`, but hashes mapped
         memory without copying it."""
         digest = xxhash.xxh3_128()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from penstock.stages.rewards.math.latex import ExpressionError, parse
+from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
 from penstock.stages.rewards.math.numeric import sign_of_constant_ratio
 from penstock.stages.rewards.math.tokens import WORD
 from penstock.stages.rewards.math.units import same_quantity, split_unit
@@ -240,7 +240,7 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     if _number_with_base(a) or _number_with_base(b):
         return _number_with_base(a) == _number_with_base(b)
     try:
-        return same_quantity(parse(a), unit_a, parse(b), unit_b)
+        return same_quantity(parse_expression(a), unit_a, parse_expression(b), unit_b)
     except (ExpressionError, RecursionError):
         return False
 
@@ -322,7 +322,7 @@ def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 def _equal_up_to_factor(left: list[str], right: list[str], operator: str) -> bool:
     """Return whether two expressions are equal up to a constant factor, which must be positive for an inequality."""
     try:
-        ratio = sign_of_constant_ratio(parse(left), parse(right))
+        ratio = sign_of_constant_ratio(parse_expression(left), parse_expression(right))
     except (ExpressionError, RecursionError):
         return False
     return ratio == 1 or (ratio == -1 and operator in ("=", r"\ne", r"\approx"))

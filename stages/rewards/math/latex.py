@@ -38,7 +38,7 @@ class ExpressionError(ValueError):
     """Raised if tokens are not a valid expression, or if the value of an expression is too large to compute."""
 
 
-def parse(tokens: list[str]) -> Node:
+def parse_expression(tokens: list[str]) -> Node:
     """Parse all `tokens` as one expression. Raises ExpressionError."""
     parser = _Parser(tokens)
     node = parser.parse_expression()

@@ -30,7 +30,7 @@ Value = Any  # Fraction, mpf or mpc
 
 def same_value(left: Node, right: Node) -> bool:
     """Return whether two expressions are equal at all test points where both have a value."""
-    names = variables(left) | variables(right)
+    names = variable_names(left) | variable_names(right)
     num_points = 0
     for a, b in _values_at_test_points(left, right, names):
         if names and _is_real(a) != _is_real(b):
@@ -44,7 +44,7 @@ def same_value(left: Node, right: Node) -> bool:
 def sign_of_constant_ratio(left: Node, right: Node) -> int:
     """Return the sign of the constant c for which left = c * right, or 0 if there is no such constant."""
     ratio, num_points = None, 0
-    for a, b in _values_at_test_points(left, right, variables(left) | variables(right)):
+    for a, b in _values_at_test_points(left, right, variable_names(left) | variable_names(right)):
         if _is_zero(a) and _is_zero(b):
             continue
         if _is_zero(a) or _is_zero(b) or not (_is_real(a) and _is_real(b)):
@@ -58,11 +58,11 @@ def sign_of_constant_ratio(left: Node, right: Node) -> int:
     return 1 if mpmath.re(_to_float(ratio)) > 0 else -1
 
 
-def variables(node: Node) -> set[str]:
+def variable_names(node: Node) -> set[str]:
     """Return the names of the variables in an expression, without constants such as e and i."""
     if node[0] == "symbol":
         return set() if node[1] in _CONSTANTS else {node[1]}
-    return set().union(*(variables(part) for part in node[1:] if isinstance(part, tuple)))
+    return set().union(*(variable_names(part) for part in node[1:] if isinstance(part, tuple)))
 
 
 def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:

@@ -9,7 +9,7 @@ from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks
 
 
-def check_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
+def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
     """Check that all user-defined functions of a rollout load and have the right signature. For an evaluation, check
     only the generate function, because an evaluation ignores the other functions.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig
 from penstock.stages.rollout.prompts.files import PromptEntry, column_names, parse_slice, read_entry, read_prompt_files
-from penstock.stages.rollout.prompts.lengths import prompt_limit
+from penstock.stages.rollout.prompts.lengths import max_prompt_tokens
 from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS
 from penstock.stages.rollout.text.loss_masks import split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -91,7 +91,7 @@ def check_rendered_rows(
         tools = rest[0] if rest else None
         uses_template = is_sft or config.apply_chat_template
         try:
-            if tools and uses_template and "tools" not in tokenizer.template(tools=True):
+            if tools and uses_template and "tools" not in tokenizer.chat_template_source(tools=True):
                 raise TemplateError(
                     "the chat template does not write tool definitions: use a template that does, or ignore the tools "
                     "with --tool-key ''"
@@ -149,7 +149,7 @@ def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, need
 
 
 def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig, max_seq_len: int) -> None:
-    limit, context = prompt_limit(config), config.rollout_max_context_len
+    limit, context = max_prompt_tokens(config), config.rollout_max_context_len
     if limit is not None and num_tokens > limit:
         return  # the rollout skips this prompt
     total = num_tokens + config.rollout_max_response_len

@@ -12,7 +12,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 logger = logging.getLogger(__name__)
 
 
-def prompt_limit(config: PromptConfig) -> int | None:
+def max_prompt_tokens(config: PromptConfig) -> int | None:
     """Return the maximum number of prompt tokens, which leaves room for at least one response token; None: no limit."""
     context = None if config.rollout_max_context_len is None else config.rollout_max_context_len - 1
     return min((limit for limit in (config.rollout_max_prompt_len, context) if limit is not None), default=None)
@@ -29,7 +29,7 @@ class LengthFilter:
 
     def __init__(self, config: PromptConfig, tokenizer: PromptTokenizer) -> None:
         self.config = config
-        self.limit = prompt_limit(config)
+        self.limit = max_prompt_tokens(config)
         self.tokenizer = tokenizer
         self._logged = False
 

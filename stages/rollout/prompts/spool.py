@@ -115,7 +115,7 @@ def open_spooled_rows(
     Raises:
         DataError: the cache directory is not writable or full, or `parts` raises DataError.
     """
-    disk = _Cache(Path(cache) if cache else default_cache())
+    disk = _Cache(Path(cache) if cache else default_cache_directory())
     name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"
     with disk.as_data_errors():
         disk.directory.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def open_spooled_rows(
     raise RuntimeError(f"prompt data {entry} changed while it was being read: resume the run when the file is complete")
 
 
-def default_cache() -> Path:
+def default_cache_directory() -> Path:
     """Return the cache directory that is used if --data-cache is not given."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
 

@@ -51,7 +51,7 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
     trained = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)
     ]
-    template = tokenizer.template(tools=bool(tools))
+    template = tokenizer.chat_template_source(tools=bool(tools))
     conversation = _Conversation(messages, tokenizer, tools)
     spans = (
         conversation.generation_block_spans(trained)

@@ -147,11 +147,13 @@ class PromptTokenizer:
                 ([_clean_message(message) for message in chats[i][0]], chats[i][1] or None, chats[i][2])
                 for i in indices
             ]
-            for index, result in zip(indices, RENDERER.render(self.template(tools=with_tools), group, variables, mark)):
+            for index, result in zip(
+                indices, RENDERER.render(self.chat_template_source(tools=with_tools), group, variables, mark)
+            ):
                 results[index] = result
         return results
 
-    def template(self, *, tools: bool = False) -> str:
+    def chat_template_source(self, *, tools: bool = False) -> str:
         """Return the Jinja source of the chat template. If the checkpoint has several templates, `tools` selects the
         template for tool use.
 
@@ -226,7 +228,7 @@ def check_tokenizer(
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:
         return tokenizer
-    if tools and "tools" not in tokenizer.template(tools=True):
+    if tools and "tools" not in tokenizer.chat_template_source(tools=True):
         raise TemplateError(
             f"the chat template in {directory} does not write tool definitions: use a template that does, or leave out "
             "--tool-key"
