@@ -18,6 +18,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Transport = Literal["tensor", "nccl", "disk"]
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns the live engines'
 BUCKET_BYTES = 512 << 20
+REFERENCE = "reference:"  # prefix of the version of weights that are loaded only to be compared (`weights/check.py`)
 
 
 class EngineGone(ConnectionError):
@@ -156,6 +157,26 @@ class EngineClient(ABC):
                 are sent again.
             EngineRefused: an engine rejected the weights.
             EngineError: trainer and engines cannot use this transport.
+        """
+
+    @abstractmethod
+    def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
+        """Return the checksum of every weight tensor in the memory of the engines: URL -> for each rank of the engine,
+        name of the tensor in the engine -> checksum.
+
+        Engines shard, fuse and convert the tensors that they load, so only checksums of the same engine are comparable.
+
+        Raises:
+            EngineGone, EngineRefused: an engine failed, or cannot compute checksums.
+        """
+
+    @abstractmethod
+    def overwrite_weights(self) -> None:
+        """Overwrite all weights in the memory of the engines with random values. The engines report a version that is
+        not a policy's until `update_weights` loads weights again.
+
+        Raises:
+            EngineGone, EngineRefused: an engine failed.
         """
 
     @abstractmethod

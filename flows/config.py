@@ -75,6 +75,9 @@ class RunConfig(StageConfig):
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
 
+    check_weight_update_equal: bool = option(False, mutability="placement")
+    """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
+
     colocate: bool = option(False, mutability="placement")
     """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
 

@@ -80,6 +80,12 @@ class RunError(InputError):
     code = "run"
 
 
+class WeightMismatch(PenstockError, ValueError):
+    """A weight tensor of an engine differs from the trainer's. A `ValueError`, so the stage is not retried."""
+
+    code = "weights"
+
+
 class StoreError(PenstockError, RuntimeError):
     """The store is unreachable, not writable or full, or a file in it differs from its commit record."""
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.engines.sglang.weight_update import WeightSender
 
+T = TypeVar("T")
 NUM_TRIES = 8
 MAX_BACKOFF = 5.0  # maximum backoff in seconds after failures of an engine (before jitter)
 POLL_ENGINES = 0.2  # seconds between checks for an available engine while none is available
@@ -110,6 +111,13 @@ class SGLangClient(EngineClient):
         if self._weight_sender is None:
             self._weight_sender = WeightSender()
         self._weight_sender.update(self.urls, named, version, transport)
+
+    def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
+        urls = self.urls
+        return dict(zip(urls, _call_for_each_url(urls, control.weight_checksums)))
+
+    def overwrite_weights(self) -> None:
+        _call_for_each_url(self.urls, memory.overwrite_weights)
 
     def release_memory(self) -> None:
         _call_for_each_url(self.urls, memory.release_gpu_memory)
@@ -266,9 +274,9 @@ class _RetryableError(Exception):
     """An engine answered with an HTTP status of RETRIED_STATUS; a retry may succeed."""
 
 
-def _call_for_each_url(urls: list[str], call: Callable[[str], None]) -> None:
-    """Call a function for all servers at the same time; raise the first error after all have returned."""
+def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
+    """Call a function for all servers at the same time and return the results; raise the first error after all calls
+    have returned."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]
-    for done in calls:
-        done.result()
+    return [done.result() for done in calls]

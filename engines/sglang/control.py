@@ -89,6 +89,12 @@ def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...],
     return tuple(int(number or 0) for number in numbers), int(info["tp_size"])
 
 
+def weight_checksums(url: str, timeout: float = 600) -> list[dict[str, str]]:
+    """Return for each rank of the server: name of a parameter or buffer -> checksum of its values."""
+    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout)
+    return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+
 def pause_generation(url: str, timeout: float = 120) -> None:
     """Pause generation. Running requests are retracted to the waiting queue, so that the KV cache can be flushed."""
     call_server(url, "/pause_generation", {"mode": "retract"}, timeout)

@@ -3,6 +3,7 @@
 The weight version that a server reports also tells which memory it has, so a new driver knows it, too:
 
     <run>/<number>   weights and KV cache
+    overwritten      both; the weights are random values
     released         neither: the server is paused
     loading:<...>    weights, which are being loaded, but no KV cache: the server is paused
     loaded:<...>     all weights of this version, but no KV cache: the server is paused
@@ -16,6 +17,7 @@ from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.sglang import control
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
+OVERWRITTEN = "overwritten"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TIMEOUT = 300.0  # seconds
 
@@ -59,3 +61,10 @@ def resume_kv_cache(url: str) -> None:
         control.call_server(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, TIMEOUT)
         control.set_weight_version(url, version)
         control.resume_generation(url)
+
+
+def overwrite_weights(url: str) -> None:
+    """Overwrite all parameters and buffers with random values, except the buffers that SGLang computes itself."""
+    state = "" if has_kv_cache(control.weight_version(url)) else LOADING
+    control.set_weight_version(url, f"{state}{OVERWRITTEN}")
+    control.call_server(url, "/weights_checker", {"action": "reset_tensors"}, TIMEOUT)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.engines.generation import EngineGone, EngineRefused, EngineRoute, WeightTransport
+from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused, EngineRoute, WeightTransport
 from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
 from penstock.engines.sglang.weight_group import EngineGroup
@@ -158,7 +158,8 @@ class WeightSender:
         """Write a Hugging Face directory and make every server load it."""
         target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
         try:
-            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes)
+            is_reference = version.startswith(REFERENCE)
+            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=is_reference)
             with WeightUpdate(urls, version) as update:
                 update.load_from_disk(str(target))
         finally:

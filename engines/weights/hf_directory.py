@@ -7,13 +7,17 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engines.weights.buckets import split_into_buckets
+from penstock.storage.errors import WeightMismatch
 
 
-def write_weights(target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int) -> None:
+def write_weights(
+    target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int, *, verify: bool = False
+) -> None:
     """Write weights as safetensors shards with an index, and copy the JSON files of `model_path` (config, tokenizer).
 
     Args:
@@ -21,6 +25,10 @@ def write_weights(target: Path, named: Iterable[tuple[str, Tensor]], model_path:
         named: pairs of Hugging Face name and full tensor.
         model_path: Hugging Face directory of the same model.
         shard_bytes: maximum size of one safetensors file in bytes; a larger tensor gets a file of its own.
+        verify: read every file back and compare it with the tensors bit for bit.
+
+    Raises:
+        WeightMismatch: a tensor read back differs.
     """
     target.mkdir(parents=True)
     for file in model_path.glob("*.json"):
@@ -31,5 +39,18 @@ def write_weights(target: Path, named: Iterable[tuple[str, Tensor]], model_path:
         shard = f"model-{number:05d}.safetensors"
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
         save_file(tensors, target / shard, metadata={"format": "pt"})
+        if verify:
+            _check_file(target / shard, tensors)
         weight_map |= dict.fromkeys(tensors, shard)
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _check_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Check that a safetensors file has exactly these tensors. Raises WeightMismatch."""
+    read = load_file(path)
+    for name, tensor in tensors.items():
+        if not torch.equal(read[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+            raise WeightMismatch(
+                f"{path.name}: {name} read back differs from the tensor that was written: check the disk of "
+                f"{path.parent}"
+            )

@@ -95,6 +95,11 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
             "(sft_loss), `penstock train` on graded samples (policy_loss)"
         )
+    if run.check_weight_update_equal and flow in ("sft", "evaluate"):
+        raise OptionError(
+            f"--check-weight-update-equal has no effect in the flow `{flow}`, which sends no weights to engines: "
+            "omit it"
+        )
     if flow == "post_train":
         check_group_size(config)
     if flow == "evaluate" and not config.eval.eval_prompt_data:

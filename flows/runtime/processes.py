@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.memory import MemorySwitch
+from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.runs import missing_fork_checkpoint
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.engines.backends import RequestRouter
     from penstock.engines.cluster import Cluster
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.generation import EngineClient
+    from penstock.engines.generation import EngineClient, WeightTransport
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.pool import EnginePool
     from penstock.stages.train.group import TrainerGroup
@@ -43,7 +44,7 @@ class Processes:
         keys: the run's keys.
         provenance: fields to add to every commit (config hash and code version).
         note: prints a message for the user.
-        on_published: called after each weight update with (policy version, seconds, moves of state between devices and
+        on_published: called after each weight update with (policy version, metrics, moves of state between devices and
             host memory since the update before).
     """
 
@@ -54,7 +55,7 @@ class Processes:
         keys: RunKeys,
         provenance: dict[str, Any],
         note: Callable[[str], None],
-        on_published: Callable[[int, float, list[MemorySwitch]], None],
+        on_published: Callable[[int, dict[str, float], list[MemorySwitch]], None],
     ) -> None:
         self.config = config
         self.store = store
@@ -84,9 +85,11 @@ class Processes:
 
     @cached_property
     def _options(self) -> EngineOptions:
-        """Return the engine options. New engines load the initial weights, policy version 0."""
+        """Return the engine options. New engines load the initial weights, policy version 0; with
+        --check-weight-update-equal they get that version from the trainer all the same."""
         log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
-        return engine_options(self.config).replace_spec_fields(weight_version=self.weight_version(0), log_dir=log_dir)
+        version = INITIAL if self.config.run.check_weight_update_equal else self.weight_version(0)
+        return engine_options(self.config).replace_spec_fields(weight_version=version, log_dir=log_dir)
 
     @cached_property
     def router(self) -> RequestRouter | None:
@@ -216,17 +219,42 @@ class Processes:
         start = time.perf_counter()
         directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
         transport = self._options.weight_transport(self.start_engines().places(urls), trainer.places(), directory)
-        trainer.publish(urls, self.weight_version(version), transport)
+        metrics: dict[str, float] = {}
+        if self.config.run.check_weight_update_equal:
+            metrics = self._publish_and_check(trainer, urls, version, transport)
+        else:
+            trainer.publish(urls, self.weight_version(version), transport)
         if self.config.run.offloads_engines:
             self._offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
             with self._record_memory_switch("engines: resume KV cache"):
                 self.engine_client_factory(urls).resume_kv_cache()
-        seconds = time.perf_counter() - start
+        metrics["perf/update_weights_time"] = time.perf_counter() - start - metrics.get("perf/check_weights_time", 0.0)
         if self.config.run.alternates_trainer_and_engines:
             self._switches += trainer.take_memory_switches()
         switches, self._switches = self._switches, []
-        self.on_published(version, seconds, switches)
+        self.on_published(version, metrics, switches)
+
+    def _publish_and_check(
+        self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport
+    ) -> dict[str, float]:
+        """Send the weights of policy `version` to the engines at `urls`, check every tensor, and return metrics."""
+        start, seconds = time.perf_counter(), 0.0
+
+        def publish_weights(label: str, transport: WeightTransport) -> None:
+            nonlocal seconds
+            begin = time.perf_counter()
+            trainer.publish(urls, label, transport)
+            seconds = (
+                time.perf_counter() - begin
+            )  # the last call is the update; the first one loads the expected weights
+
+        num_tensors = update_and_check(
+            self.engine_client_factory(urls), publish, self.weight_version(version), transport, is_initial=version == 0
+        )
+        self.note(f"weights of version {version} are equal in trainer and engines: {num_tensors} tensors compared")
+        check_time = time.perf_counter() - start - seconds
+        return {"perf/checked_weight_tensors": num_tensors, "perf/check_weights_time": check_time}
 
     def _offload_trainer(self, keep_weights: bool = False) -> None:
         """With --offload-train, move the trainer's state to host memory; its next use of the state moves it back."""

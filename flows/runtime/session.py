@@ -194,9 +194,8 @@ class Session:
                 "its inputs will be restored from the store before retrying"
             )
 
-    def _record_publish(self, version: int, seconds: float, switches: list[MemorySwitch]) -> None:
-        self.display.record_publish(seconds)
-        metrics = {"perf/update_weights_time": seconds}
+    def _record_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
+        self.display.record_publish(metrics["perf/update_weights_time"])
         for switch in switches:
             self.display.note(f"memory: {switch}")
         if switches:

@@ -235,6 +235,12 @@ class TrainActor:
     ) -> EngineGone | EngineRefused | None:
         """Send the policy's weights, under their Hugging Face names, to the engines at `urls`; all ranks take part.
 
+        Args:
+            urls: addresses of the engines.
+            version: the version that the engines report afterwards, that of the policy or `reference:` and that.
+            transport: how the weights are transferred.
+            keys: URL -> API key.
+
         Returns:
             The error of an engine to which this rank makes the requests, or None. It is returned, not raised, because
             it leaves this rank's models intact.
@@ -242,11 +248,11 @@ class TrainActor:
         import ray
 
         from penstock.engines.backends import connect
-        from penstock.engines.generation import EngineGone, EngineRefused
+        from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
         from penstock.engines.serving.keys import set_api_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
-        assert self._state.clean and version == own_version, (
+        assert self._state.clean and version.removeprefix(REFERENCE) == own_version, (
             f"asked to publish {version}, but this rank holds {self._state}"
         )
         set_api_keys(keys)

@@ -142,6 +142,18 @@ def update(runner: Any, checkpoint: Path) -> None:
     updater.end_weight_update(run_post_load=False)
 
 
+@torch.no_grad()  # as in the scheduler
+def checksums_around_reset(runner: Any, checkpoint: Path) -> list[dict[str, str]]:
+    """Return the checksums of all tensors as they are, with random values, and after loading the weights again."""
+    options = {"allow_quant_error": False, "skip_tensor_list": None, "role": "target"}
+    results = [runner.check_weights(action="checksum", **options)]
+    runner.check_weights(action="reset_tensors", **options)
+    results.append(runner.check_weights(action="checksum", **options))
+    update(runner, checkpoint)
+    results.append(runner.check_weights(action="checksum", **options))
+    return [result["checksums"] for result in results]
+
+
 def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
     """Generate with one model before and after a weight update."""
     runner = load(checkpoint)
@@ -153,6 +165,7 @@ def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
         "model": f"{model.__module__}.{model.__name__}",
         "prompts": prompts(runner.model_config.vocab_size),
         "passes": passes,
+        "checksums": checksums_around_reset(runner, Path(other_checkpoint)),
     }
 
 

@@ -174,6 +174,32 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
     assert (len(generation.token_ids), generation.weight_version) == (4, "contract/6")
 
 
+def test_checksums_are_those_of_the_loaded_tensors(fleet: Fleet) -> None:
+    client = fleet.client()
+    [url] = client.urls
+    client.update_weights(fleet.weights(), "contract/7")
+    [before] = client.weight_checksums()[url]
+    client.overwrite_weights()
+    assert client.weight_version(url) == "overwritten"
+    [overwritten] = client.weight_checksums()[url]
+    assert before and not [name for name in before if before[name] == overwritten[name]]
+    client.update_weights(fleet.weights(), "contract/7")
+    assert client.weight_checksums()[url] == [before] and client.weight_version(url) == "contract/7"
+
+
+def test_an_engine_without_cache_stays_paused_after_its_weights_are_overwritten(fleet: Fleet) -> None:
+    client = fleet.client()
+    [url] = client.urls
+    client.release_memory()
+    client.update_weights(fleet.weights(), "contract/8")
+    client.overwrite_weights()
+    client.resume_kv_cache()
+    assert client.weight_version(url) == "loading:overwritten"
+    client.update_weights(fleet.weights(), "contract/8")
+    client.resume_kv_cache()
+    assert client.weight_version(url) == "contract/8"
+
+
 def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fleet) -> None:
     client = fleet.client()
     assert not client.generates_tokens("http://127.0.0.1:9", timeout=2)

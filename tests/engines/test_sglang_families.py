@@ -102,3 +102,13 @@ def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str
     print(name, differences)
     assert max(differences[0][0], differences[1][1]) < TOLERANCE
     assert min(differences[0][1], differences[1][0]) > 1000 * TOLERANCE  # the check can fail
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_update_restores_every_overwritten_tensor(name: str, directory: Path) -> None:
+    """--check-weight-update-equal overwrites every tensor of an engine and expects that an update restores all."""
+    answer = json.loads((directory / f"{name}.json").read_text())
+    assert "error" not in answer, answer["error"]
+    before, overwritten, after = answer["checksums"]
+    assert before == after and not [tensor for tensor in before if before[tensor] == overwritten[tensor]]

@@ -572,6 +572,8 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rm-type remote_rm", "--rm-url"), ("--rm-type math --custom-rm-path {root}/reward.py", "--custom-rm-path"),
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
+    for command in ("sft", "eval"):  # they send no weights to engines
+        yield on(command, "--check-weight-update-equal")
     for path in (
         "nowhere.py",
         "two.py",

@@ -1,6 +1,7 @@
 """A scripted engine behind the interface of all engines, and a run with it, for tests of what uses engines."""
 
 import asyncio
+import hashlib
 import json
 import random
 from collections.abc import Iterable
@@ -8,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, rand_like
 
 from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineGone, EngineUrls, Generation, WeightTransport
 from penstock.stages.rollout.config import RolloutConfig
@@ -75,8 +76,17 @@ class ScriptedClient(EngineClient):
     ) -> None:
         released = self.served_version.startswith(("released", "loading:", "loaded:"))
         self.served_version = f"loading:{version}" if released else f"updating:{version}"
-        self.weights = dict(named)
+        self.weights |= dict(named)
         self.served_version = f"loaded:{version}" if released else version
+
+    def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
+        checksums = {name: hashlib.sha256(bytes(tensor.numpy())).hexdigest() for name, tensor in self.weights.items()}
+        return {url: [checksums] for url in self.urls}
+
+    def overwrite_weights(self) -> None:
+        released = self.served_version.startswith(("released", "loading:", "loaded:"))
+        self.served_version = "loading:overwritten" if released else "overwritten"
+        self.weights = {name: rand_like(tensor) for name, tensor in self.weights.items()}
 
     def release_memory(self) -> None:
         self.served_version = "released"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.weights.check import update_and_check
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.group import TrainerGroup
@@ -82,6 +84,7 @@ def test_every_layout_publishes_to_two_engines_over_memory_and_over_a_group(
     base: tuple[Store, CheckpointRef],
     tiny_model: Path,
     other_tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file
 
@@ -101,10 +104,22 @@ def test_every_layout_publishes_to_two_engines_over_memory_and_over_a_group(
             group.publish(pool.urls, f"{keys.run}/0", transport)
             for url in pool.urls:
                 check_weights(url, other_tiny_model, f"{keys.run}/0")
+        check_every_tensor(pool, group, f"{keys.run}/0", tmp_path)
         if layout == "tp2":
             check_replaced_engine(pool, group, keys, other_tiny_model)
     finally:
         group.kill()
+
+
+def check_every_tensor(pool: EnginePool, group: TrainerGroup, version: str, directory: Path) -> None:
+    """Check --check-weight-update-equal with all ranks, and that it compares every tensor of both engines."""
+    transport = replace(transport_of("tensor", pool, group, pool.urls), directory=str(directory))
+    client = SGLangClient(pool.urls)
+    num_tensors = update_and_check(
+        client, lambda label, how: group.publish(pool.urls, label, how), version, transport, is_initial=False
+    )
+    assert num_tensors == sum(len(rank) for ranks in client.weight_checksums().values() for rank in ranks) > 20
+    assert {client.weight_version(url) for url in pool.urls} == {version} and not list(directory.iterdir())
 
 
 def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, model: Path) -> None:
