@@ -78,6 +78,12 @@ class RunConfig(StageConfig):
     check_weight_update_equal: bool = option(False, mutability="placement")
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
 
+    debug_rollout_only: bool = option(False, mutability="placement")
+    """Only generate and commit the rollouts, all with the start weights, without a trainer."""
+
+    debug_train_only: bool = option(False, mutability="placement")
+    """Only train, on the rollouts that the run has committed, without engines and evaluations."""
+
     colocate: bool = option(False, mutability="placement")
     """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
 

@@ -103,7 +103,7 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
     if config.rollout.rollout_external_engine_addrs:
         return
     flag = f"--rollout-num-gpus-per-engine {size}"
-    if engine_options(config).num_gpus is None:
+    if config.run.colocate or config.rollout.rollout_num_gpus is None:
         ranks, gpus = train.num_ranks, train.actor_num_gpus_per_node
         fix = "or give the engines their own GPUs with --rollout-num-gpus"
         if size > ranks:

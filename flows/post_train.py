@@ -24,12 +24,15 @@ def post_train(config: PostTrainConfig) -> None:
         if session.needs_rollout(session.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
         tasks.convert(session)
-        tasks.restore(session)
+        if not config.run.debug_rollout_only:
+            tasks.restore(session)
         due = tasks.build_stage_schedule(session)
         for stage in due(0):
             stage(session, 0)
         for r in session.remaining_rounds():
             rollout = tasks.rollout(session, r)
+            if config.run.debug_rollout_only:
+                continue
             tasks.train(session, rollout)
             for stage in due(r + 1):
                 stage(session, r + 1)

@@ -35,21 +35,25 @@ def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy, unless all rounds are trained. The engines load meanwhile."""
     session.processes.materialize_fork()
     version = session.num_trained_rounds()
-    if version < session.config.run.num_rollout:
+    if version < session.num_rounds:
         session.processes.restore_trainer_at(version)
 
 
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
-    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`."""
+    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`; with --debug-rollout-only
+    with the start weights, version 0."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
-    prefix = session.keys.rollout_prefix(rollout_id)
+    prefix, version = (
+        session.keys.rollout_prefix(rollout_id),
+        0 if session.config.run.debug_rollout_only else rollout_id,
+    )
     commit = session.store.committed(prefix)
     if commit is None:
-        with session.display.progress("samples") as report, session.processes.engines_at(rollout_id) as engines:
+        with session.display.progress("samples") as report, session.processes.engines_at(version) as engines:
             context = RolloutContext(
                 session.store,
                 session.config.rollout,
@@ -62,7 +66,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 on_progress=report,
                 connect=session.processes.training_client_factory,
             )
-            round = RolloutRound(session.keys.run, rollout_id, policy_version=rollout_id)
+            round = RolloutRound(session.keys.run, rollout_id, policy_version=version)
             commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
 
@@ -244,7 +248,7 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
             stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
-        if evals.eval_prompt_data and scores:
+        if evals.eval_prompt_data and scores and not run.debug_train_only:
             stages.append(evaluate)
         if version > 0 and is_last:
             stages.append(export)

@@ -58,6 +58,8 @@ def audit_report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]
         ("files", f"{result.num_files}, {format_bytes(result.num_bytes)}, read in {seconds:.1f} s"),
         ("samples", f"{result.num_samples} of {result.num_prompts} prompts, over {result.num_epochs} epochs"),
     ]
+    if result.num_off_policy:
+        rows.append(("off-policy", f"{result.num_off_policy} rollouts of the start weights (--debug-rollout-only)"))
     if result.num_without_digest:
         rows.append(
             (

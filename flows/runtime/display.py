@@ -67,6 +67,7 @@ class Display:
         self.tracking_uri = tracking_uri
         self.prefect_page = prefect_page
         self.num_rounds = int(config.run.num_rollout)
+        self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
         self._publish_seconds: list[float] = []
@@ -118,24 +119,25 @@ class Display:
         self._publish_seconds.append(seconds)
 
     def print_commit(self, commit: Commit) -> str:
-        """Print and return the line of a new commit. For a rollout return "": its step's line shows it."""
+        """Print and return the line of a new commit. For a rollout return "": its step's line shows it, unless there
+        are no steps (--debug-rollout-only)."""
         self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
         samples: list[Text] = []
-        if commit.kind == "rollout":
+        if commit.kind == "rollout" and not self._without_steps:
             self._rollouts[commit.index] = commit
             self._set_bar_text(f"training on round {commit.index + 1}")
             return ""
-        if commit.kind == "step":
+        if commit.kind in ("rollout", "step"):
             rollout = self._rollouts.pop(commit.index, None)
             line = format_round_line(commit, rollout, self.num_rounds, self._publish_seconds)
-            if rollout:
+            if rollout := rollout or (commit if commit.kind == "rollout" else None):
                 samples = format_sample_preview(
                     rollout, self.console.width if self.console.is_terminal else _PIPE_WIDTH
                 )
             if self._bar is not None and self._rounds_bar is not None:
-                self._bar.update(self._rounds_bar, completed=commit.policy_version)
+                self._bar.update(self._rounds_bar, completed=commit.index + 1)
             next_round = f"generating round {commit.index + 2}"
-            self._set_bar_text(next_round if commit.policy_version < self.num_rounds else "last round done")
+            self._set_bar_text(next_round if commit.index + 1 < self.num_rounds else "last round done")
         else:
             line = Text(_EVENT_LINES[commit.kind](commit))
         for text in (line, *samples):

@@ -16,7 +16,11 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     from penstock.engines.options import EngineOptions, HealthCheck
     from penstock.engines.serving.server import ServerSpec
 
-    rollout, train = config.rollout, config.train
+    rollout, train, run = config.rollout, config.train, config.run
+    num_gpus = None if run.colocate else rollout.rollout_num_gpus
+    trainer_gpus = train.num_ranks
+    if run.debug_rollout_only:  # the engines use the first GPUs: there is no trainer
+        num_gpus, trainer_gpus = None, num_gpus or trainer_gpus
     return EngineOptions(
         spec=ServerSpec(
             model_path=str(Path(config.convert.hf_checkpoint).resolve()),
@@ -28,9 +32,9 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
             start_timeout=rollout.sglang_start_timeout,
         ),
         num_engines=rollout.num_engines,
-        num_gpus=None if config.run.colocate else rollout.rollout_num_gpus,
+        num_gpus=num_gpus,
         gpus_per_engine=rollout.rollout_num_gpus_per_engine,
-        trainer_gpus=train.num_ranks,
+        trainer_gpus=trainer_gpus,
         external=tuple(rollout.rollout_external_engine_addrs),
         health=HealthCheck(
             interval=rollout.rollout_health_check_interval,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, check_secrets
+from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
@@ -53,7 +54,7 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     check_algorithm(config.train, shape, config.convert.model_family_path)
     check_layout(shape, config.train)
     if flow != "convert":
-        check_gpus(flow, config, shape)
+        check_gpus(gpu_flow(flow, config), config, shape)
     if not config.convert.convert_load:  # an export reads only config.json
         check_weights(config.convert.hf_checkpoint, shape)
     if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
@@ -62,7 +63,7 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         check_run_record(flow, config)
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
-    if flow in GENERATING:
+    if flow in GENERATING and not config.run.debug_train_only:
         engine_backend().check_options(engine_options(config))
     open_store(config.run)  # last, because it writes a probe
 
@@ -72,6 +73,8 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
     store = open_store(config.run, probe=False)
     try:
         check_run_may_start(store, flow, config)
+        if flow == "post_train":
+            check_committed_rollouts(store, config)
     except OSError as error:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
@@ -100,6 +103,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             f"--check-weight-update-equal has no effect in the flow `{flow}`, which sends no weights to engines: "
             "omit it"
         )
+    check_debug_options(flow, config)
     if flow == "post_train":
         check_group_size(config)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
@@ -305,7 +309,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     warnings: list[str] = []
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-        warnings += memory_warnings(plan_gpu_memory(flow, config, shape, min(gpus)))
+        warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))
     if flow != "post_train":
         return warnings
     rollout = config.rollout

@@ -265,7 +265,8 @@ class Processes:
     def _release_engines(self) -> None:
         """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of those that
         an earlier driver left on an external Ray cluster."""
-        if not self.config.run.offloads_engines or self.config.train.loss_type == "sft_loss":
+        run = self.config.run
+        if not run.offloads_engines or run.debug_train_only or self.config.train.loss_type == "sft_loss":
             return
         if self._engines is None and not self.cluster.owned:
             self.start_engines()

@@ -111,12 +111,20 @@ class Session:
 
     def remaining_rounds(self) -> Iterator[int]:
         """Yield the rounds to run, from the last trained one on, whose checkpoint or evaluation may be missing."""
-        done = self.num_trained_rounds()
-        total = self.config.run.num_rollout
+        done, total = self.num_trained_rounds(), self.num_rounds
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
             self.display.note(f"{done} of {total} rounds are committed; {rest}")
         yield from range(max(0, done - 1), total)
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds at which this start ends: --num-rollout, with --debug-train-only at most the
+        number of committed rollouts."""
+        run = self.config.run
+        if not run.debug_train_only:
+            return run.num_rollout
+        return min(run.num_rollout, len(self.store.committed_indices(f"{self.keys.prefix}/rollouts")))
 
     def num_trained_rounds(self) -> int:
         """Return the number of rounds whose training is committed."""
@@ -124,7 +132,9 @@ class Session:
 
     def needs_rollout(self, version: int) -> bool:
         """Return whether the rollout of policy `version` is still to be generated."""
-        return version < self.config.run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
+        run = self.config.run
+        missing = version < run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
+        return missing and not run.debug_train_only
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless that was done before. Return the commit."""

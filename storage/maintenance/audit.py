@@ -46,6 +46,7 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
+    num_off_policy: int = 0  # rollouts that the start weights generated although they are not the first
     num_expired: int = 0  # checkpoints with a tombstone
     num_without_digest: int = 0  # commit records of version 1, which have no digest
     num_orphans: int = 0  # files that nothing needs (orphans.py)
@@ -214,8 +215,10 @@ class _RunAudit:
                     f"it must contain {kind} {index} of run {keys.run!r}"
                 )
             version = index + 1 if kind == "step" else index
-            demonstrations = kind == "rollout" and commit.policy_version == -1
-            if commit.policy_version != version and not demonstrations:
+            # --debug-rollout-only generates all rounds with version 0; -1: demonstrations
+            earlier = kind == "rollout" and commit.policy_version in (-1, 0)
+            self.result.num_off_policy += earlier and 0 == commit.policy_version < index
+            if commit.policy_version != version and not earlier:
                 self.add_problem(
                     f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {version}"
                 )

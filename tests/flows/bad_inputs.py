@@ -572,8 +572,6 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rm-type remote_rm", "--rm-url"), ("--rm-type math --custom-rm-path {root}/reward.py", "--custom-rm-path"),
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
-    for command in ("sft", "eval"):  # they send no weights to engines
-        yield on(command, "--check-weight-update-equal")
     for path in (
         "nowhere.py",
         "two.py",
@@ -599,6 +597,19 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rollout-all-samples-process-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
+
+
+def rows_of_one_half() -> Iterator[Bad]:
+    """Weight updates and their checks, and runs of one half."""
+    for command in ("sft", "eval"):  # they send no weights to engines
+        yield on(command, "--check-weight-update-equal")
+    yield on("sft", "--debug-train-only")
+    yield on("eval", "--debug-rollout-only")
+    yield train("--debug-train-only", culprit="has none")  # no rollouts are committed
+    yield train("--debug-train-only", "--debug-rollout-only")
+    yield train("--debug-train-only", "--check-weight-update-equal")
+    yield train("--debug-rollout-only", "--num-rollout-per-start", "2", without="--num-rollout")
+    yield train("--debug-rollout-only", "--rollout-external-engine-addrs", "127.0.0.1:1")
 
 
 def rows_of_data() -> Iterator[Bad]:
@@ -649,6 +660,7 @@ def quick_rows() -> list[Bad]:
         *rows_of_toml_shapes(),
         *rows_of_words(),
         *rows_of_requests(),
+        *rows_of_one_half(),
         *rows_of_data(),
     ]
     return [*made, *rows_of_models(), *[*rows_of_fields()][::4]]

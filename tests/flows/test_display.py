@@ -12,9 +12,9 @@ from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
 
-def config(num_rollout: int = 3) -> SimpleNamespace:
+def config(num_rollout: int = 3, *, rollout_only: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        run=SimpleNamespace(num_rollout=num_rollout),
+        run=SimpleNamespace(num_rollout=num_rollout, debug_rollout_only=rollout_only),
         convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
         rollout=SimpleNamespace(prompt_data=["/data/[train].jsonl"]),  # brackets are rich's markup
         eval=SimpleNamespace(eval_prompt_data=[("heldout", "/data/heldout.jsonl")]),
@@ -62,6 +62,12 @@ def test_sft_round_shows_only_its_own_columns() -> None:
         kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
     )
     assert format_round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
+
+
+def test_a_round_without_training_is_printed_when_it_is_generated() -> None:
+    console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
+    display = Display("r1", "post_train", config(2, rollout_only=True), "/store", console=console)
+    assert display.print_commit(rollout(1, 0.5)) == "round 2/2  reward 0.500  length 3.2  rollout 0.62s"
 
 
 def test_without_a_tty_every_round_is_a_plain_line() -> None:

@@ -1,0 +1,68 @@
+"""Checks of --debug-rollout-only and --debug-train-only, which start one half of a run alone."""
+
+from __future__ import annotations
+
+from penstock.flows.config import PostTrainConfig
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+
+def check_debug_options(flow: str, config: PostTrainConfig) -> None:
+    """Check --debug-rollout-only and --debug-train-only against the other options. Raises OptionError."""
+    run = config.run
+    if run.debug_rollout_only and run.debug_train_only:
+        raise OptionError(
+            "--debug-rollout-only and --debug-train-only each start one half of a run: omit one of them "
+            "(--no-debug-rollout-only if the run was started with it)"
+        )
+    if not (run.debug_rollout_only or run.debug_train_only) or flow == "convert":
+        return
+    name = "--debug-rollout-only" if run.debug_rollout_only else "--debug-train-only"
+    if flow != "post_train":
+        raise OptionError(f"{name} has no effect in the flow `{flow}`, which is only one half already: omit it")
+    if run.check_weight_update_equal:
+        raise OptionError(
+            f"--check-weight-update-equal cannot be combined with {name}, which sends no weights to engines: omit one"
+        )
+    if run.debug_rollout_only and config.rollout.rollout_external_engine_addrs:
+        raise OptionError(
+            "--debug-rollout-only cannot be combined with --rollout-external-engine-addrs, because only a trainer can "
+            "send the start weights to external engines: omit one of them"
+        )
+    if run.debug_rollout_only and run.num_rollout_per_start:
+        raise OptionError(
+            "--debug-rollout-only cannot be combined with --num-rollout-per-start, which counts trained rounds: give "
+            "--num-rollout"
+        )
+
+
+def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
+    """Check that the debug options match the rounds that the run has committed. Raises RunError."""
+    run, keys = config.run, RunKeys(config.run.run)
+    removed = is_removed(store, keys)
+    rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
+    trained = set() if removed else set(store.committed_indices(f"{keys.prefix}/steps"))
+    if run.debug_train_only and not rollouts:
+        raise RunError(
+            f"--debug-train-only trains on committed rollouts, but run {run.run!r} has none in {store.uri}: generate "
+            "them with --debug-rollout-only, or correct --run or --store"
+        )
+    if run.debug_rollout_only and trained:
+        raise RunError(
+            f"--debug-rollout-only generates with the start weights, but run {run.run!r} has trained {len(trained)} "
+            "rounds: give another --run, or --no-debug-rollout-only"
+        )
+    untrained = [index for index in rollouts if index not in trained]
+    last = store.committed(keys.rollout_prefix(max(untrained))) if untrained else None
+    if last is not None and last.policy_version < last.index and not (run.debug_rollout_only or run.debug_train_only):
+        raise RunError(
+            f"run {run.run!r} has {len(untrained)} untrained rollouts of --debug-rollout-only, which policy "
+            f"{last.policy_version} generated: train on them with --debug-train-only, or give another --run"
+        )
+
+
+def gpu_flow(flow: str, config: PostTrainConfig) -> str:
+    """Return the flow that uses the GPUs as this run does: with a debug option only the trainer's or the engines'."""
+    return "sft" if config.run.debug_train_only else "evaluate" if config.run.debug_rollout_only else flow
