@@ -58,6 +58,17 @@ class EngineRoute:
 
 
 @dataclass(frozen=True)
+class WeightUpload:
+    """How engines without a file system shared with the trainer get the directory of the transport "disk": trainer rank
+    0 uploads it to a store, and each engine's actor downloads it (`weights/upload.py`)."""
+
+    store: str  # URI
+    store_options: Mapping[str, Any] = field(repr=False)  # with resolved secrets
+    prefix: str  # key of the store under which it is uploaded
+    actors: Mapping[str, Any]  # URL -> handle of the Ray actor (`EngineServer`) that runs on the engine's machine
+
+
+@dataclass(frozen=True)
 class WeightTransport:
     """How weights are transferred from the trainer to the engines.
 
@@ -65,14 +76,15 @@ class WeightTransport:
               CPU. Both sides must have the same torch version.
     nccl      trainer rank 0 broadcasts to all ranks of the engines over NCCL (over gloo on machines without GPUs).
               Engines may be on other GPUs and other nodes.
-    disk      trainer rank 0 writes a Hugging Face directory and the engines load it. Needs a file system shared by
-              trainer and engines.
+    disk      trainer rank 0 writes a Hugging Face directory and the engines load it, from a file system shared by
+              trainer and engines or, with `upload`, over a store.
     """
 
     kind: Transport = "tensor"
     routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # URL of an engine -> its route, if not the default
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
+    upload: WeightUpload | None = None  # "disk": instead of `directory`
     host: str = "127.0.0.1"  # "nccl": address of trainer rank 0's machine, at which the engines join the group
     bucket_bytes: int = BUCKET_BYTES
 

@@ -75,6 +75,9 @@ class RunConfig(StageConfig):
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
 
+    update_weight_disk_dir: str | None = option(None, mutability="placement")
+    """Directory shared by trainer and engines, for weight updates over disk; default: in the store if it is local."""
+
     check_weight_update_equal: bool = option(False, mutability="placement")
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
 

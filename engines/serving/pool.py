@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
@@ -131,6 +132,12 @@ class EnginePool:
         """Return where the engines at `urls` run: URL -> place."""
         known = {replica.known_url: replica for replica in self._replicas}
         return {url: known[url].place() for url in urls}
+
+    def actors(self, urls: Sequence[str]) -> dict[str, Any]:
+        """Return the handles of the Ray actors that run the engines at `urls`: URL -> handle. External engines have
+        none."""
+        known = {replica.known_url: replica for replica in self._replicas if isinstance(replica, RayReplica)}
+        return {url: known[url].actor for url in urls if url in known}
 
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.

@@ -16,6 +16,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,9 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.scratch import own_temp_directory
 from penstock.engines.serving import keys
+from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact, register_secret
+from penstock.storage.store import Store
 
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
 
@@ -91,6 +94,7 @@ class EngineServer(ABC):
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log: Path | None = None
+        self._download = ExitStack()  # removes the files of the last `download`
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
@@ -166,6 +170,24 @@ class EngineServer(ABC):
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
+
+    def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
+        """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it.
+
+        Args:
+            store: URI of the store.
+            store_options: options of its file system.
+            commit: lists the files with their sizes and hashes; need not be published.
+
+        Raises:
+            StoreError: a file is missing, or differs from the commit.
+        """
+        self.remove_download()  # of a trainer that died
+        return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
+
+    def remove_download(self) -> None:
+        """Remove the directory of the last `download`, if there is one."""
+        self._download.close()
 
     def log_path(self) -> str:
         """Return the path of the server's log on this machine."""

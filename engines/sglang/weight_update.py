@@ -11,7 +11,7 @@ import logging
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket, check_shared_memory
 from penstock.engines.weights.buckets import NamedTensor, split_into_buckets
 from penstock.engines.weights.hf_directory import write_weights
+from penstock.engines.weights.upload import upload_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
@@ -49,9 +50,10 @@ class WeightSender:
     def update(self, urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
         """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
         assert urls, "no engines to update"
-        if transport.kind == "disk" and not (transport.model_path and transport.directory):
+        if transport.kind == "disk" and not (transport.model_path and (transport.directory or transport.upload)):
             raise EngineError(
-                "the weight transport 'disk' needs WeightTransport.model_path and WeightTransport.directory: set both"
+                "the weight transport 'disk' needs WeightTransport.model_path, and WeightTransport.directory or "
+                "upload: set them"
             )
         if transport.kind == "tensor" and find_spec("sglang") is None:
             raise EngineError(
@@ -155,13 +157,21 @@ class WeightSender:
     def _update_through_disk(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
     ) -> None:
-        """Write a Hugging Face directory and make every server load it."""
+        """Write a Hugging Face directory and make every server load it, over a store if `transport.upload` is set."""
+
+        def write(target: Path) -> None:
+            verify = version.startswith(REFERENCE)
+            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=verify)
+
+        if transport.upload is not None:
+            with upload_weights(write, transport.upload) as directories, WeightUpdate(urls, version) as update:
+                update.load_from_disk(directories)
+            return
         target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
         try:
-            is_reference = version.startswith(REFERENCE)
-            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=is_reference)
+            write(target)
             with WeightUpdate(urls, version) as update:
-                update.load_from_disk(str(target))
+                update.load_from_disk(dict.fromkeys(urls, str(target)))
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
@@ -275,14 +285,18 @@ class WeightUpdate:
 
         self._call_all(leave)
 
-    def load_from_disk(self, directory: str) -> None:
-        """Make every server load the weights of a Hugging Face directory, which all servers must be able to read."""
+    def load_from_disk(self, directories: Mapping[str, str]) -> None:
+        """Make every server load the weights of a Hugging Face directory.
+
+        Args:
+            directories: URL -> path that the server can read.
+        """
 
         def load(url: str) -> None:
             self.post(
                 url,
                 "/update_weights_from_disk",
-                {"model_path": directory, "flush_cache": self._flushes_prefix_cache(url, last=True)},
+                {"model_path": directories[url], "flush_cache": self._flushes_prefix_cache(url, last=True)},
             )
 
         self._call_all(load)

@@ -21,7 +21,7 @@ def write_weights(
     """Write weights as safetensors shards with an index, and copy the JSON files of `model_path` (config, tokenizer).
 
     Args:
-        target: directory to create.
+        target: directory to write to; created if it does not exist.
         named: pairs of Hugging Face name and full tensor.
         model_path: Hugging Face directory of the same model.
         shard_bytes: maximum size of one safetensors file in bytes; a larger tensor gets a file of its own.
@@ -30,7 +30,7 @@ def write_weights(
     Raises:
         WeightMismatch: a tensor read back differs.
     """
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for file in model_path.glob("*.json"):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, target)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import re
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
@@ -104,6 +106,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             "omit it"
         )
     check_debug_options(flow, config)
+    check_weight_directory(config)
     if flow == "post_train":
         check_group_size(config)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
@@ -121,6 +124,27 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         raise EngineError(
             f"--sglang-{started[0].replace('_', '-')} is an option for starting engines, but the engines of "
             "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
+        )
+
+
+def check_weight_directory(config: PostTrainConfig) -> None:
+    """Check that engines can read the directory of weight updates over disk. Raises InputError."""
+    run, external = config.run, config.rollout.rollout_external_engine_addrs
+    transport, directory = run.update_weight_transport, run.update_weight_disk_dir
+    if directory is not None and not Path(directory).is_dir():
+        raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
+    if directory is not None and transport in ("tensor", "nccl") and not run.check_weight_update_equal:
+        raise OptionError(
+            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit one of them"
+        )
+    remote = [address for address in external if not is_on_this_machine(address)]
+    in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
+    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
+    if remote and in_object_store and directory is None and uses_disk:
+        raise EngineError(
+            f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
+            "store, from which SGLang cannot load: give --update-weight-disk-dir, a directory that the trainer and "
+            "the engines see under the same path, or --update-weight-transport nccl"
         )
 
 

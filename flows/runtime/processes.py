@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -217,8 +218,7 @@ class Processes:
     def _publish(self, version: int, urls: list[str]) -> None:
         trainer = self.restore_trainer_at(version)
         start = time.perf_counter()
-        directory = self.store.path(f"{self.keys.prefix}/published") if self.store.is_local else tempfile.gettempdir()
-        transport = self._options.weight_transport(self.start_engines().places(urls), trainer.places(), directory)
+        transport = self._weight_transport(trainer, urls)
         metrics: dict[str, float] = {}
         if self.config.run.check_weight_update_equal:
             metrics = self._publish_and_check(trainer, urls, version, transport)
@@ -234,6 +234,25 @@ class Processes:
             self._switches += trainer.take_memory_switches()
         switches, self._switches = self._switches, []
         self.on_published(version, metrics, switches)
+
+    def _weight_transport(self, trainer: TrainerGroup, urls: list[str]) -> WeightTransport:
+        """Return how weights reach the engines at `urls`. Over disk: in --update-weight-disk-dir, else in a local
+        store, else in the temporary directory of the machine that trainer and engines share, else over the store."""
+        from penstock.engines.generation import WeightUpload
+
+        engines, prefix, disk_dir = (
+            self.start_engines(),
+            f"{self.keys.prefix}/published",
+            self.config.run.update_weight_disk_dir,
+        )
+        directory = disk_dir or (self.store.path(prefix) if self.store.is_local else tempfile.gettempdir())
+        places, ranks = engines.places(urls), trainer.places()
+        transport = self._options.weight_transport(places, ranks, directory)
+        actors = engines.actors(urls)
+        on_one_machine = {place.node for place in places.values()} == {ranks[0].node}
+        if disk_dir or self.store.is_local or on_one_machine or not actors:
+            return transport
+        return replace(transport, upload=WeightUpload(self.store.uri, self.store.options, prefix, actors))
 
     def _publish_and_check(
         self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,8 @@ def altered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         alter(update, flat)
         return load_broadcast(update, flat, **options)
 
-    def altered_disk(update: WeightUpdate, directory: str) -> None:
-        for path in Path(directory).glob("*.safetensors"):
+    def altered_disk(update: WeightUpdate, directories: Mapping[str, str]) -> None:
+        for path in Path(directories[update.urls[0]]).glob("*.safetensors"):
             flat = FlatBucket(list(load_file(path).items()))
             alter(update, flat)
             tensors = {
@@ -136,7 +136,7 @@ def altered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 for entry in flat.metadata
             }
             save_file(tensors, path, metadata={"format": "pt"})
-        load_from_disk(update, directory)
+        load_from_disk(update, directories)
 
     monkeypatch.setattr(WeightUpdate, "load_shared", altered_shared)
     monkeypatch.setattr(WeightUpdate, "load_broadcast", altered_broadcast)

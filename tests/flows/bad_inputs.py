@@ -603,6 +603,13 @@ def rows_of_one_half() -> Iterator[Bad]:
     """Weight updates and their checks, and runs of one half."""
     for command in ("sft", "eval"):  # they send no weights to engines
         yield on(command, "--check-weight-update-equal")
+    yield train("--update-weight-disk-dir", "{root}/prompts.jsonl")
+    yield train("--update-weight-disk-dir", "{root}", "--update-weight-transport", "nccl")
+    for more in ((), ("--update-weight-transport", "disk")):
+        yield train(
+            *("--rollout-external-engine-addrs", "10.0.0.7:30000", "--store", "s3://bucket/store", *more),
+            culprit="--update-weight-disk-dir",
+        )
     yield on("sft", "--debug-train-only")
     yield on("eval", "--debug-rollout-only")
     yield train("--debug-train-only", culprit="has none")  # no rollouts are committed
