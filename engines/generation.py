@@ -85,7 +85,8 @@ class WeightTransport:
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
     upload: WeightUpload | None = None  # "disk": instead of `directory`
-    host: str = "127.0.0.1"  # "nccl": address of trainer rank 0's machine, at which the engines join the group
+    host: str | None = "127.0.0.1"
+    """"nccl": address of trainer rank 0, at which the engines join the group; None: the address of its node."""
     bucket_bytes: int = BUCKET_BYTES
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engines.generation import EngineRoute, Transport, WeightTransport
+from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
@@ -81,7 +82,12 @@ class EngineOptions:
             routes = memory_routes(engines, ranks)
         else:
             routes = {url: EngineRoute(incarnation=engine_process_id(place)) for url, place in engines.items()}
-        return WeightTransport(kind, routes, self.spec.model_path, directory)
+        on_loopback = (
+            all(map(is_on_this_machine, self.external))
+            if self.external
+            else {node for place in engines.values() for node in place.rank_nodes} <= {ranks[0].node}
+        )
+        return WeightTransport(kind, routes, self.spec.model_path, directory, LOOPBACK if on_loopback else None)
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options with these fields of `spec` replaced."""

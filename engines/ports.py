@@ -12,35 +12,37 @@ import random
 import socket
 from collections.abc import Sequence
 
-LOOPBACK = "127.0.0.1"
+from penstock.engines.network import LOOPBACK
+
 HIGHEST = 65_535
 _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
 
 
-def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = ()) -> int:
+def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (), host: str = LOOPBACK) -> int:
     """Reserve a free TCP port up to `highest` that no other run has reserved, and return it.
 
     Args:
         highest: largest allowed port.
         extra_offsets: offsets (port + offset) of further ports that the server binds; these ports are reserved, too.
+        host: address of this machine on which the port must be free.
 
     Raises:
         RuntimeError: no free port was found in 100 tries.
     """
     for _ in range(100):
         if highest == HIGHEST:
-            with socket.socket() as probe:
-                probe.bind((LOOPBACK, 0))
+            with _probe(host) as probe:
+                probe.bind((host, 0))
                 port = int(probe.getsockname()[1])
         else:
             port = random.randint(20_000, highest)
-        if reserve_ports([port, *(port + distance for distance in extra_offsets)]):
+        if reserve_ports([port, *(port + distance for distance in extra_offsets)], host):
             return port
     raise RuntimeError(f"tried 100 ports up to {highest}, and none is free: stop some of the servers on this machine")
 
 
-def reserve_ports(ports: Sequence[int]) -> bool:
-    """Reserve all these TCP ports for this process, or none of them.
+def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
+    """Reserve all these TCP ports, free on the address `host` of this machine, for this process, or none of them.
 
     Returns:
         whether they are reserved now: False if one is in use, or already reserved by another process or by this one.
@@ -54,7 +56,7 @@ def reserve_ports(ports: Sequence[int]) -> bool:
             lock.close()
         else:
             locks[port] = lock
-        if port not in locks or not is_free(port):
+        if port not in locks or not is_free(port, host):
             for lock in locks.values():
                 lock.close()
             return False
@@ -67,12 +69,18 @@ def is_reserved_here(port: int) -> bool:
     return port in _reserved
 
 
-def is_free(port: int) -> bool:
-    """Return whether a server could bind this TCP port on loopback now. A port in TIME_WAIT counts as free."""
-    with socket.socket() as probe:
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Return whether a server could bind this TCP port of the address `host` now. A port in TIME_WAIT counts as
+    free."""
+    with _probe(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
         except (OSError, OverflowError):  # in use, not allowed, or beyond 65535
             return False
     return True
+
+
+def _probe(host: str) -> socket.socket:
+    """Return a TCP socket for an address of `host`'s family."""
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

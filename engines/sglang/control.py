@@ -12,6 +12,9 @@ from typing import Any
 from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.serving import keys
 
+# Requests have an API key, and engines are in the private network of the nodes: never through a proxy.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 def call_server(
     url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60, method: str | None = None
@@ -36,7 +39,7 @@ def call_server(
         method=method,
     )
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with _direct.open(request, timeout=timeout) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
         hint = " (the server needs another API key: give it with --sglang-api-key)" if error.code == 401 else ""

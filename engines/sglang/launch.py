@@ -134,8 +134,9 @@ def write_load_snapshots_to_tmpdir() -> None:
     load_snapshot.shm_path_for = path_in_tmpdir
 
 
-def bind_rendezvous_to_loopback() -> None:
-    """Make torch's TCPStore, the rendezvous of the server's ranks, listen on 127.0.0.1 only.
+def bind_rendezvous_to_its_address() -> None:
+    """Make torch's TCPStore, the rendezvous of the server's ranks, listen on its `hostname` only: loopback, or the
+    address of the node if the server spans nodes.
 
     Unpatched, TCPStore listens on all interfaces for any `hostname`, so every host in the network could write to the
     store.
@@ -145,22 +146,23 @@ def bind_rendezvous_to_loopback() -> None:
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
     create = rendezvous._create_c10d_store
 
-    def create_on_loopback(
+    def create_on_address(
         hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
     ) -> Any:
-        if rank != 0 or hostname != "127.0.0.1" or rendezvous._torchelastic_use_agent_store():
+        if rank != 0 or rendezvous._torchelastic_use_agent_store():
             return create(hostname, port, rank, world_size, timeout, use_libuv)
-        listener = socket.create_server((hostname, port)).detach()
+        family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+        listener = socket.create_server((hostname, port), family=family).detach()
         return TCPStore(
             hostname, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener, use_libuv=use_libuv
         )
 
-    rendezvous._create_c10d_store = create_on_loopback
+    rendezvous._create_c10d_store = create_on_address
 
 
 die_with_parent()
 HAS_CUDA = prepare_imports()
-bind_rendezvous_to_loopback()
+bind_rendezvous_to_its_address()
 write_load_snapshots_to_tmpdir()
 
 if __name__ == "__main__":
@@ -171,7 +173,8 @@ if __name__ == "__main__":
         disable_pinned_memory()
         make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
-    if key := os.environ.pop(KEY_VARIABLE, None):
-        # One key for both: /server_info shows the admin key to every client that has the API key.
-        argv += ["--api-key", key, "--admin-api-key", key]
-    run_server(prepare_server_args(argv))
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key:
+        sys.exit(f"{KEY_VARIABLE} is not set: a server needs an API key, because its control routes execute code")
+    # One key for both: /server_info shows the admin key to every client that has the API key.
+    run_server(prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key]))

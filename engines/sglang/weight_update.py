@@ -138,6 +138,7 @@ class WeightSender:
                         update.leave_group()
                         sizes = {url: size for url, (_, size) in update.facts.items()}
                         device = bucket[0][1].device
+                        assert transport.host is not None, "the trainer rank has not set its address"
                         self._engine_group = EngineGroup(
                             sizes, transport.host, device, update.run_in_thread, update.post
                         )

@@ -15,7 +15,13 @@ class ProcessPlace:
 
     node: str  # Ray's node id; "" if unknown (external engines)
     gpu_ids: tuple[str, ...] = ()  # ids on the node, in the order of the process's ranks; empty on CPU
-    pid: int = 0  # process id on the node; 0 if unknown
+    pid: int = 0  # process id on the node, of an engine's node rank 0; 0 if unknown
+    nodes: tuple[str, ...] = ()  # node of each rank of an engine that spans nodes; empty: all ranks are on `node`
+
+    @property
+    def rank_nodes(self) -> tuple[str, ...]:
+        """Return the node of each rank of the process; of an engine on CPU, the nodes of its server processes."""
+        return self.nodes or (self.node,) * max(1, len(self.gpu_ids))
 
 
 def shares_memory(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> bool:
@@ -33,7 +39,7 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
 
     A CUDA IPC handle is valid only on the GPU of the rank that created it (an engine's process sees only its own GPUs),
     so each tensor-parallel rank of an engine reads from the trainer rank on its GPU. On CPU any rank on the same node
-    can send, so the engines are distributed over the ranks of their node.
+    can send, so the engines are distributed over the ranks of their nodes.
 
     Args:
         engines: URL -> place.
@@ -46,21 +52,24 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
     routes: dict[str, EngineRoute] = {}
     for index, (url, place) in enumerate(engines.items()):
         if place.gpu_ids:
-            missing = [gpu for gpu in place.gpu_ids if (place.node, gpu) not in rank_on]
+            gpus = list(zip(place.rank_nodes, place.gpu_ids, strict=True))
+            missing = [gpu for node, gpu in gpus if (node, gpu) not in rank_on]
             if missing:
                 raise EngineError(
                     f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its GPU "
                     f"{', '.join(missing)}; use --update-weight-transport nccl"
                 )
-            senders = tuple(rank_on[place.node, gpu] for gpu in place.gpu_ids)
+            senders = tuple(rank_on[gpu] for gpu in gpus)
         else:
-            on_node = [rank for rank, other in enumerate(ranks) if place.node in ("", other.node)]
-            if not on_node:
+            on_nodes = [
+                [rank for rank, other in enumerate(ranks) if node in ("", other.node)] for node in place.rank_nodes
+            ]
+            if not all(on_nodes):
                 raise EngineError(
                     f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its "
                     "node; use --update-weight-transport nccl"
                 )
-            senders = (on_node[index % len(on_node)],)
+            senders = tuple(on_node[index % len(on_node)] for on_node in on_nodes)
         routes[url] = EngineRoute(senders, engine_process_id(place))
     return routes
 

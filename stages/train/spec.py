@@ -40,6 +40,7 @@ class TrainerSpec(BaseModel):
     temperature: float = 1.0  # sampling temperature of the rollout; the trainer divides its logits by it, too
     store: str  # URI
     store_options: dict[str, Any] = {}
+    network_interface: str | None = None  # over which the ranks of several nodes communicate
 
 
 class Build(BaseModel):

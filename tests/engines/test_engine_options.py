@@ -81,3 +81,37 @@ def test_on_cpu_the_engines_of_a_node_are_shared_out_among_its_ranks() -> None:
     assert [route.senders for route in memory_routes(engines, ranks).values()] == [(0,), (1,), (2,), (1,)]
     with pytest.raises(EngineError):
         memory_routes({"engine": ProcessPlace("c")}, ranks)
+
+
+def test_each_gpu_of_an_engine_on_two_nodes_reads_from_the_rank_on_it() -> None:
+    ranks = [ProcessPlace(node, (str(gpu),)) for node in "ab" for gpu in range(2)]
+    engine = ProcessPlace("a", ("0", "1", "0", "1"), pid=5, nodes=("a", "a", "b", "b"))
+    routes = memory_routes({"engine": engine}, ranks)
+    assert routes["engine"].senders == (0, 1, 2, 3) and routes["engine"].incarnation == "a:5"
+    with pytest.raises(EngineError, match="its GPU 1; use --update-weight-transport nccl"):
+        memory_routes({"engine": engine}, ranks[:3])
+
+
+def test_on_cpu_each_node_of_an_engine_reads_from_a_rank_there() -> None:
+    ranks = [ProcessPlace("a"), ProcessPlace("b")]
+    engine = ProcessPlace("b", nodes=("b", "a"))
+    assert memory_routes({"engine": engine}, ranks)["engine"].senders == (1, 0)
+    with pytest.raises(EngineError):
+        memory_routes({"engine": ProcessPlace("b", nodes=("b", "c"))}, ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "engines", "ranks", "host"),
+    [
+        ({}, [GPU0, GPU1], [GPU0, GPU1], "127.0.0.1"),
+        ({"num_gpus": 1}, [OTHER_NODE], [GPU0], None),
+        ({"num_gpus": 2}, [ProcessPlace("a", ("1", "0"), nodes=("a", "b"))], [GPU0], None),
+        ({"external": HERE}, [ProcessPlace("")], [GPU0], "127.0.0.1"),
+        ({"external": ELSEWHERE}, [ProcessPlace("")] * 2, [GPU0], None),
+    ],
+)
+def test_the_weight_group_listens_on_loopback_unless_an_engine_is_on_another_node(
+    options: dict[str, Any], engines: list[ProcessPlace], ranks: list[ProcessPlace], host: str | None
+) -> None:
+    places = {f"http://engine-{index}": place for index, place in enumerate(engines)}
+    assert EngineOptions(SPEC, transport="nccl", **options).weight_transport(places, ranks, "").host == host

@@ -66,6 +66,6 @@ def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.M
         assert not reserve_ports([free, taken])
         assert reserve_ports([free]), "a refused reservation reserves nothing"
     assert not is_free(70_000)
-    monkeypatch.setattr(ports, "is_free", lambda port: False)
+    monkeypatch.setattr(ports, "is_free", lambda port, host: False)
     with pytest.raises(RuntimeError, match="100 ports"):
         reserve_free_port()

@@ -1,0 +1,75 @@
+"""The addresses at which the processes of a run listen: loopback if all run on one node, otherwise the address of each
+process's node, or that of the interface given with --network-interface."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from penstock.storage.errors import EngineError
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, an IP address or `localhost`, is reachable from its own machine only."""
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def node_address(interface: str | None = None) -> str:
+    """Return the address at which other nodes reach this node: that of `interface`, by default the address under which
+    Ray knows the node. Needs a connection to Ray if `interface` is not given.
+
+    Raises:
+        EngineError: this node has no such interface, or the interface has no address.
+    """
+    if interface is not None:
+        return interface_address(interface)
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def interface_address(interface: str) -> str:
+    """Return the address of a network interface of this machine, IPv4 if it has one.
+
+    Raises:
+        EngineError: there is no such interface, or it has no address.
+    """
+    interfaces = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in interfaces.get(interface, []):
+            if entry.family == family and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local:
+                return entry.address
+    raise EngineError(
+        f"--network-interface {interface}: the machine {socket.gethostname()} has no interface with this name and an "
+        f"IP address; it has {', '.join(sorted(interfaces))}: name an interface that every node of the Ray cluster has"
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface of this machine whose network contains `address`; None if there is
+    none."""
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
+                own = entry.address.partition("%")[0]
+                # Python does not parse IPv6 masks, and compares an IPv6 address without one only with itself.
+                network = own if ":" in own else f"{own}/{entry.netmask}"
+                if ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False):
+                    return name
+    return None
+
+
+def socket_environment(interface: str | None) -> dict[str, str]:
+    """Return the environment variables with which NCCL and gloo use a network interface; {} without one."""
+    if interface is None:
+        return {}
+    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}  # "=": not as a prefix
+
+
+def join_address(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
