@@ -1,4 +1,4 @@
-"""Connect to Ray, place processes on GPUs, keep actors alive across driver restarts, and divide CPU threads.
+"""Connect to Ray, keep actors alive across driver restarts, and divide CPU threads. Placement is in placement.py.
 
 By default the driver starts its own local Ray (`ray.init` on this machine), which ends when the driver ends. With an
 address the driver joins an external (long-running) Ray cluster, where trainer and engines are named, detached actors:
@@ -11,6 +11,7 @@ is alive. Ray's own functions would wait forever for a dead Ray, or end this pro
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -19,36 +20,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.engines.local_ray import ClusterLost, import_ray, preserve_sigterm_handler, start_ray
+from penstock.engines.placement import NodeLost, Placement, PlacementOptions, Slot
 from penstock.engines.scratch import is_temp_directory_kept_at_exit, own_temp_directory
-from penstock.storage.errors import EngineError, LayoutError
+from penstock.storage.errors import EngineError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5  # interval at which a blocking Ray call checks that the local Ray is alive
-GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Placement of one process: Ray options and GPU ids."""
-
-    options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
-    gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
-
-    def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
-        """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
-        default)."""
-        return {**self.options, "runtime_env": {"env_vars": variables}}
 
 
 class Cluster:
     """A connection to Ray, created with `Cluster.start`. `stop` kills the processes placed through this connection."""
 
-    def __init__(self, namespace: str = "penstock", node: Any | None = None) -> None:
+    def __init__(
+        self, namespace: str = "penstock", node: Any | None = None, options: PlacementOptions | None = None
+    ) -> None:
         self.owned = node is not None
         self.namespace = namespace
         self._node = node  # ray._private.node.Node of the local Ray; None for an external Ray cluster
@@ -56,8 +46,9 @@ class Cluster:
         self._stopped = False
         self._idle = threading.Condition()
         self._num_calls = 0  # running calls into Ray
-        self._gpus: list[tuple[Any, int, str]] = []  # (placement group, bundle index, GPU id), sorted by node and id
-        self._groups: list[Any] = []
+        self._options = options or PlacementOptions()
+        self._placement = Placement(self, self._options)
+        self._placing = threading.Lock()
 
     @classmethod
     def start(
@@ -66,6 +57,7 @@ class Cluster:
         namespace: str = "penstock",
         num_cpus: int | None = None,
         num_gpus: int | None = None,
+        options: PlacementOptions | None = None,
     ) -> Cluster:
         """Start a local Ray that ends with this process, or connect to the external Ray cluster at `address`.
 
@@ -74,6 +66,7 @@ class Cluster:
             namespace: Ray namespace of the run's named actors.
             num_cpus: CPUs of a local Ray; by default the cores that this process may use.
             num_gpus: GPUs of a local Ray; detected by Ray by default.
+            options: how processes are placed on nodes.
 
         Raises:
             EngineError: no Ray cluster answers at `address`.
@@ -101,10 +94,10 @@ class Cluster:
                     "same RAY_AUTH_MODE and RAY_AUTH_TOKEN for this process, or omit --ray-address to start a local "
                     "Ray that ends with this process"
                 ) from error
-            return cls(namespace)
+            return cls(namespace, options=options)
         with preserve_sigterm_handler():
             start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
-        return cls(namespace, ray._private.worker._global_node)
+        return cls(namespace, ray._private.worker._global_node, options)
 
     def stop(self) -> None:
         """Remove the placement groups, which kills the processes in them, and disconnect from Ray; a local Ray is
@@ -118,15 +111,13 @@ class Cluster:
             return
         self._stopped = True
         with suppress(ClusterLost):
-            for group in self._groups:
-                self.call_ray(ray.util.remove_placement_group, group)
+            self._placement.release()
         self._lost.set()
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         ray.shutdown()
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
-        self._groups, self._gpus = [], []
 
     def alive(self) -> bool:
         """Return whether the daemons of the local Ray (GCS, raylet) are running.
@@ -242,30 +233,58 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         """Return the number of GPUs of the whole Ray cluster."""
-        import ray
+        return self._placement.num_gpus
 
-        return int(self.call_ray(ray.cluster_resources).get("GPU", 0))
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the number of GPUs that the run uses on each node."""
+        return self._placement.gpus_per_node
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Return whether processes of the run, this driver included, may be on different nodes. Reserves the GPUs."""
+        with self._placing:
+            return self._placement.spans_nodes
+
+    @property
+    def node_timeout(self) -> float:
+        """Return the number of seconds to wait for a node that died."""
+        return self._options.node_timeout
 
     def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
         """Return placements for processes, on consecutive GPUs from GPU number `first_gpu` of the cluster on.
 
-        Trainer and engines placed at the same first GPU share GPUs (colocated). Without GPUs in the cluster, or with
-        `gpus_per_process=0`, a placement reserves no resources, and the caller divides the CPU threads
-        (`cpu_threads_per_process`).
+        Trainer and engines placed at the same first GPU share GPUs (colocated). A process whose GPUs would be on two nodes
+        begins at the second one. Without GPUs in the cluster, or with `gpus_per_process=0`, a placement reserves no
+        resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an external cluster the
+        processes are then distributed over its nodes in order.
 
         Args:
-            num_processes: number of placements.
-            gpus_per_process: number of GPUs of one process.
-            first_gpu: index of the first GPU; GPUs are ordered by node, then by GPU id.
+            num_processes: number of processes.
+            gpus_per_process: number of GPUs of one process, at most those of a node.
+            first_gpu: index of the first GPU.
 
         Raises:
-            LayoutError: the cluster has too few GPUs, or the GPUs of one process would be on different nodes.
+            LayoutError: the cluster has too few GPUs or nodes, or a process needs more GPUs than a node has.
+            NodeLost: a node that the run used has died and is not back; try again later.
         """
-        if gpus_per_process == 0 or self.num_gpus == 0:
-            return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
-        self._reserve_gpus(first_gpu + num_processes * gpus_per_process)
-        starts = range(first_gpu, first_gpu + num_processes * gpus_per_process, gpus_per_process)
-        return [self._make_slot(self._gpus[start : start + gpus_per_process]) for start in starts]
+        with self._placing:
+            return self._placement.place(num_processes, gpus_per_process, first_gpu)
+
+    def place_when_nodes_are_back(self, count: int) -> list[Slot]:
+        """Return placements for `count` processes of one GPU each, as `place_processes`; if a node has died, wait for
+        it up to `node_timeout` seconds, then raise NodeLost."""
+        deadline, told = time.monotonic() + self.node_timeout, False
+        while True:
+            try:
+                return self.place_processes(count)
+            except NodeLost as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not told:
+                    logger.warning("%s; waiting up to %.0f s for it (--node-timeout)", error, self.node_timeout)
+                told = True
+            time.sleep(POLL_SECONDS)
 
     def run(
         self,
@@ -298,89 +317,6 @@ class Cluster:
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
-
-    def _make_slot(self, gpus: list[tuple[Any, int, str]]) -> Slot:
-        """Return the placement of one process on these GPUs: (placement group, bundle index, GPU id) of each."""
-        from ray.util.placement_group import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        nodes = {self.call_ray(placement_group_table, group)["bundles_to_node_id"][bundle] for group, bundle, _ in gpus}
-        if len(nodes) > 1:
-            raise LayoutError(
-                f"the {len(gpus)} GPUs of one process are on {len(nodes)} nodes, but must be on one: use fewer GPUs "
-                "per process"
-            )
-        group, bundle, _ = gpus[0]
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
-        return Slot(options, tuple(gpu_id for _, _, gpu_id in gpus))
-
-    def _reserve_gpus(self, needed: int) -> None:
-        """Reserve GPUs with placement groups until `needed` are reserved in total. On an external Ray cluster the
-        placement groups of an earlier driver of this run are reused first."""
-        for name in self._unclaimed_placement_group_names():
-            self._add_placement_group(name, 0)
-        missing = needed - len(self._gpus)
-        if missing <= 0:
-            return
-        if needed > self.num_gpus:
-            raise LayoutError(
-                f"the cluster has {self.num_gpus} GPUs, but {needed} are needed: use fewer GPUs, or colocate trainer "
-                "and engines"
-            )
-        self._add_placement_group(f"{self.namespace}-gpus-{len(self._groups):03d}", missing)
-
-    def _unclaimed_placement_group_names(self) -> list[str]:
-        """Return the names of the placement groups that earlier drivers of this run left on the external Ray cluster
-        and that this driver has not taken over yet, oldest first."""
-        from ray.util.placement_group import placement_group_table
-
-        if self.owned:
-            return []
-        prefix, first = f"{self.namespace}-gpus-", len(self._groups)
-        table = placement_group_table().values()
-        names = {group["name"] for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"}
-        return sorted(names)[first:]
-
-    def _add_placement_group(self, name: str, num_gpus: int) -> None:
-        """Reserve `num_gpus` GPUs in a new placement group named `name`; with `num_gpus=0` reuse the existing group."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        if num_gpus:
-            options = self.detached_options(name)
-            group = self.call_ray(placement_group, [{"GPU": 1}] * num_gpus, strategy="PACK", **options)
-        else:
-            group = ray.util.get_placement_group(name)
-            num_gpus = group.bundle_count
-        self._groups.append(group)
-        try:
-            self.get(self.call_ray(group.ready), timeout=60)
-        except ray.exceptions.GetTimeoutError as error:
-            raise LayoutError(
-                f"could not reserve {num_gpus} GPUs within 60 s, because other processes of this Ray cluster use them: "
-                "wait until they end, or use fewer GPUs"
-            ) from error
-        probes = [
-            ray.remote(_assigned_node_and_gpu_ids)
-            .options(num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
-            .remote()
-            for bundle in range(num_gpus)
-        ]
-        locations = [self.get(probe, timeout=120) for probe in probes]  # (node id, GPU id) of each bundle
-        order = sorted(
-            range(num_gpus), key=lambda bundle: (locations[bundle][0], len(locations[bundle][1]), locations[bundle][1])
-        )
-        self._gpus += [(group, bundle, locations[bundle][1]) for bundle in order]
-
-
-def _assigned_node_and_gpu_ids() -> tuple[str, str]:
-    """Return the node id and the GPU id that Ray assigned to this task."""
-    import ray
-
-    context = ray.get_runtime_context()
-    return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
 
 
 def cpu_count() -> int:

@@ -17,7 +17,8 @@ import pytest
 
 import penstock.engines.cluster
 from penstock.engines.backends import engine_backend
-from penstock.engines.cluster import Cluster, ClusterLost, Slot, cpu_count, cpu_threads_per_process
+from penstock.engines.cluster import Cluster, ClusterLost, cpu_count, cpu_threads_per_process
+from penstock.engines.placement import Slot
 from penstock.engines.serving.replica import RayReplica
 from penstock.engines.serving.server import ServerSpec
 
@@ -106,7 +107,7 @@ def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
     monkeypatch.setattr(sys.modules["ray"], "remote", lambda cls: actor_class, raising=False)
     cluster = Cluster(node=ScriptedNode(looks=20))
     engine = RayReplica(
-        cluster, ServerSpec(model_path="/model", start_timeout=900), 0, Slot(), "owner", engine_backend()
+        cluster, ServerSpec(model_path="/model", start_timeout=900), 0, lambda: [Slot()], "owner", engine_backend()
     )
     with pytest.raises(ClusterLost):
         engine.wait_for_url()

@@ -1,0 +1,375 @@
+"""Place the processes of a run on the nodes and GPUs of its Ray cluster.
+
+The GPUs of a run are numbered. Every `gpus_per_node` consecutive ones are a block, reserved with a STRICT_PACK
+placement group on one node, so that an engine or a tensor-parallel group of the trainer that fits a node does not span
+nodes. A block whose node died is placed again when Ray has a node for it. On an external Ray cluster without GPUs,
+processes are pinned to nodes.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from penstock.storage.errors import LayoutError, PenstockError
+
+T = TypeVar("T")
+
+GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
+RESERVE_TIMEOUT = 60  # seconds within which Ray must place a new block
+PROBE_TIMEOUT = 120  # seconds for a task that reads its GPU id
+CONNECT_TIMEOUT = 2.0  # seconds for a node to accept a connection
+
+
+class NodeLost(PenstockError, ConnectionError):
+    """A node that the run uses has died and has not been replaced yet."""
+
+    code = "node-lost"
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """How a run uses the nodes of its Ray cluster."""
+
+    gpus_per_node: int | None = None  # GPUs that the run uses on each node; None: those of the largest node
+    trainer_gpus: int = 0  # GPUs of the trainer. All GPUs of a run are reserved when its first process is placed.
+    engine_gpus: int = 0  # GPUs of the engines, without those of the trainer
+    gpus_per_engine: int = 1
+    num_nodes: int = 1  # nodes of a cluster without GPUs over which processes are distributed
+    node_timeout: float = 600  # seconds to wait for a node that died
+
+    def total_gpus(self, gpus_per_node: int) -> int:
+        """Return the number of GPUs to reserve, including those that are left over at the end of a node."""
+        size = min(self.gpus_per_engine, gpus_per_node)
+        starts = first_gpus(self.engine_gpus // size, size, self.trainer_gpus, gpus_per_node)
+        return starts[-1] + size if starts else self.trainer_gpus
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Placement of one process: Ray options, GPU ids and node."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
+    gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
+    node: str = ""  # Ray's node id; "" if Ray chooses the node
+
+    def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
+        """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
+        default)."""
+        return {**self.options, "runtime_env": {"env_vars": variables}}
+
+
+class RayCalls(Protocol):
+    """The part of `Cluster` that placement needs; see there."""
+
+    owned: bool
+    namespace: str
+
+    def get(self, call: Any, timeout: float | None = None) -> Any: ...
+
+    def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T: ...
+
+    def detached_options(self, name: str) -> dict[str, Any]: ...
+
+
+def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
+    """Return the sizes of the blocks of `num_gpus` GPUs: full nodes, and the rest."""
+    full, rest = divmod(num_gpus, gpus_per_node)
+    return [gpus_per_node] * full + [rest] * bool(rest)
+
+
+def first_gpus(count: int, size: int, offset: int, gpus_per_node: int) -> list[int]:
+    """Return the number of the first GPU of each of `count` processes with `size` consecutive GPUs, from GPU number
+    `offset` on. A process that would span two blocks begins at the second one.
+
+    Raises:
+        LayoutError: a process needs more GPUs than a block has.
+    """
+    if size > gpus_per_node:
+        raise LayoutError(
+            f"a process needs {size} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): use fewer GPUs per "
+            "process"
+        )
+    starts, start = [], offset
+    for _ in range(count):
+        if start % gpus_per_node + size > gpus_per_node:
+            start += -start % gpus_per_node
+        starts.append(start)
+        start += size
+    return starts
+
+
+def num_engine_nodes(gpus_per_engine: int, gpus_per_node: int) -> int:
+    """Return the number of nodes of one engine.
+
+    Raises:
+        LayoutError: the engine spans nodes, but does not fill them.
+    """
+    if gpus_per_engine <= gpus_per_node:
+        return 1
+    if gpus_per_engine % gpus_per_node:
+        raise LayoutError(
+            f"--rollout-num-gpus-per-engine {gpus_per_engine} is not a multiple of the {gpus_per_node} GPUs of a node "
+            "(--num-gpus-per-node), and an engine that spans nodes uses all GPUs of each: use a divisor or a multiple"
+        )
+    return gpus_per_engine // gpus_per_node
+
+
+def order_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return entries of `ray.nodes()` in the order in which processes are placed: the head, then by address."""
+    return sorted(
+        nodes,
+        key=lambda node: (
+            "node:__internal_head__" not in node["Resources"],
+            node["NodeManagerAddress"],
+            node["NodeID"],
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One reserved GPU."""
+
+    group: Any  # Ray's placement group
+    bundle: int  # index in the placement group
+    gpu_id: str  # on the node
+    node: str  # Ray's node id
+
+
+class Placement:
+    """Places the processes of one run. Not thread-safe.
+
+    Args:
+        ray_calls: the connection to Ray.
+        options: how the run uses the nodes.
+    """
+
+    def __init__(self, ray_calls: RayCalls, options: PlacementOptions) -> None:
+        self._ray = ray_calls
+        self._options = options
+        self._gpus_per_node = options.gpus_per_node
+        self._blocks: list[list[Gpu]] = []
+        self._max_gpus = self._max_nodes = 0  # the largest numbers that Ray had during this connection
+
+    # ---- nodes -------------------------------------------------------------------------------------------------------
+
+    def alive_nodes(self) -> list[dict[str, Any]]:
+        """Return the entries of `ray.nodes()` whose raylet accepts connections, ordered by `order_nodes`.
+
+        Ray notices the death of a node only after some seconds; an actor placed there meanwhile would fail.
+        """
+        import ray
+
+        nodes = [node for node in self._ray.call_ray(ray.nodes) if node["Alive"]]
+        if ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
+            return order_nodes(nodes)
+        return order_nodes([node for node in nodes if _accepts_connections(node)])
+
+    @property
+    def num_gpus(self) -> int:
+        """Return the number of GPUs of the whole Ray cluster."""
+        import ray
+
+        return int(self._ray.call_ray(ray.cluster_resources).get("GPU", 0))
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the number of GPUs that the run uses on each node."""
+        if self._gpus_per_node is None:
+            sizes = [int(node["Resources"].get("GPU", 0)) for node in self.alive_nodes()]
+            self._gpus_per_node = max([1, *sizes])
+        return self._gpus_per_node
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Return whether processes of the run, driver included, may be on different nodes."""
+        import ray
+
+        if self._ray.owned:
+            return False
+        if ray.util.client.ray.is_connected():
+            return True
+        driver = ray.get_runtime_context().get_node_id()
+        if self.num_gpus == 0 and not self._max_gpus:
+            return {node["NodeID"] for node in self._cpu_nodes()} != {driver}
+        self._reserve(0)
+        return len(self._blocks) > 1 or any(gpu.node != driver for block in self._blocks for gpu in block)
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def place(self, count: int, gpus_per_process: int = 1, offset: int = 0) -> list[Slot]:
+        """Return placements; see `Cluster.place_processes`."""
+        num_gpus = self.num_gpus
+        self._max_gpus = max(self._max_gpus, num_gpus)
+        if gpus_per_process and self._max_gpus:
+            starts = first_gpus(count, gpus_per_process, offset, self.gpus_per_node)
+            self._reserve(starts[-1] + gpus_per_process)
+            gpus = [gpu for block in self._blocks for gpu in block]
+            alive = {node["NodeID"] for node in self.alive_nodes()}
+            return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
+        if self._ray.owned or not gpus_per_process:
+            return [Slot({"num_cpus": 0}) for _ in range(count)]
+        nodes = self._cpu_nodes()
+        return [_cpu_slot(str(nodes[index * len(nodes) // count]["NodeID"])) for index in range(count)]
+
+    def _cpu_nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes of the run on a cluster without GPUs."""
+        nodes, needed = self.alive_nodes(), self._options.num_nodes
+        self._max_nodes = max(self._max_nodes, len(nodes))
+        if len(nodes) < needed <= self._max_nodes:
+            raise NodeLost(
+                f"{len(nodes)} of {needed} nodes of the Ray cluster are alive: start the others again with `ray start`"
+            )
+        if len(nodes) < needed:
+            raise LayoutError(
+                f"the Ray cluster has {len(nodes)} nodes, but --actor-num-nodes is {needed}: start more with "
+                "`ray start --address`, or use fewer"
+            )
+        return nodes[:needed]
+
+    def _gpu_slot(self, gpus: Sequence[Gpu], alive: set[str]) -> Slot:
+        """Return the placement of one process on these GPUs, which must be on one of the nodes `alive`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        first = gpus[0]
+        if len({gpu.node for gpu in gpus}) > 1:
+            raise LayoutError(
+                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one: set "
+                "--num-gpus-per-node to the number of GPUs of the smallest node"
+            )
+        if first.node not in alive:
+            raise NodeLost(f"the node {first.node} with GPUs of the run does not answer: restart it with `ray start`")
+        strategy = PlacementGroupSchedulingStrategy(first.group, placement_group_bundle_index=first.bundle)
+        options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
+        return Slot(options, tuple(gpu.gpu_id for gpu in gpus), first.node)
+
+    # ---- placement groups --------------------------------------------------------------------------------------------
+
+    def _reserve(self, needed: int) -> None:
+        """Reserve `needed` GPUs, and at least those of the whole run.
+
+        On an external Ray cluster the placement groups of an earlier driver of this run are reused if they have the
+        same sizes, and removed otherwise.
+        """
+        needed = max(needed, self._options.total_gpus(self.gpus_per_node))
+        if not self._blocks and not self._ray.owned:
+            self._adopt_or_remove_groups(block_sizes(needed, self.gpus_per_node))
+        for index, block in enumerate(self._blocks):
+            self._blocks[index] = self._follow_moved_block(block)
+        reserved = sum(map(len, self._blocks))
+        if reserved < needed > (num_gpus := self.num_gpus):
+            if needed <= self._max_gpus:
+                raise NodeLost(f"Ray has {num_gpus} of the {needed} GPUs of the run: restart the lost node")
+            raise LayoutError(
+                f"the cluster has {num_gpus} GPUs, but {needed} are needed: use fewer GPUs, or colocate trainer "
+                "and engines"
+            )
+        while reserved < needed:
+            size = min(self.gpus_per_node - reserved % self.gpus_per_node, needed - reserved)
+            group = self._new_group(f"{self._group_prefix}{len(self._blocks):03d}", size)
+            self._blocks.append(self._locate(group, size))
+            reserved += size
+
+    @property
+    def _group_prefix(self) -> str:
+        return f"{self._ray.namespace}-gpus-"
+
+    def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
+        """Reuse the placement groups that earlier drivers of this run left if these are their sizes; otherwise remove
+        them, which kills the processes in them."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        table = self._ray.call_ray(placement_group_table).values()
+        names = sorted(
+            entry["name"]
+            for entry in table
+            if entry["name"].startswith(self._group_prefix) and entry["state"] != "REMOVED"
+        )
+        groups = [self._ray.call_ray(ray.util.get_placement_group, name) for name in names]
+        if [group.bundle_count for group in groups] == sizes:
+            self._blocks = [self._locate(group, size) for group, size in zip(groups, sizes, strict=True)]
+            return
+        for group in groups:
+            self._ray.call_ray(ray.util.remove_placement_group, group)
+
+    def _new_group(self, name: str, size: int) -> Any:
+        """Reserve `size` GPUs of one node in a new placement group."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        options = self._ray.detached_options(name)
+        group = self._ray.call_ray(placement_group, [{"GPU": 1}] * size, strategy="STRICT_PACK", **options)
+        try:
+            self._ray.get(self._ray.call_ray(group.ready), timeout=RESERVE_TIMEOUT)
+        except ray.exceptions.GetTimeoutError as error:
+            self._ray.call_ray(ray.util.remove_placement_group, group)
+            raise LayoutError(
+                f"could not reserve {size} GPUs of one node within {RESERVE_TIMEOUT} s, because no node has as many or "
+                "other processes of this Ray cluster use them: wait until they end, use fewer GPUs, or give the number "
+                "of GPUs of a node with --num-gpus-per-node"
+            ) from error
+        return group
+
+    def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
+        """Return a block with its current node and GPU ids: Ray places a group again after the death of its node."""
+        from ray.util.placement_group import placement_group_table
+
+        entry = self._ray.call_ray(placement_group_table, block[0].group)
+        if entry["state"] != "CREATED":
+            raise NodeLost(f"the node of {len(block)} GPUs of the run died: restart it with `ray start --address`")
+        if [entry["bundles_to_node_id"][gpu.bundle] for gpu in block] == [gpu.node for gpu in block]:
+            return block
+        return self._locate(block[0].group, len(block))
+
+    def _locate(self, group: Any, size: int) -> list[Gpu]:
+        """Return the GPUs of a placement group of `size` bundles, ordered by their ids."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        probe = ray.remote(_assigned_node_and_gpu_ids)
+        calls = [
+            probe.options(
+                num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
+            ).remote()
+            for index in range(size)
+        ]
+        places = [self._ray.get(call, timeout=PROBE_TIMEOUT) for call in calls]
+        gpus = [Gpu(group, bundle, gpu_id, node) for bundle, (node, gpu_id) in enumerate(places)]
+        return sorted(gpus, key=lambda gpu: (len(gpu.gpu_id), gpu.gpu_id))
+
+    def release(self) -> None:
+        """Remove the placement groups, which kills the processes in them."""
+        import ray
+
+        blocks, self._blocks = self._blocks, []
+        for group in {gpu.group.id: gpu.group for block in blocks for gpu in block}.values():
+            self._ray.call_ray(ray.util.remove_placement_group, group)
+
+
+def _cpu_slot(node: str) -> Slot:
+    """Return the placement of a process without GPUs on a node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return Slot({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
+
+
+def _accepts_connections(node: dict[str, Any]) -> bool:
+    """Return whether the raylet of a node accepts connections."""
+    try:
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _assigned_node_and_gpu_ids() -> tuple[str, str]:
+    """Return the node id and the GPU id that Ray assigned to this task."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
