@@ -69,6 +69,17 @@ class RunConfig(StageConfig):
     ray_address: str | None = option(None, mutability="placement")
     """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
 
+    num_gpus_per_node: int | None = option(None, mutability="placement", ge=1)
+    """GPUs that the run uses on each node. Default: --actor-num-gpus-per-node with several --actor-num-nodes, otherwise
+    all GPUs of a node."""
+
+    network_interface: str | None = option(None, mutability="placement")
+    """Network interface (such as eth0) over which the nodes of --ray-address communicate; default: that of Ray's node
+    address."""
+
+    node_timeout: float = option(600.0, mutability="placement", ge=0)
+    """Seconds to wait for a node of the Ray cluster that died during the run before the stage fails."""
+
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 

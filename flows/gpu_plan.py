@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.engine_options import engine_options
-from penstock.storage.errors import EngineError, LayoutError
+from penstock.flows.runtime.engine_options import engine_options, gpus_per_node
+from penstock.storage.errors import EngineError, LayoutError, OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -97,15 +97,17 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the engines' GPUs can be divided among the engines, and the model among an engine's GPUs.
 
     Raises:
-        LayoutError: --rollout-num-gpus-per-engine does not divide the GPUs or the attention heads.
+        LayoutError: --rollout-num-gpus-per-engine does not divide the GPUs or the attention heads, or it is neither a
+            divisor nor a multiple of the GPUs of a node.
     """
-    size, train = config.rollout.rollout_num_gpus_per_engine, config.train
+    size = config.rollout.rollout_num_gpus_per_engine
     if config.rollout.rollout_external_engine_addrs:
         return
     flag = f"--rollout-num-gpus-per-engine {size}"
-    if config.run.colocate or config.rollout.rollout_num_gpus is None:
-        ranks, gpus = train.num_ranks, train.actor_num_gpus_per_node
-        fix = "or give the engines their own GPUs with --rollout-num-gpus"
+    shared = config.run.colocate or config.rollout.rollout_num_gpus is None
+    fix = "or give the engines their own GPUs with --rollout-num-gpus"
+    if shared:
+        ranks = config.train.num_ranks
         if size > ranks:
             raise LayoutError(
                 f"{flag} exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the "
@@ -116,14 +118,45 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
                 f"{flag} does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of "
                 f"{ranks}, {fix}"
             )
-        if gpus % size:
-            raise LayoutError(
-                f"{flag} does not divide the {gpus} GPUs of a machine (--actor-num-gpus-per-node), and an engine "
-                f"cannot span machines: use a divisor of {gpus}, {fix}"
-            )
+    gpus = gpus_per_node(config) or (config.train.actor_num_gpus_per_node if shared else size)
+    if size % gpus and gpus % size:
+        fix = f", {fix}" if shared else ""
+        raise LayoutError(
+            f"{flag} is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and an "
+            f"engine that spans nodes uses all GPUs of each: use one{fix}"
+        )
     heads = shape.num_attention_heads
     if heads % size and not config.rollout.sglang.get("enable_dp_attention"):
         raise LayoutError(f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}")
+
+
+def check_nodes(config: PostTrainConfig) -> None:
+    """Check the options that divide the trainer among nodes.
+
+    Raises:
+        OptionError: an option has no effect.
+        LayoutError: the trainer's ranks do not fit the GPUs of a node, or a tensor-parallel group would span nodes
+            although it fits one.
+    """
+    run, train = config.run, config.train
+    if run.network_interface is not None and run.ray_address is None:
+        raise OptionError(
+            "--network-interface has no effect without --ray-address, because all processes are on this machine: "
+            "omit it, or join a Ray cluster of several nodes"
+        )
+    gpus, size = gpus_per_node(config), train.tensor_model_parallel_size
+    if gpus is None:
+        return
+    if train.actor_num_gpus_per_node > gpus:
+        raise LayoutError(
+            f"--actor-num-gpus-per-node {train.actor_num_gpus_per_node} exceeds --num-gpus-per-node {gpus}: use fewer "
+            "ranks per node and more nodes (--actor-num-nodes), or raise --num-gpus-per-node"
+        )
+    if train.num_ranks > gpus > size and gpus % size:
+        raise LayoutError(
+            f"--tensor-model-parallel-size {size} does not divide the {gpus} GPUs of a node, so that a tensor-parallel "
+            "group would span two nodes: use a divisor"
+        )
 
 
 def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from prefect.cache_policies import NO_CACHE
 from penstock.flows.config import PostTrainConfig, RunConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
@@ -214,7 +216,8 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     """Return the run's recorded config with the placement and the Ray address of the replay."""
     values = read_flow_and_config(where, run)[1].model_dump(mode="json")
     values["train"] |= placement
-    values["run"]["ray_address"] = where.ray_address
+    for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
+        values["run"][name] = getattr(where, name)
     return validate_config(values)
 
 
@@ -265,8 +268,10 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
         store_options=store.options,
+        network_interface=config.run.network_interface,
     )
-    cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}")
+    placement = replace(run_placement(config), engine_gpus=0)
+    cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}", options=placement)
     group = TrainerGroup(cluster, spec)
     try:
         base = CheckpointRef.model_validate(store.read_json(keys.origin_key("base")))

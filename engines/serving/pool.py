@@ -11,11 +11,13 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.options import EngineOptions, HealthCheck
+from penstock.engines.placement import Slot, num_engine_nodes
 from penstock.engines.serving.external import ExternalReplica
 from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
@@ -32,7 +34,7 @@ class EnginePool:
     Args:
         cluster: the Ray connection that runs the actors.
         spec: model and settings of every server.
-        num_engines: number of servers, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
+        num_engines: number of engines, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
         first_gpu: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which starts at 0.
         health: health-check settings within `serving`.
         external: host:port of external engines; if given, the pool starts no engines itself.
@@ -63,14 +65,18 @@ class EnginePool:
         self._replicas: list[Replica] = []
         self._serving = False
         owner = uuid.uuid4().hex
-        kill_surplus_replicas(cluster, 0 if external else num_engines)
+        kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes)
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
-        else:
-            slots = cluster.place_processes(num_engines, spec.tensor_parallel, first_gpu)
-            self._replicas += [
-                RayReplica(cluster, spec, index, slot, owner, backend) for index, slot in enumerate(slots)
-            ]
+            return
+        size, gpus = spec.num_nodes, spec.tensor_parallel // spec.num_nodes
+
+        def place(index: int) -> Sequence[Slot]:
+            return cluster.place_processes(num_engines * size, gpus, first_gpu)[index * size : (index + 1) * size]
+
+        self._replicas += [
+            RayReplica(cluster, spec, index, partial(place, index), owner, backend) for index in range(num_engines)
+        ]
 
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
@@ -210,6 +216,8 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
         update={
             "args": backend.server_args(options, has_gpus=has_gpus),
             "tensor_parallel": options.gpus_per_engine if has_gpus else 1,
+            "num_nodes": num_engine_nodes(options.gpus_per_engine, cluster.gpus_per_node) if has_gpus else 1,
+            "several_nodes": not options.external and cluster.spans_nodes,
         }
     )
     return EnginePool(

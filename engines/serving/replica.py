@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.engines.backends import EngineBackend
-from penstock.engines.cluster import Cluster, ClusterLost, Slot
+from penstock.engines.cluster import Cluster, ClusterLost
 from penstock.engines.generation import EngineClient, EngineGone
+from penstock.engines.placement import NodeLost, Slot
 from penstock.engines.serving import keys
 from penstock.engines.serving.server import ServerSpec, read_log_tail
 from penstock.engines.weights.routes import ProcessPlace
@@ -115,53 +117,94 @@ class Replica(ABC):
 
 
 class RayReplica(Replica):
-    """An engine whose server process is started by a Ray actor.
+    """An engine whose server processes, one on each of its nodes, are started by Ray actors.
 
-    The constructor starts a server without waiting, or adopts the server with this index that an earlier driver of the
-    run left on an external Ray cluster.
+    The constructor starts the processes without waiting, or adopts those with this index that an earlier driver of the
+    run left on an external Ray cluster. They have one state: if one dies, all are restarted.
 
     Args:
-        cluster: the Ray connection that runs the actor.
+        cluster: the Ray connection that runs the actors.
         spec: model and settings of the server.
-        index: position in the pool; part of the actor's name.
-        slot: the server's GPUs and Ray options.
+        index: position in the pool; part of the actors' names.
+        place: returns GPUs and Ray options of each process, by node rank. Called before each start, because GPUs move
+            when a node dies; may raise NodeLost.
         owner: id of the pool. A server that another pool has adopted since is neither used nor killed.
         backend: the engine implementation.
     """
 
     def __init__(
-        self, cluster: Cluster, spec: ServerSpec, index: int, slot: Slot, owner: str, backend: EngineBackend
+        self,
+        cluster: Cluster,
+        spec: ServerSpec,
+        index: int,
+        place: Callable[[], Sequence[Slot]],
+        owner: str,
+        backend: EngineBackend,
     ) -> None:
         self.cluster = cluster
         self.spec = spec
         self.index = index
-        self.slot = slot
         self.owner = owner
         self.backend = backend
         self.client = backend.connect(
             lambda: []
         )  # only its `generates_tokens` and `weight_version` are used, which take an address
+        self._place = place
+        self._slots: Sequence[Slot] = []
         self._log = ""
-        self._starting: Any = None  # object reference of the actor's running `start` or `adopt` call
+        self._starts: list[Any] = []  # object reference of each actor's `start` or `adopt` call, until all are read
         self._deadline = 0.0
-        self.actor: Any = cluster.find_actor(actor_name(index))
-        if self.actor is None:
-            self.launch_server()
-        else:
-            self._set_pending_start(self.actor.adopt.remote(owner, spec.digest(slot.gpu_ids)))
+        self._lost: NodeLost | None = None  # while the start waits for a node
+        names = [actor_name(index, rank) for rank in range(spec.num_nodes)]
+        self._actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
+        if len(self._actors) == spec.num_nodes:
+            self._slots = place()
+            calls = [
+                actor.adopt.remote(owner, spec.digest(slot.gpu_ids))
+                for actor, slot in zip(self._actors, self._slots, strict=True)
+            ]
+            self._set_pending_start(calls)
             self.adopted = True
+        else:
+            self.kill()
+            self.launch_server()
 
     def launch_server(self) -> None:
+        """Start a new server without waiting until it is ready. If its node has died, `wait_for_url` starts it as soon
+        as the node is back."""
+        self.adopted = False
+        try:
+            self._slots = self._place()
+        except NodeLost as error:
+            if self._lost is None:
+                timeout = self.cluster.node_timeout
+                self._deadline = time.monotonic() + timeout
+                logger.warning(
+                    "engine %d cannot start (%s); waiting up to %.0f s (--node-timeout)", self.index, error, timeout
+                )
+            self._lost = error
+            return
+        self._lost = None
+        self._actors = [self._new_actor(rank, slot) for rank, slot in enumerate(self._slots)]
+        if len(self._actors) == 1:
+            calls = [self._actors[0].start.remote()]
+        else:
+            rendezvous = self._actors[0].choose_rendezvous.remote()  # Ray passes its result to the calls
+            calls = [actor.start.remote(rendezvous) for actor in self._actors]
+        self._set_pending_start(calls)
+
+    def _new_actor(self, rank: int, slot: Slot) -> Any:
+        """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
+        actor's name."""
         import ray
 
         remote_class: Any = ray.remote(self.backend.server_class())
-        options = {**self.slot.options, **self.cluster.detached_options(actor_name(self.index))}
+        options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:
             try:
                 new_actor = remote_class.options(**options).remote
-                self.actor = self.cluster.call_ray(new_actor, self.spec, self.index, self.slot.gpu_ids, self.owner)
-                break
+                return self.cluster.call_ray(new_actor, self.spec, self.index, slot.gpu_ids, self.owner, rank)
             except ValueError as error:
                 if "name" not in options:
                     raise
@@ -170,41 +213,54 @@ class RayReplica(Replica):
                         "another driver has started engines for this run: start only one driver per run"
                     ) from error
                 time.sleep(0.1)
-        self.adopted = False
-        self._set_pending_start(self.actor.start.remote())
 
     def finish_adoption(self, timeout: float = 10.0) -> None:
         # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
-        adopting = self.adopted and self.known_url is None and self._starting is not None
-        if adopting and self.cluster.wait([self._starting], timeout)[0]:
-            self._read_start_result()
+        deadline = time.monotonic() + timeout
+        while self.adopted and self.known_url is None and self._starts and time.monotonic() < deadline:
+            self._read_start_results()
 
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
         while self.known_url is None:
-            if self._starting is None:
+            if not self._starts:
                 self.launch_server()
-            if self.cluster.wait([self._starting], POLL_SECONDS)[0]:
-                self._read_start_result()
-            elif cancelled():
+            if self._starts:
+                self._read_start_results()
+            else:
+                time.sleep(POLL_SECONDS)
+            if self.known_url is not None:
+                break
+            if cancelled():
                 raise StartCancelled
-            elif time.monotonic() > self._deadline:
-                self.kill()
-                raise RuntimeError(
-                    f"engine {self.index} did not start in time: the Ray actor that starts its server does not answer "
-                    "and was killed"
-                )
+            if time.monotonic() > self._deadline:
+                self._raise_start_timeout()
         return self.known_url
+
+    def _raise_start_timeout(self) -> NoReturn:
+        lost, self._lost = self._lost, None
+        self.kill()
+        if lost is not None:
+            raise lost
+        raise RuntimeError(
+            f"engine {self.index} did not start in time: a Ray actor that starts its server does not answer and was "
+            "killed"
+        )
 
     def alive(self) -> bool:
         import ray
 
         try:
-            return bool(self._call_actor("alive", self.owner))
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return bool(self._actors) and all(self._call_actor("alive", self.owner, rank=r) for r in self._ranks)
+        except ray.exceptions.RayError:
             return False
 
     def place(self) -> ProcessPlace:
-        return ProcessPlace(str(self._call_actor("node")), self.slot.gpu_ids, self.pid())
+        nodes = [str(self._call_actor("node", rank=rank)) for rank in self._ranks]
+        gpu_ids = tuple(gpu for slot in self._slots for gpu in slot.gpu_ids)
+        if len(nodes) == 1:
+            return ProcessPlace(nodes[0], gpu_ids, self.pid())
+        of_ranks = [node for node, slot in zip(nodes, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
+        return ProcessPlace(nodes[0], gpu_ids, self.pid(), tuple(of_ranks))
 
     def pid(self) -> int:
         return int(self._call_actor("pid"))
@@ -216,17 +272,20 @@ class RayReplica(Replica):
         import ray
 
         try:
-            return f"engine {self.index} {self._call_actor('exit_report')}"
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in self._ranks]
+        except ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"engine {self.index} died because its Ray actor died; tail of {self._log}:\n{tail}"
+        dead = [report for report in reports if report.startswith("died")]
+        return f"engine {self.index} {[*dead, *reports][0]}" if reports else f"engine {self.index} waits for its node"
 
     def kill(self) -> None:
-        """Kill the actor. The server dies with it, even if actor or server is stuck (see `launch.py`)."""
+        """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
         import ray
 
-        self.known_url = self._starting = None
-        self.cluster.call_ray(ray.kill, self.actor, no_restart=True)
+        self.known_url, self._starts = None, []
+        for actor in self._actors:
+            self.cluster.call_ray(ray.kill, actor, no_restart=True)
 
     def release(self) -> None:
         """Kill the server, unless another driver has adopted it."""
@@ -241,23 +300,34 @@ class RayReplica(Replica):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _set_pending_start(self, starting: Any) -> None:
-        self.known_url, self._starting = None, starting
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._actors))
+
+    def _set_pending_start(self, calls: list[Any]) -> None:
+        self.known_url, self._starts = None, calls
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
-    def _read_start_result(self) -> None:
-        """Read the result of the actor's finished `start` or `adopt` call, and store the server's address.
+    def _read_start_results(self) -> None:
+        """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read those that have finished. When all
+        have, store the server's address.
 
-        If the server could not be adopted, start a new one. Raises RuntimeError if the server could not start.
+        If the server could not be adopted, or its GPUs have moved to another node meanwhile, start a new one. Raises
+        RuntimeError if the server could not start.
         """
         import ray
 
-        starting, self._starting = self._starting, None
+        finished = self._wait_for_starts()
         try:
-            url = self.cluster.get(starting, timeout=CALL_TIMEOUT)
-            if url is not None:
+            urls = [self.cluster.get(call, timeout=CALL_TIMEOUT) for call in finished]
+            if None not in urls and len(urls) < len(self._starts):
+                return
+            url = urls[0]
+            if url is not None and None not in urls and not self._has_moved():
                 self._log = str(self._call_actor("log_path"))
                 keys.set_api_key(url, self._call_actor("key"))  # an adopted server's key is known only to its actor
+                self.known_url, self._starts = url, []
+                return
         except (ray.exceptions.RayError, AttributeError) as error:  # AttributeError: the actor runs an older Penstock
             self.kill()
             if self.adopted:
@@ -267,32 +337,46 @@ class RayReplica(Replica):
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise error.cause from None
             raise RuntimeError(f"engine {self.index} did not start, because its Ray actor died: {error}") from error
-        if url is None:
-            self.kill()
-            self.launch_server()
-            return
-        self.known_url = url
+        self.kill()
+        self.launch_server()
 
-    def _call_actor(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor and return its result."""
+    def _has_moved(self) -> bool:
+        """Return whether Ray has placed an actor on another node than its slot's, whose GPU ids are then wrong."""
+        return any(slot.node not in ("", self._call_actor("node", rank=r)) for r, slot in enumerate(self._slots))
+
+    def _wait_for_starts(self) -> list[Any]:
+        """Wait up to POLL_SECONDS. Return the `start` or `adopt` calls that have finished, by node rank."""
+        waiting, finished = list(self._starts), list[Any]()
+        timeout = POLL_SECONDS
+        while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
+            finished += done[0]
+            waiting, timeout = done[1], 0.0
+        return [call for call in self._starts if call in finished]
+
+    def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
+        """Call a method of the actor with a node rank and return its result."""
         import ray
 
         try:
-            return self.cluster.get(getattr(self.actor, method).remote(*args), timeout=CALL_TIMEOUT)
+            return self.cluster.get(getattr(self._actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
 
-def actor_name(index: int) -> str:
+def actor_name(index: int, node_rank: int = 0) -> str:
     """Return the Ray name of an engine's detached actor, unique within the run's namespace."""
-    return f"engine-{index}"
+    return f"engine-{index}" if node_rank == 0 else f"engine-{index}-node-{node_rank}"
 
 
-def kill_surplus_replicas(cluster: Cluster, index: int) -> None:
-    """Kill the detached engines with this index or a higher one, which an earlier driver of this run that used more
-    engines left on an external Ray cluster."""
+def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1) -> None:
+    """Kill the detached actors of engines with this index or a higher one, and those of node rank `num_nodes` or
+    higher, which an earlier driver of this run that used more left on an external Ray cluster."""
     import ray
 
-    while (actor := cluster.find_actor(actor_name(index))) is not None:
-        cluster.call_ray(ray.kill, actor, no_restart=True)
-        index += 1
+    for engine in count():
+        first = num_nodes if engine < index else 0
+        surplus = list(takewhile(bool, (cluster.find_actor(actor_name(engine, rank)) for rank in count(first))))
+        for actor in surplus:
+            cluster.call_ray(ray.kill, actor, no_restart=True)
+        if engine >= index and not surplus:
+            return

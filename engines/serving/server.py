@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
 from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.scratch import own_temp_directory
 from penstock.engines.serving import keys
@@ -40,9 +41,13 @@ class ServerSpec(BaseModel):
 
     model_path: str
     """Hugging Face directory with the initial weights, the config and the tokenizer."""
-    host: str = "127.0.0.1"
-    """Address to listen on. SGLang unpickles request data, which can execute code: use another address than loopback
-    only in a trusted network."""
+    several_nodes: bool = False
+    """Listen on the address of the server's node, which processes on other nodes reach, instead of loopback. SGLang
+    unpickles request data, which can execute code: only for a private network. The server always has an API key."""
+    network_interface: str | None = None
+    """With `several_nodes`: network interface whose address the servers use; by default that of Ray's node address."""
+    num_nodes: int = 1
+    """Number of nodes of one engine; one server process runs on each."""
     port: int = 0
     """Port of engine 0; engine i uses `port` + i. 0 chooses free ports."""
     weight_version: str = "default"
@@ -79,14 +84,26 @@ class EngineServer(ABC):
         gpu_ids: GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
         owner: id of the pool that supervises the server. On an external Ray cluster the server outlives its pool, and
             the next pool adopts it.
+        node_rank: position of this process among the `spec.num_nodes` processes of the engine. Requests go to the
+            process with node rank 0; the other processes only compute.
     """
 
     name: ClassVar[str]  # name of the engine in messages; prefix of the log's file name
     highest_port: ClassVar[int] = HIGHEST
     derived_ports: ClassVar[Sequence[int]] = ()  # offsets (port + offset) of further ports that the server binds
 
-    def __init__(self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = (), owner: str = "") -> None:
+    def __init__(
+        self,
+        spec: ServerSpec,
+        index: int = 0,
+        gpu_ids: tuple[str, ...] = (),
+        owner: str = "",
+        node_rank: int = 0,
+    ) -> None:
         self.spec = spec
+        self.node_rank = node_rank
+        self.rendezvous = ""  # host:port at which the processes of the engine meet; "" if it has only one
+        self._host = LOOPBACK
         self.index = index
         self.gpu_ids = gpu_ids
         self.owner = owner
@@ -108,15 +125,28 @@ class EngineServer(ABC):
     def is_ready(self) -> bool:
         """Return whether the server has loaded its model and accepts requests."""
 
-    def start(self) -> str:
+    def choose_rendezvous(self) -> str:
+        """Reserve the port at which the processes of an engine over several nodes meet, on this node. Return
+        host:port."""
+        host = node_address(self.spec.network_interface) if self.spec.several_nodes else LOOPBACK
+        return join_address(host, reserve_free_port(HIGHEST - 8, range(1, 8), host))
+
+    def start(self, rendezvous: str = "") -> str:
         """Start the server, wait until it is ready, and return its URL.
 
+        Args:
+            rendezvous: the result of `choose_rendezvous` of node rank 0, for an engine over several nodes.
+
         Raises:
+            EngineError: this node does not have the network interface `spec.network_interface`.
             RuntimeError: the server died or was not ready within `spec.start_timeout` seconds; the message has the tail
                 of its log.
         """
         assert self._process is None, "the server has already been started"
         deadline = time.monotonic() + self.spec.start_timeout
+        self.rendezvous = rendezvous
+        if self.spec.several_nodes and self.node_rank == 0:
+            self._host = node_address(self.spec.network_interface)
         for last_try in (False, False, True):
             self._launch()
             keys.set_api_key(self.url(), self._key)
@@ -125,7 +155,9 @@ class EngineServer(ABC):
                     return self.url()
                 time.sleep(0.2)
             # The server binds its port only after loading the model; another process may have taken the port by then.
-            if last_try or self.spec.port or "address already in use" not in self.log_tail(200).lower():
+            # The processes of an engine over several nodes can only be restarted together, by the pool.
+            fixed = self.spec.port or self.spec.num_nodes > 1
+            if last_try or fixed or "address already in use" not in self.log_tail(200).lower():
                 break
             self.stop()
         report = self.exit_report(f"was not ready within {self.spec.start_timeout:.0f} s")
@@ -144,7 +176,7 @@ class EngineServer(ABC):
     def url(self) -> str:
         """Return the server's URL (http://host:port)."""
         assert self._process is not None, "the server is not started"
-        return f"http://{self.spec.host}:{self._port}"
+        return f"http://{join_address(self._host, self._port)}"
 
     def key(self) -> str:
         """Return the API key that every request to the server must carry."""
@@ -223,7 +255,12 @@ class EngineServer(ABC):
     def _launch(self) -> None:
         """Start the server process, with its output in a new log file."""
         spec = self.spec
-        self._port = spec.port + self.index if spec.port else reserve_free_port(self.highest_port, self.derived_ports)
+        assert self._key, "a server needs an API key"
+        self._port = (
+            spec.port + self.index
+            if spec.port and self.node_rank == 0
+            else reserve_free_port(self.highest_port, self.derived_ports, self._host)
+        )
         env = {
             **os.environ,
             "OMP_NUM_THREADS": str(spec.threads),
@@ -233,6 +270,8 @@ class EngineServer(ABC):
             KEY_VARIABLE: self._key,
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
+        if self.rendezvous or spec.several_nodes:
+            env |= self._network_environment()
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:
             env.pop("PYTHONPATH", None)  # another interpreter must not import the trainer's packages
@@ -249,6 +288,13 @@ class EngineServer(ABC):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env | spec.env
             )
+
+    def _network_environment(self) -> dict[str, str]:
+        """Return the environment variables of a server that communicates with its processes on other nodes."""
+        host = node_address(self.spec.network_interface) if self.spec.several_nodes else LOOPBACK
+        interface = interface_of(host)
+        gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}  # by default that of the host's name
+        return {"SGLANG_HOST_IP": host, **gloo, **socket_environment(self.spec.network_interface)}
 
 
 def read_log_tail(log: Path | None, num_lines: int) -> str:

@@ -24,17 +24,21 @@ class SGLangServer(EngineServer):
     def command(self, port: int) -> list[str]:
         """Return the server's command line, without the API key, because `ps` shows command lines to other users."""
         spec = self.spec
-        ours = {
+        ours: dict[str, object] = {
             "model_path": spec.model_path,
-            "host": spec.host,
+            "host": self._host,
             "port": port,
-            "nccl_port": reserve_free_port(),  # rendezvous of the ranks; SGLang would not reserve the port it chooses
             "tp_size": spec.tensor_parallel,
             "weight_version": spec.weight_version,
         }
+        if spec.num_nodes > 1:
+            ours |= {"nnodes": spec.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.rendezvous}
+        else:
+            ours["nccl_port"] = reserve_free_port()  # rendezvous of the ranks; SGLang would not reserve its choice
         configured = {name: value for name, value in spec.args.items() if name != "api_key"}
         return [spec.python or sys.executable, str(LAUNCHER), *to_command_line(ours), *to_command_line(configured)]
 
     def is_ready(self) -> bool:
-        """Return whether the server has loaded its model and accepts requests."""
+        """Return whether the server has loaded its model and accepts requests. A process with another node rank than 0
+        answers when its ranks have loaded the model."""
         return control.is_ready(self.url())

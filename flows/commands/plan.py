@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, validate_config
-from penstock.flows.gpu_plan import GIB, GpuPlan, check_engine_gpus, format_gib, microbatch_tokens, plan_gpu_memory
+from penstock.flows.gpu_plan import (
+    GIB,
+    GpuPlan,
+    check_engine_gpus,
+    check_nodes,
+    format_gib,
+    gpu_plan,
+    microbatch_tokens,
+)
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.display import print_table
@@ -42,6 +50,7 @@ def main(argv: list[str]) -> int:
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     flow = "sft" if config.train.loss_type == "sft_loss" else "post_train"
     check_layout(shape, config.train)
+    check_nodes(config)
     if flow != "sft":
         check_engine_gpus(config, shape)
     plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
@@ -56,9 +65,10 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         values: section -> option -> value, updated in place.
         flag_values: flags of this command.
     """
+    if "--num-gpus-per-node" in flag_values:
+        per_node = _parse_positive_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"])
+        values.setdefault("run", {})["num_gpus_per_node"] = per_node
     if "--num-gpus" not in flag_values:
-        if "--num-gpus-per-node" in flag_values:
-            raise OptionError("--num-gpus-per-node has no effect without --num-gpus: add --num-gpus")
         return
     total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")

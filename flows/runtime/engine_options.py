@@ -9,6 +9,7 @@ from penstock.flows.config import PostTrainConfig
 
 if TYPE_CHECKING:
     from penstock.engines.options import EngineOptions
+    from penstock.engines.placement import PlacementOptions
 
 
 def engine_options(config: PostTrainConfig) -> EngineOptions:
@@ -30,6 +31,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
             python=rollout.sglang_python,
             pythonpath=rollout.sglang_pythonpath,
             start_timeout=rollout.sglang_start_timeout,
+            network_interface=config.run.network_interface,
         ),
         num_engines=rollout.num_engines,
         num_gpus=num_gpus,
@@ -50,3 +52,26 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         sampling_seeds=rollout.rollout_sampling_seeds,
         return_experts=train.use_rollout_routing_replay,
     )
+
+
+def run_placement(config: PostTrainConfig) -> PlacementOptions:
+    """Return how a run's trainer and engines are placed on the nodes of its Ray cluster."""
+    from penstock.engines.placement import PlacementOptions
+
+    train, run = config.train, config.run
+    no_engines = config.rollout.rollout_external_engine_addrs or train.loss_type == "sft_loss"
+    engines = 0 if no_engines else engine_options(config).num_gpus or 0
+    return PlacementOptions(
+        gpus_per_node=gpus_per_node(config),
+        trainer_gpus=train.num_ranks,
+        engine_gpus=engines,
+        gpus_per_engine=config.rollout.rollout_num_gpus_per_engine,
+        num_nodes=train.actor_num_nodes,
+        node_timeout=run.node_timeout,
+    )
+
+
+def gpus_per_node(config: PostTrainConfig) -> int | None:
+    """Return the number of GPUs that a run uses on each node, or None if the nodes decide."""
+    train = config.train
+    return config.run.num_gpus_per_node or (train.actor_num_gpus_per_node if train.actor_num_nodes > 1 else None)

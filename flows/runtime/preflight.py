@@ -17,7 +17,14 @@ from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
-from penstock.flows.gpu_plan import check_engine_gpus, check_gpu_count, check_memory, memory_warnings, plan_gpu_memory
+from penstock.flows.gpu_plan import (
+    check_engine_gpus,
+    check_gpu_count,
+    check_memory,
+    check_nodes,
+    memory_warnings,
+    plan_gpu_memory,
+)
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
@@ -202,6 +209,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 
     The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
     """
+    check_nodes(config)
     if flow in GENERATING:
         check_engine_gpus(config, shape)
     gpus = visible_gpu_bytes()

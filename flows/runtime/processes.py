@@ -19,7 +19,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
@@ -123,7 +123,11 @@ class Processes:
             if self._cluster is None:
                 from penstock.engines.cluster import Cluster
 
-                self._cluster = Cluster.start(self.config.run.ray_address, namespace=f"penstock-{self.keys.run}")
+                self._cluster = Cluster.start(
+                    self.config.run.ray_address,
+                    namespace=f"penstock-{self.keys.run}",
+                    options=run_placement(self.config),
+                )
             return self._cluster
 
     @property
@@ -348,6 +352,7 @@ class Processes:
             temperature=config.rollout.rollout_temperature,
             store=self.store.uri,
             store_options=self.store.options,  # with resolved secrets: another process cannot resolve the references
+            network_interface=self.config.run.network_interface,
         )
         group = TrainerGroup(cluster, spec)
         group.before_onload = self._release_engines

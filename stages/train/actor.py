@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.memory import MemorySwitch, StateKind
@@ -87,8 +88,13 @@ class TrainActor:
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
         from penstock.engines.megatron.parallel import init_parallel
+        from penstock.engines.network import interface_of, node_address
         from penstock.stages.train.build import build_models
 
+        if init_method.startswith("tcp:") and (
+            interface := interface_of(node_address(self.spec.network_interface))
+        ):  # gloo would use the interface of the host's name, which is often loopback
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         config = self.spec.config
         timeout = timedelta(seconds=config.train_timeout)  # one rank may download gigabytes while others wait
         ranks = (self.rank, self.build.num_ranks)
@@ -119,15 +125,17 @@ class TrainActor:
             log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
         )
 
-    def open_rendezvous(self) -> str:
-        """Open the rendezvous socket, on this machine's Ray address only, and return its URL (tcp://host:port)."""
-        import ray
+    def path_exists(self, path: str) -> bool:
+        """Return whether a path exists on this rank's machine."""
+        return Path(path).exists()
 
+    def open_rendezvous(self) -> str:
+        """Open the rendezvous socket, on the address of this node only, and return its URL (tcp://host:port)."""
+        from penstock.engines.network import join_address, node_address
         from penstock.engines.rendezvous import listen_at
 
-        self._listener = listen_at(ray.util.get_node_ip_address())
-        host, port = self._listener.getsockname()[:2]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._listener = listen_at(node_address(self.spec.network_interface))
+        return f"tcp://{join_address(*self._listener.getsockname()[:2])}"
 
     def digest(self) -> dict[str, str]:
         """Return the hash of every parameter shard of policy and critic on this rank: shard name -> hash."""
@@ -245,10 +253,9 @@ class TrainActor:
             The error of an engine to which this rank makes the requests, or None. It is returned, not raised, because
             it leaves this rank's models intact.
         """
-        import ray
-
         from penstock.engines.backends import connect
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
+        from penstock.engines.network import node_address
         from penstock.engines.serving.keys import set_api_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
@@ -258,7 +265,8 @@ class TrainActor:
         set_api_keys(keys)
         self._urls = urls
         self._engines = self._engines or connect(lambda: self._urls)
-        transport = replace(transport, host=ray.util.get_node_ip_address())
+        if transport.host is None:
+            transport = replace(transport, host=node_address(self.spec.network_interface))
         try:
             self._engines.update_weights(self._hf_weights(), version, transport)
         except (EngineGone, EngineRefused) as error:

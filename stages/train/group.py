@@ -26,8 +26,10 @@ import xxhash
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
 from penstock.engines.memory import MemorySwitch, StateKind
+from penstock.engines.network import socket_environment
 from penstock.engines.serving.keys import known_api_keys
 from penstock.engines.weights.routes import ProcessPlace
+from penstock.stages.train.shared_store import check_store_is_shared
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
     AuxiliaryModel,
@@ -41,6 +43,7 @@ from penstock.stages.train.spec import (
     TrainResult,
 )
 from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 
 QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights
 FAILURE_QUERY_TIMEOUT = (
@@ -87,7 +90,7 @@ class TrainerGroup:
             build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
-            for rank, slot in enumerate(self.cluster.place_processes(build.num_ranks)):
+            for rank, slot in enumerate(self.cluster.place_when_nodes_are_back(build.num_ranks)):
                 # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
                 # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
                 # processes survives a killed rank (seen with torch 2.11).
@@ -96,6 +99,7 @@ class TrainerGroup:
                     OMP_NUM_THREADS=str(build.threads),
                     TORCHINDUCTOR_COMPILE_THREADS="1",
                     NCCL_CUMEM_ENABLE=os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+                    **socket_environment(self.spec.network_interface),
                 )
                 options = actor.options(
                     **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
@@ -103,6 +107,9 @@ class TrainerGroup:
                 actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
             self._actors = actors
             self._ranks = self._call("info")
+            store = Store(self.spec.store, self.spec.store_options, probe=False)
+            nodes = [rank.node for rank in self._ranks]
+            check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
             self._call("connect_and_build", self._rendezvous_url())
 
     def kill(self) -> None:
@@ -183,9 +190,9 @@ class TrainerGroup:
         return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
 
     def _rendezvous_url(self) -> str:
-        """Return the rendezvous URL of the ranks: a file if all are on one machine (no port is opened), otherwise a TCP
+        """Return the rendezvous URL of the ranks: a file if all are on one node (no port is opened), otherwise a TCP
         address of rank 0."""
-        if self.spec.config.actor_num_nodes == 1:
+        if len({rank.node for rank in self._ranks}) == 1:
             self._rendezvous_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
             return f"file://{self._rendezvous_file}"
         return self._call("open_rendezvous", ranks=1)[0]
@@ -339,7 +346,7 @@ class TrainerGroup:
         for rank, call in enumerate(calls):
             try:
                 self.cluster.get(call, timeout=0)
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
                 return rank
             except ClusterLost:
                 raise

@@ -266,7 +266,7 @@ def rows_of_commands() -> Iterator[Bad]:
             (("doctor", "--plan", "--hf-checkpoint", "{root}/model", *words), culprit)
             for words, culprit in (
                 (("--num-gpus", "x"), "--num-gpus"), (("--num-gpus", "0"), "--num-gpus"), (("--num-gpus",),
-                "--num-gpus"), (("--num-gpus-per-node", "8"), "--num-gpus-per-node"),
+                "--num-gpus"), (("--num-gpus-per-node", "0"), "--num-gpus-per-node"),
                 (("--num-gpus", "6", "--num-gpus-per-node", "4"), "--num-gpus-per-node"),
                 (("--num-gpus", "6", "--num-gpus-per-node", "0"), "--num-gpus-per-node"),
                 (("--num-gpus", "8", "--rollout-num-gpus", "8"), "--rollout-num-gpus"),
@@ -540,7 +540,11 @@ def rows_of_requests() -> Iterator[Bad]:
         "--expert-model-parallel-size 2 --actor-num-gpus-per-node 2",
         "--sglang-port 99999", "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
         "--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 3",
-        "--rollout-num-gpus-per-engine 2 --actor-num-nodes 2", "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3",
+        "--rollout-num-gpus-per-engine 3 --actor-num-nodes 3 --actor-num-gpus-per-node 2",
+        "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3 --num-gpus-per-node 2",
+        "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3",
+        "--actor-num-gpus-per-node 2 --num-gpus-per-node 1", "--num-gpus-per-node 0", "--node-timeout -1",
+        "--tensor-model-parallel-size 2 --actor-num-nodes 2 --actor-num-gpus-per-node 3", "--network-interface lo",
         "--ray-address nowhere",
         "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
     ):  # fmt: skip
