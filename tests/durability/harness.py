@@ -193,6 +193,22 @@ class World:
         time.sleep(2)
         return f"127.0.0.1:{port}"
 
+    def start_node(self, address: str) -> None:
+        """Add a second node, on another loopback address, to the Ray cluster of `start_ray`; again after its death."""
+        self.stop("node")
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--address", address]
+        command += ["--node-ip-address", "127.0.0.2", "--object-store-memory", str(100 << 20), "--num-cpus", "4"]
+        self._start("node", command, None)
+        deadline = time.monotonic() + 120
+        while not self.raylets_of_node():
+            assert self._services["node"].poll() is None, (self.root / "node.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, (self.root / "node.log").read_text()[-2000:]
+            time.sleep(0.2)
+
+    def raylets_of_node(self) -> list[psutil.Process]:
+        """Return the raylet of the second node, in a list; empty if it does not run."""
+        return [process for process in self.family("node") if "raylet" in name(process)]
+
     def family(self, name: str) -> list[psutil.Process]:
         """Return a service's process and its descendants."""
         return family(self._services[name].pid) if name in self._services else []
