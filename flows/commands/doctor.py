@@ -25,7 +25,7 @@ from penstock.storage.errors import OptionError
 
 USAGE = """penstock doctor
 penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
-                [--num-gpus N [--num-gpus-per-node N]]
+                [--num-gpus N] [--num-gpus-per-node N]
 
   Checks the installation, the engines' start and the machine, and prints how to fix each problem. Without --plan it
   takes no options, not even --store.
@@ -35,7 +35,7 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
   --gpu-memory-gib     memory of a GPU; default: of this machine's GPUs, or 80 without any
   --num-gpus           plan for this number of GPUs on all machines, instead of --actor-num-nodes x
                        --actor-num-gpus-per-node (the trainer gets those that --rollout-num-gpus leaves)
-  --num-gpus-per-node  GPUs of one machine, with --num-gpus; default 8"""
+  --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
 GIB = 1 << 30
 SETUP = "run `make setup`"
