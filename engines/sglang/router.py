@@ -138,13 +138,15 @@ class SGLangRouter:
         self._registered = {}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
+        # The router would send requests to engines on other nodes, with their keys, through an HTTP proxy.
+        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with open(handle, "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(LAUNCHER), *self._argv(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PENSTOCK_ROUTER_PARENT": str(os.getpid()), KEY_VARIABLE: self._key},
+                env={**environment, "PENSTOCK_ROUTER_PARENT": str(os.getpid()), KEY_VARIABLE: self._key},
             )
         self.pid = process.pid
         answered = time.monotonic()
