@@ -167,7 +167,7 @@ class World:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._faulty}/-/faults") as answer:
             return json.load(answer)
 
-    def start_ray(self) -> str:
+    def start_ray(self, **environment: str) -> str:
         """Start a Ray cluster and return its address. Runs get its token through the environment."""
         self.environment |= {
             "RAY_AUTH_MODE": "token",
@@ -185,7 +185,7 @@ class World:
         ]
         command += ["--port", str(port), "--include-dashboard", "false", "--object-store-memory", str(200 << 20)]
         command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
-        self._start("ray", command, None)
+        self._start("ray", command, None, **environment)
         deadline = time.monotonic() + 60
         while not any("raylet" in process.name() for process in self.family("ray")):
             assert time.monotonic() < deadline, (self.root / "ray.log").read_text()[-2000:]
@@ -194,11 +194,12 @@ class World:
         return f"127.0.0.1:{port}"
 
     def start_node(self, address: str) -> None:
-        """Add a second node, on another loopback address, to the Ray cluster of `start_ray`; again after its death."""
+        """Add a second node, on another loopback address and with GPU 1 if there is one, to the Ray cluster of
+        `start_ray`; again after its death."""
         self.stop("node")
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--address", address]
         command += ["--node-ip-address", "127.0.0.2", "--object-store-memory", str(100 << 20), "--num-cpus", "4"]
-        self._start("node", command, None)
+        self._start("node", command, None, CUDA_VISIBLE_DEVICES="1")
         deadline = time.monotonic() + 120
         while not self.raylets_of_node():
             assert self._services["node"].poll() is None, (self.root / "node.log").read_text()[-2000:]

@@ -543,7 +543,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--rollout-num-gpus-per-engine 3 --actor-num-nodes 3 --actor-num-gpus-per-node 2",
         "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3 --num-gpus-per-node 2",
         "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3",
-        "--actor-num-gpus-per-node 2 --num-gpus-per-node 1", "--num-gpus-per-node 0", "--node-timeout -1",
+        "--actor-num-gpus-per-node 2 --num-gpus-per-node 1",
         "--tensor-model-parallel-size 2 --actor-num-nodes 2 --actor-num-gpus-per-node 3", "--network-interface lo",
         "--ray-address nowhere",
         "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
