@@ -254,9 +254,9 @@ class Cluster:
     def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
         """Return placements for processes, on consecutive GPUs from GPU number `first_gpu` of the cluster on.
 
-        Trainer and engines placed at the same first GPU share GPUs (colocated). A process whose GPUs would be on two nodes
-        begins at the second one. Without GPUs in the cluster, or with `gpus_per_process=0`, a placement reserves no
-        resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an external cluster the
+        Trainer and engines placed at the same first GPU share GPUs (colocated). A process whose GPUs would be on two
+        nodes begins at the second one. Without GPUs in the cluster, or with `gpus_per_process=0`, a placement reserves
+        no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an external cluster the
         processes are then distributed over its nodes in order.
 
         Args:

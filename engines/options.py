@@ -87,7 +87,7 @@ class EngineOptions:
             if self.external
             else {node for place in engines.values() for node in place.rank_nodes} <= {ranks[0].node}
         )
-        return WeightTransport(kind, routes, self.spec.model_path, directory, LOOPBACK if on_loopback else None)
+        return WeightTransport(kind, routes, self.spec.model_path, directory, host=LOOPBACK if on_loopback else None)
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options with these fields of `spec` replaced."""

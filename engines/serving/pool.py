@@ -140,10 +140,10 @@ class EnginePool:
         return {url: known[url].place() for url in urls}
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
-        """Return the handles of the Ray actors that run the engines at `urls`: URL -> handle. External engines have
-        none."""
+        """Return the handle of the Ray actor of each engine at `urls`, on its first node: URL -> handle. External
+        engines have none."""
         known = {replica.known_url: replica for replica in self._replicas if isinstance(replica, RayReplica)}
-        return {url: known[url].actor for url in urls if url in known}
+        return {url: known[url].first_actor for url in urls if url in known}
 
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.

@@ -193,6 +193,11 @@ class RayReplica(Replica):
             calls = [actor.start.remote(rendezvous) for actor in self._actors]
         self._set_pending_start(calls)
 
+    @property
+    def first_actor(self) -> Any:
+        """Return the handle of the Ray actor of node rank 0."""
+        return self._actors[0]
+
     def _new_actor(self, rank: int, slot: Slot) -> Any:
         """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
         actor's name."""

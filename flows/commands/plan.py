@@ -13,8 +13,8 @@ from penstock.flows.gpu_plan import (
     check_engine_gpus,
     check_nodes,
     format_gib,
-    gpu_plan,
     microbatch_tokens,
+    plan_gpu_memory,
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values

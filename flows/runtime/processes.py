@@ -21,6 +21,7 @@ from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
+from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
@@ -244,18 +245,21 @@ class Processes:
         store, else in the temporary directory of the machine that trainer and engines share, else over the store."""
         from penstock.engines.generation import WeightUpload
 
-        engines, prefix, disk_dir = (
-            self.start_engines(),
-            f"{self.keys.prefix}/published",
-            self.config.run.update_weight_disk_dir,
-        )
+        engines, prefix = self.start_engines(), f"{self.keys.prefix}/published"
+        disk_dir = self.config.run.update_weight_disk_dir
         directory = disk_dir or (self.store.path(prefix) if self.store.is_local else tempfile.gettempdir())
         places, ranks = engines.places(urls), trainer.places()
         transport = self._options.weight_transport(places, ranks, directory)
         actors = engines.actors(urls)
         on_one_machine = {place.node for place in places.values()} == {ranks[0].node}
-        if disk_dir or self.store.is_local or on_one_machine or not actors:
+        if transport.kind != "disk" or disk_dir or self.store.is_local or on_one_machine or not actors:
             return transport
+        if any(len(set(place.rank_nodes)) > 1 for place in places.values()):
+            raise EngineError(
+                "--update-weight-transport disk cannot reach an engine over several nodes through an object store: "
+                "name a directory that all nodes share with --update-weight-disk-dir, or use "
+                "--update-weight-transport nccl"
+            )
         return replace(transport, upload=WeightUpload(self.store.uri, self.store.options, prefix, actors))
 
     def _publish_and_check(
@@ -265,15 +269,17 @@ class Processes:
         start, seconds = time.perf_counter(), 0.0
 
         def publish_weights(label: str, transport: WeightTransport) -> None:
-            nonlocal seconds
+            nonlocal seconds  # of the last call, which is the update; the first one loads the expected weights
             begin = time.perf_counter()
             trainer.publish(urls, label, transport)
-            seconds = (
-                time.perf_counter() - begin
-            )  # the last call is the update; the first one loads the expected weights
+            seconds = time.perf_counter() - begin
 
         num_tensors = update_and_check(
-            self.engine_client_factory(urls), publish, self.weight_version(version), transport, is_initial=version == 0
+            self.engine_client_factory(urls),
+            publish_weights,
+            self.weight_version(version),
+            transport,
+            is_initial=version == 0,
         )
         self.note(f"weights of version {version} are equal in trainer and engines: {num_tensors} tensors compared")
         check_time = time.perf_counter() - start - seconds

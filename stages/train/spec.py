@@ -26,7 +26,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "digest": ("weights",),
     "publish": ("weights",),
 }
-POLICY_METHODS = ("publish",)  # of these methods: they need no state of the critic
+POLICY_METHODS = ("publish",)  # methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's
 
 
 class TrainerSpec(BaseModel):
