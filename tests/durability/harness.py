@@ -47,6 +47,7 @@ POINTS = (  # in an order that lets a killed trainer restart before it is killed
     "rollout-after-commit",
     "export-writing",
 )
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 ROUNDS = 6  # enough for every point to be reached after the previous one in POINTS
 REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
@@ -176,7 +177,7 @@ class World:
         }
         port = reserve_free_port()
         command = [
-            str(Path(sys.executable).with_name("ray")),
+            *RAY,
             "start",
             "--head",
             "--block",
@@ -197,7 +198,7 @@ class World:
         """Add a second node, on another loopback address and with GPU 1 if there is one, to the Ray cluster of
         `start_ray`; again after its death."""
         self.stop("node")
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--address", address]
+        command = [*RAY, "start", "--block", "--address", address]
         command += ["--node-ip-address", "127.0.0.2", "--object-store-memory", str(100 << 20), "--num-cpus", "4"]
         self._start("node", command, None, CUDA_VISIBLE_DEVICES="1")
         deadline = time.monotonic() + 120

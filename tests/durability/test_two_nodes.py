@@ -52,17 +52,18 @@ def test_a_run_on_two_nodes_of_one_gpu_continues_when_its_killed_node_is_back(tm
     size = dict(hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960)
     further = ["--deterministic-mode", "--sglang-mem-fraction-static", "0.3", *FURTHER]
     with World(tmp_path, **size) as world:
-        check_killed_node(world, "train-mid-step", ["--rollout-num-gpus-per-engine", engine_gpus, *further])
+        further = ["--rollout-num-gpus-per-engine", engine_gpus, *further]
+        check_killed_node(world, "train-mid-step", further, str(tmp_path / "store"))
 
 
-def check_killed_node(world: World, point: str, further: list[str]) -> None:
+def check_killed_node(world: World, point: str, further: list[str], store: str = "s3://bucket/store") -> None:
     """Kill the second node at `point` of the second round or later, start it again, and check the finished run."""
-    options = world.start_s3()
+    options = world.start_s3() if store.startswith("s3:") else None
     world.start_prefect()
     address = world.start_ray(CUDA_VISIBLE_DEVICES="0")
     world.start_node(address)
     flags = [*tiny_flags(world, ROUNDS), *FLAGS, *further]
-    pipeline = Pipeline(world, "nodes", "s3://bucket/store", flags, options, ray_address=address)
+    pipeline = Pipeline(world, "nodes", store, flags, options, ray_address=address)
     pipeline.start()
     wait_until(lambda: pipeline.store.committed(pipeline.keys.step_prefix(0)) is not None, pipeline)
     pipeline.arm(point)
