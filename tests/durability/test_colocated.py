@@ -45,7 +45,8 @@ def test_kills_at_each_switch_of_memory_in_a_colocated_run(world: World) -> None
 @pytest.mark.parametrize("target", ["driver", "trainer", "engine"])
 def test_kills_at_each_switch_of_memory_on_two_gpus(target: str, tmp_path: Path) -> None:
     flags = [*FLAGS, "--params-dtype", "bf16", *shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))]
-    with World(tmp_path, head_dim=64, dtype="bfloat16") as world:
+    size = dict(hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960)
+    with World(tmp_path, **size) as world:
         world.start_prefect()
         check_kills(world, flags, 4, [(point, target) for point in SWITCHES], gap=0.02)
 
