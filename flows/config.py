@@ -286,7 +286,10 @@ def read_config_text(path: str | Path) -> str:
         with Path(path).open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)  # bounded: a device file has no size
         if len(data) > MAX_CONFIG_BYTES:
-            raise OptionError(f"config file {path} is larger than {MAX_CONFIG_BYTES} bytes: give --config a TOML file")
+            raise OptionError(
+                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that --config names a TOML "
+                "config file"
+            )
         return data.decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         raise OptionError(f"config file {path} does not exist: give --config a TOML file") from None

@@ -151,7 +151,7 @@ class Store:
         existing = commit if created else self.committed(prefix)
         assert existing is not None, f"the commit record of {prefix} was neither created nor found"
         if seal is not None:
-            seal.delete_lease_and_claim()
+            seal.release()
         return existing
 
     # ---- files -------------------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ class SGLangClient(EngineClient):
         router: Callable[[], str | None] | None = None,
     ) -> None:
         if not callable(urls) and not urls:
-            raise EngineError("no engine is available for generation: the list of engine addresses is empty; start one")
+            raise EngineError(
+                "no engine is available for generation, because the list of engine addresses is empty: start an engine"
+            )
         self._urls = urls
         self.timeout = timeout
         self.num_tries = num_tries

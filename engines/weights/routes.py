@@ -37,9 +37,9 @@ def shares_memory(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
 def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> dict[str, EngineRoute]:
     """Return the route to each engine for the weight transport "tensor": URL -> route.
 
-    A CUDA IPC handle is valid only on the GPU of the rank that created it (an engine's process sees only its own GPUs),
-    so each tensor-parallel rank of an engine reads from the trainer rank on its GPU. On CPU any rank on the same node
-    can send, so the engines are distributed over the ranks of their nodes.
+    An engine's process sees only its own GPUs, so it can open a CUDA IPC handle only if the handle was created on one
+    of them: each tensor-parallel rank of an engine reads from the trainer rank on the same GPU. On CPU any rank on the
+    same node can send, so the engines of a node are distributed over its ranks.
 
     Args:
         engines: URL -> place.

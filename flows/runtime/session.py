@@ -207,7 +207,7 @@ class Session:
     def _record_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
         self.display.record_publish(metrics["perf/update_weights_time"])
         for switch in switches:
-            self.display.note(f"memory: {switch}")
+            self.display.note(f"moved GPU memory: {switch}")
         if switches:
             metrics["perf/memory_switch_time"] = sum(switch.seconds for switch in switches)
             metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB

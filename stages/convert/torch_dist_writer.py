@@ -58,7 +58,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a checkpoint tensor, and the source rows that it consists of."""
+    """A slice of a checkpoint tensor, and the rows of the Hugging Face tensors that are written to it."""
 
     key: str
     offset: tuple[int, ...]

@@ -179,14 +179,14 @@ class TrainActor:
         """
         import ray
 
-        from penstock.stages.train.build import load_auxiliary, load_initial, resume_models
+        from penstock.stages.train.build import load_auxiliary_model, load_initial, resume_models
         from penstock.stages.train.files import open_commit_files
 
         machine = ray.get_runtime_context().get_node_id()
         with self._changing_weights_to(version):
             for name, model in auxiliary.items():
                 with open_commit_files(self.store, model, machine) as directory:
-                    load_auxiliary(self.models, name, directory)
+                    load_auxiliary_model(self.models, name, directory)
             if checkpoint is not None:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)

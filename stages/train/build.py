@@ -89,7 +89,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     return Models(build_engine("policy", config.optimizer_options), critic)
 
 
-def load_auxiliary(models: Models, name: str, directory: Path) -> None:
+def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:
     """Load the weights of the model `name` ("reference" or "teacher") into host memory. This overwrites the weights of
     the policy: call `load_initial` or `resume_models` afterwards. Collective."""
     models.policy.load_weights(directory)
@@ -123,7 +123,7 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
     If a fork of the run added the critic, so that the checkpoint has none, the critic starts from the policy's weights.
     """
     if (directory / "reference").is_dir():
-        load_auxiliary(models, "reference", directory / "reference")
+        load_auxiliary_model(models, "reference", directory / "reference")
         models.refreshed = True
     if models.critic is not None:
         critic = directory / "critic"

@@ -275,12 +275,13 @@ def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> No
     if _has_same_numerics(committed, trained.fingerprint):
         if why := _describe_weight_difference(committed, trained):
             raise ReplayError(
-                f"training {prefix} again gave other weights than committed, with the same hardware, libraries and "
-                f"placement: {why}. Check for faulty hardware or nondeterministic kernels; the commits are unchanged"
+                f"retraining {prefix} produced weights that differ from the committed ones, although hardware, "
+                f"libraries and parallel layout are the same: {why}. Check for faulty hardware or nondeterministic kernels; the "
+                "commits are unchanged"
             )
     elif why := _describe_metric_beyond_tolerance(committed, trained):
         raise ReplayError(
-            f"training {prefix} again gave {why}. Resume with the hardware and placement of the original training: "
+            f"retraining {prefix} produced {why}. Resume with the hardware and placement of the original training: "
             f"{committed.state['fingerprint']}"
         )
 

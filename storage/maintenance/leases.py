@@ -231,7 +231,7 @@ class Seal:
                 f"{self.attempt} was not committed in time, since this process was suspended: rerun the stage"
             )
 
-    def delete_lease_and_claim(self) -> None:
+    def release(self) -> None:
         """Delete the attempt's lease and claim files, after the commit."""
         _delete_keys_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
 

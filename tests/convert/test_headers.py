@@ -166,7 +166,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("name", "entry", "culprit"),
     [
-        (UP, None, rf"lacks {UP} \(1 tensors missing\)"),
+        (UP, None, rf"lacks 1 tensors that config.json requires, e.g. {UP}"),
         ("model.layers.9.mlp.up_proj.weight", {"dtype": "BF16", "shape": [3]}, "has model.layers.9"),
         (UP, {"dtype": "BF16", "shape": [3, 3]}, rf"{UP} has shape \[3, 3\]"),
         (UP, {"dtype": "I32", "shape": None}, f"{UP} is stored as I32"),

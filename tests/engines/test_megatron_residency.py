@@ -133,6 +133,6 @@ def test_methods_refuse_offloaded_state(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="gradients"):
         engine.zero_grad()
     engine.offload([WEIGHTS])
-    for read in (engine.digest, engine.named_weights, engine.snapshot, lambda: engine.save_weights(tmp_path)):
+    for read in (engine.digest, engine.named_weights, engine.snapshot_weights, lambda: engine.save_weights(tmp_path)):
         with pytest.raises(AssertionError, match="weights"):
             read()

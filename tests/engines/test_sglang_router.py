@@ -57,7 +57,7 @@ def test_requests_survive_the_death_of_an_engine_and_of_the_router(tmp_path: Pat
                 assert address, "adding an engine does not interrupt the router"
                 await until(lambda: len(control.call_server(address, "/workers")["workers"]) == 2)
                 await asyncio.gather(*[client.generate([name], {}, n=2) for name in range(20)])
-                assert num_asked()[1] == 10  # it counts requests, and the least busy engine gets the next
+                assert 5 <= num_asked()[1] <= 15  # the engine with fewer running requests gets the next
                 for _ in range(2):
                     await asyncio.gather(*[client.generate([100 + name], {}, session=f"s{name}") for name in range(8)])
                 homes = [

@@ -34,7 +34,7 @@ from torch import Tensor
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary, YarnScaling
 from penstock.engines.megatron.parallel import ParallelLayout, device, init_parallel, shutdown_parallel
 from penstock.stages.train.batching import Batch
-from penstock.stages.train.build import build_models, load_auxiliary, load_initial, resume_models, save_models
+from penstock.stages.train.build import build_models, load_auxiliary_model, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.samples.sample import to_table
 from tests.random_rollouts import samples
@@ -207,7 +207,7 @@ class Trainer:
         self.model, self.case = model, case
         config = config_of(model, 0, case)
         self.models = build_models(MODELS[model], config)
-        load_auxiliary(self.models, "reference", base)
+        load_auxiliary_model(self.models, "reference", base)
         load_initial(self.models, base)
         self.engines = {
             name: engine for name in ("policy", "critic") if (engine := getattr(self.models, name)) is not None

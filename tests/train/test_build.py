@@ -11,7 +11,14 @@ from random_rollouts import commit_rollouts
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.memory import STATE_KINDS
 from penstock.stages.train.batching import Batch
-from penstock.stages.train.build import Models, build_models, load_auxiliary, load_initial, resume_models, save_models
+from penstock.stages.train.build import (
+    Models,
+    build_models,
+    load_auxiliary_model,
+    load_initial,
+    resume_models,
+    save_models,
+)
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_table
@@ -54,7 +61,7 @@ def test_critic_can_be_dropped_on_resume(saved: Path, tmp_path: Path) -> None:
 
 def test_only_a_refreshed_reference_is_saved(saved: Path, tmp_path: Path) -> None:
     own = models(use_kl_loss=True)
-    load_auxiliary(own, "reference", saved)
+    load_auxiliary_model(own, "reference", saved)
     load_initial(own, saved)
     save_models(own, tmp_path / "first", {})
     assert not (tmp_path / "first" / "reference").exists()
@@ -99,7 +106,7 @@ def test_offloads_with_critic_reference_and_teacher_change_no_bit(world: None, t
 
         own, results = models(**ALL_MODELS), []
         for name in names[1:]:
-            load_auxiliary(own, name, tmp_path / name)
+            load_auxiliary_model(own, name, tmp_path / name)
         load_initial(own, tmp_path / "initial")
         assert own.reference and own.teacher and own.critic
         config = TrainConfig(**ALL_MODELS)

@@ -28,7 +28,7 @@ MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed togethe
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Activations of consecutive layers, in bytes per token of one rank."""
+    """Activation memory of consecutive layers on one rank, in bytes per token that the rank processes."""
 
     stored: float  # kept from the forward pass to the backward pass
     recomputed: float  # additional peak while a part of the layers is recomputed

@@ -218,7 +218,7 @@ def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout
     needed = layout.hf_names()
     if missing := sorted(needed - shapes.keys()):
         raise ModelError(
-            f"{directory} lacks {missing[0]} ({len(missing)} tensors missing), which config.json requires: "
+            f"{directory} lacks {len(missing)} tensors that config.json requires, e.g. {missing[0]}: "
             "download the checkpoint again, or correct config.json"
         )
     unknown = sorted(name for name in shapes.keys() - needed - layout.copies.keys() if not layout.is_untrained(name))

@@ -63,7 +63,7 @@ def load_generate_function(path: str) -> GenerateFunction:
     """Load the user-defined generate function that `path` names.
 
     Raises:
-        PluginError: the function does not load, or has none of the forms in the module docstring.
+        PluginError: the function cannot be loaded, or its signature is none of those in the module docstring.
     """
     function = load_function(
         path, default_name="generate", is_candidate=lambda value: value.__name__ == "custom_generate"
@@ -279,8 +279,9 @@ class CustomGeneration:
         for version in getattr(part, "weight_versions", ()):  # of requests that the function sent without EngineHandle
             if version != self.round.weight_version:
                 raise RuntimeError(
-                    f"{self.name} got a response of weights {version!r}, expected {self.round.weight_version!r}: send "
-                    "requests to the engines of this run (args.sglang_router_ip), or use engine.generate"
+                    f"{self.name} got a response generated with weight version {version!r}, but expected "
+                    f"{self.round.weight_version!r}: send requests to the engines of this run "
+                    "(args.sglang_router_ip), or use engine.generate"
                 )
         if not sample.response:
             sample.response = self.tokenizer.decode(

@@ -196,7 +196,7 @@ def _token_ids(sample: UserSample) -> list[int]:
         raise PluginError(f"the sample's tokens are not integers ({error}): set `tokens` to token ids") from None
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
         raise PluginError(
-            f"the sample's tokens range from {min(token_ids)} to {max(token_ids)}: set token ids of at least 0 and "
+            f"the sample's token ids range from {min(token_ids)} to {max(token_ids)}: they must be at least 0 and "
             "below 2**31"
         )
     return token_ids

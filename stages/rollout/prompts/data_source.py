@@ -55,7 +55,7 @@ def new_groups(
 ) -> list[Group]:
     """Render and tokenize prompts; return a group of `num_samples` pending samples for each prompt.
 
-    A group id is the number of prompts that the run issued before, so a retried round has the same ids.
+    A group's id is the number of prompts that the run issued before it, so the ids are the same if a round is retried.
     """
     texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
     groups = []

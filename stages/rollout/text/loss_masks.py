@@ -224,7 +224,7 @@ def _common_prefix(one: str, other: str) -> str:
 
 
 class _NotWrittenError(TemplateError):
-    """Raised if the chat template does not write a message."""
+    """Raised if a message does not appear in the output of the chat template."""
 
 
 def _cannot_locate_error(reason: str) -> TemplateError:

@@ -29,7 +29,8 @@ class Experience:
     values: Tensor | None = None  # [N] values of the critic before its update
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
-        """Return the log-probs of the policy before the update: the inference engine's or the trainer's."""
+        """Return the old log-probs (of the policy before the update), computed by the engine with
+        --use-rollout-logprobs, otherwise by the trainer."""
         if use_rollout_logprobs:
             return self.rollout_logprobs
         assert self.old_logprobs is not None, "the log-probs before the update were not computed"
