@@ -11,6 +11,7 @@ import psutil
 from penstock.storage.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
 
 
 def is_loopback(host: str) -> bool:
@@ -73,3 +74,12 @@ def socket_environment(interface: str | None) -> dict[str, str]:
 def join_address(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def accepts_connections(host: str, port: int) -> bool:
+    """Return whether a server accepts TCP connections at this address."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+    except OSError:
+        return False
+    return True

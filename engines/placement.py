@@ -8,11 +8,11 @@ processes are pinned to nodes.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from penstock.engines.network import accepts_connections
 from penstock.storage.errors import LayoutError, PenstockError
 
 T = TypeVar("T")
@@ -20,7 +20,6 @@ T = TypeVar("T")
 GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
 RESERVE_TIMEOUT = 60  # seconds within which Ray must place a new block
 PROBE_TIMEOUT = 120  # seconds for a task that reads its GPU id
-CONNECT_TIMEOUT = 2.0  # seconds for a node to accept a connection
 
 
 class NodeLost(PenstockError, ConnectionError):
@@ -54,6 +53,13 @@ class Slot:
     options: dict[str, Any] = field(default_factory=dict)  # for `ray.remote(cls).options(**slot.options)`
     gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
     node: str = ""  # Ray's node id; "" if Ray chooses the node
+
+    @classmethod
+    def on_node(cls, node: str) -> Slot:
+        """Return the placement of a process without GPUs on a node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
 
     def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
         """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
@@ -166,7 +172,9 @@ class Placement:
         nodes = [node for node in self._ray.call_ray(ray.nodes) if node["Alive"]]
         if ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
             return order_nodes(nodes)
-        return order_nodes([node for node in nodes if _accepts_connections(node)])
+        return order_nodes(
+            [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
+        )
 
     @property
     def num_gpus(self) -> int:
@@ -213,7 +221,7 @@ class Placement:
         if self._ray.owned or not gpus_per_process:
             return [Slot({"num_cpus": 0}) for _ in range(count)]
         nodes = self._cpu_nodes()
-        return [_cpu_slot(str(nodes[index * len(nodes) // count]["NodeID"])) for index in range(count)]
+        return [Slot.on_node(str(nodes[index * len(nodes) // count]["NodeID"])) for index in range(count)]
 
     def _cpu_nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the run on a cluster without GPUs."""
@@ -348,23 +356,6 @@ class Placement:
         blocks, self._blocks = self._blocks, []
         for group in {gpu.group.id: gpu.group for block in blocks for gpu in block}.values():
             self._ray.call_ray(ray.util.remove_placement_group, group)
-
-
-def _cpu_slot(node: str) -> Slot:
-    """Return the placement of a process without GPUs on a node."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return Slot({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
-
-
-def _accepts_connections(node: dict[str, Any]) -> bool:
-    """Return whether the raylet of a node accepts connections."""
-    try:
-        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-        socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
-    except OSError:
-        return False
-    return True
 
 
 def _assigned_node_and_gpu_ids() -> tuple[str, str]:

@@ -70,10 +70,16 @@ class Plugin:
             PluginError: the function raises, or takes longer than `timeout`; the message names the function.
         """
         result: Future[Any] = Future()
+
+        def call_function() -> None:
+            try:
+                value = self.function(*arguments)
+                result.set_result(asyncio.run(_await_value(value)) if inspect.isawaitable(value) else value)
+            except BaseException as error:  # including SystemExit: otherwise the caller would wait until the timeout
+                result.set_exception(error)
+
         with self._lock:
-            threading.Thread(
-                target=_call_into_future, args=(result, self.function, arguments), name=self.name, daemon=True
-            ).start()
+            threading.Thread(target=call_function, name=self.name, daemon=True).start()
             wait([result], self.timeout)
         if not result.done():
             raise PluginError(
@@ -82,14 +88,6 @@ class Plugin:
         if error := result.exception():
             raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
         return result.result()
-
-
-def _call_into_future(result: Future[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    try:
-        value = function(*arguments)
-        result.set_result(asyncio.run(_await_value(value)) if inspect.isawaitable(value) else value)
-    except BaseException as error:  # including SystemExit: otherwise the caller would wait until the timeout
-        result.set_exception(error)
 
 
 async def _await_value(value: Awaitable[Any]) -> Any:
