@@ -19,6 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
     from penstock.engines.serving.pool import EnginePool
+    from penstock.storage.store import Store
 
 # pytest puts this folder first on the import path, where its `engines`, `storage` and so on would hide the real
 # packages.
@@ -115,6 +116,24 @@ def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.Tem
     pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model), args=args, log_dir=log_dir))
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def object_store() -> Iterator[Store]:
+    """Yield a store behind a real S3 API on this machine."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    from penstock.storage.store import Store
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    no_proxy = {"proxies": {}}  # it could not reach this machine's loopback
+    options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test", "config_kwargs": no_proxy}
+    S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
+    yield Store("s3://bucket/store", options)
+    server.stop()
 
 
 @pytest.fixture

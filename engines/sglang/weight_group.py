@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -56,24 +56,25 @@ class EngineGroup:
             }
             joining.append(submit(call, url, "/init_weights_update_group", body))
             offset += size
-        # torch has no public function for a group with ranks outside of the default group. The arguments are those of
-        # SGLang's `init_custom_process_group`, because both sides must use the same keys of the store.
-        self._group, _ = c10d._new_process_group_helper(
-            world_size,
-            0,
-            [],
-            dist.Backend(backend),
-            dist.PrefixStore(NAME, store),
-            group_name=NAME,  # type: ignore[arg-type]
-            timeout=TIMEOUT,
-        )
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         try:
-            for future in joining:
-                future.result()
-        except BaseException:
+            # torch has no public function for a group with ranks outside of the default group. The arguments are those
+            # of SGLang's `init_custom_process_group`, because both sides must use the same keys of the store.
+            self._group, _ = c10d._new_process_group_helper(
+                world_size,
+                0,
+                [],
+                dist.Backend(backend),
+                dist.PrefixStore(NAME, store),
+                group_name=NAME,  # type: ignore[arg-type]
+                timeout=TIMEOUT,
+            )
+        except RuntimeError as error:  # over gloo this waits for all ranks; a server that did not join is the cause
+            raise _error_of_a_call(joining) or error from None
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        wait(joining)
+        if refusal := _error_of_a_call(joining):
             self.close()  # frees the group's name, for the next try
-            raise
+            raise refusal
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Start to send a byte tensor to all servers, which must be about to receive it. It has been sent when all
@@ -84,3 +85,8 @@ class EngineGroup:
         """Leave the group, without waiting for servers that have died."""
         self._group.abort()
         dist.destroy_process_group(self._group)
+
+
+def _error_of_a_call(calls: list[Future[Any]]) -> BaseException | None:
+    """Return the error of the first call that has failed, or None."""
+    return next((error for call in calls if call.done() and (error := call.exception()) is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from small_servers import SmallServer
 
 from penstock.engines.generation import EngineRefused
-from penstock.engines.sglang import weight_payload
+from penstock.engines.sglang import weight_group, weight_payload
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket
@@ -99,8 +100,10 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
     assert not client.generates_tokens(released.url)
 
 
-def test_failed_join_frees_the_name_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # connect at the first broadcast, as NCCL does
+@pytest.mark.parametrize("lazy", ["0", "1"])  # lazy: connect at the first broadcast, as NCCL does
+def test_failed_join_is_raised_and_frees_the_name_of_the_group(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+    monkeypatch.setattr(weight_group, "TIMEOUT", timedelta(seconds=1))
 
     def refuse(url: str, route: str, body: dict[str, Any]) -> None:
         raise EngineRefused(f"{url}{route} answered HTTP 400")

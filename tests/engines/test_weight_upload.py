@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,28 +27,12 @@ from penstock.storage.store import Store
 PREFIX = "runs/r/published"
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    """A store behind a real S3 API on this machine."""
-    from moto.server import ThreadedMotoServer
-    from s3fs import S3FileSystem
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    no_proxy = {"proxies": {}}  # it could not reach this machine's loopback
-    options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test", "config_kwargs": no_proxy}
-    S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
-    yield Store("s3://bucket/store", options)
-    server.stop()
-
-
 @pytest.mark.integration
 def test_an_engine_loads_weights_that_its_actor_downloads(
-    engine_pool: EnginePool, other_tiny_model: Path, store: Store
+    engine_pool: EnginePool, other_tiny_model: Path, object_store: Store
 ) -> None:
     client = SGLangClient(engine_pool.urls)
-    upload = WeightUpload(store.uri, store.options, PREFIX, engine_pool.actors(client.urls))
+    upload = WeightUpload(object_store.uri, object_store.options, PREFIX, engine_pool.actors(client.urls))
     assert list(upload.actors) == client.urls and "test" not in repr(upload)
     transport = WeightTransport("disk", model_path=str(other_tiny_model), upload=upload, bucket_bytes=4096)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,12 +48,12 @@ def test_an_engine_loads_weights_that_its_actor_downloads(
     publish("upload/2", WeightTransport())
     assert client.weight_checksums() == uploaded
     assert update_and_check(client, publish, "upload/3", transport, is_initial=False) > 10
-    assert list(store.walk(PREFIX)) == []  # every copy is removed
+    assert list(object_store.walk(PREFIX)) == []  # every copy is removed
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("error", [StoreError("damaged"), None], ids=["damaged", "dead"])
-def test_a_failed_download_is_raised_and_the_upload_removed(cluster: object, store: Store, error: Any) -> None:
+def test_a_failed_download_is_raised_and_the_upload_removed(cluster: object, object_store: Store, error: Any) -> None:
     import ray
 
     class Actor:
@@ -83,13 +66,13 @@ def test_a_failed_download_is_raised_and_the_upload_removed(cluster: object, sto
             pass
 
     actor: Any = ray.remote(Actor).options(num_cpus=0).remote()
-    upload = WeightUpload(store.uri, store.options, PREFIX, {"http://a": actor})
+    upload = WeightUpload(object_store.uri, object_store.options, PREFIX, {"http://a": actor})
     with (
         pytest.raises(EngineGone if error is None else StoreError),
         upload_weights(lambda path: (path / "weights").write_bytes(b"1"), upload),  # type: ignore[arg-type, return-value]
     ):
         pass
-    assert list(store.walk(PREFIX)) == []
+    assert list(object_store.walk(PREFIX)) == []
 
 
 HERE, THERE = ProcessPlace("a", pid=1), ProcessPlace("b", pid=2)

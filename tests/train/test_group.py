@@ -73,22 +73,6 @@ def world(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathF
     trainer.kill()
 
 
-@pytest.fixture
-def object_store() -> Iterator[Store]:
-    """Yield a store behind a real S3 API on this machine."""
-    from moto.server import ThreadedMotoServer
-    from s3fs import S3FileSystem
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    no_proxy = {"proxies": {}}  # it could not reach this machine's loopback
-    options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test", "config_kwargs": no_proxy}
-    S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
-    yield Store("s3://bucket/store", options)
-    server.stop()
-
-
 def plain_first_step(model_path: Path) -> dict[str, float]:
     """Compute loss, entropy, mismatch and gradient norm of the first optimizer step, sample by sample with the Hugging
     Face model."""
