@@ -174,7 +174,8 @@ if __name__ == "__main__":
         make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     key = os.environ.pop(KEY_VARIABLE, "")
+    # One key for both: /server_info shows the admin key to every client that has the API key.
+    args = prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key])  # `--help` ends here
     if not key:
         sys.exit(f"{KEY_VARIABLE} is not set: a server needs an API key, because its control routes execute code")
-    # One key for both: /server_info shows the admin key to every client that has the API key.
-    run_server(prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key]))
+    run_server(args)

@@ -10,6 +10,7 @@ ROUNDS = 4
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_kills_at_every_boundary_on_a_faulty_object_store_with_detached_actors(world: World) -> None:
     driver = "driver, standing Ray"
     world.start_prefect()

@@ -13,6 +13,7 @@ from matrix import verdict
 
 
 @pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("small_disk", ["256m"], indirect=True)
 def test_a_run_waits_for_disk_space_and_resumes(world: World, small_disk: Path, fill: Callable[[Path], Path]) -> None:
     pipeline = Pipeline(world, "full", str(small_disk / "store"), tiny_flags(world, rounds=2))

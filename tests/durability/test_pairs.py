@@ -11,6 +11,7 @@ from pairs import PATIENCE, SLOW, Progress, one_pair
 
 
 @pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -> None:
     """Regression test: while waiting for the new engine, the death of Ray was not noticed for up to 22 minutes."""
