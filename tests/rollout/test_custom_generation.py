@@ -518,7 +518,7 @@ def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
         sample.append_response_tokens([11], [-1.0], meta_info={"weight_version": "run/3"})
         return sample
     """
-    with pytest.raises(RuntimeError, match="weights 'run/3', expected 'run/4'"):
+    with pytest.raises(RuntimeError, match="weight version 'run/3', but expected 'run/4'"):
         bench.run(code)
 
 
