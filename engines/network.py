@@ -37,7 +37,7 @@ def interface_address(interface: str) -> str:
     """Return the address of a network interface of this machine, IPv4 if it has one.
 
     Raises:
-        EngineError: there is no such interface, or it has no address.
+        EngineError: the machine has no interface with this name, or the interface has no IP address.
     """
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):

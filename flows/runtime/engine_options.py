@@ -20,7 +20,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     rollout, train, run = config.rollout, config.train, config.run
     num_gpus = None if run.colocate else rollout.rollout_num_gpus
     trainer_gpus = train.num_ranks
-    if run.debug_rollout_only:  # the engines use the first GPUs: there is no trainer
+    if run.debug_rollout_only:  # without a trainer, the engines use the first GPUs
         num_gpus, trainer_gpus = None, num_gpus or trainer_gpus
     return EngineOptions(
         spec=ServerSpec(
