@@ -271,13 +271,13 @@ class Cluster:
         with self._placing:
             return self._placement.place(num_processes, gpus_per_process, first_gpu)
 
-    def place_when_nodes_are_back(self, count: int) -> list[Slot]:
-        """Return placements for `count` processes of one GPU each, as `place_processes`; if a node has died, wait for
+    def place_when_nodes_are_back(self, num_processes: int) -> list[Slot]:
+        """Return placements for processes of one GPU each, as `place_processes`; if a node has died, wait for
         it up to `node_timeout` seconds, then raise NodeLost."""
         deadline, told = time.monotonic() + self.node_timeout, False
         while True:
             try:
-                return self.place_processes(count)
+                return self.place_processes(num_processes)
             except NodeLost as error:
                 if time.monotonic() > deadline:
                     raise

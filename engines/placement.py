@@ -86,24 +86,24 @@ def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
     return [gpus_per_node] * full + [rest] * bool(rest)
 
 
-def first_gpus(count: int, size: int, offset: int, gpus_per_node: int) -> list[int]:
-    """Return the number of the first GPU of each of `count` processes with `size` consecutive GPUs, from GPU number
-    `offset` on. A process that would span two blocks begins at the second one.
+def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
+    """Return the number of the first GPU of each process. Its GPUs are consecutive; those of the first process begin at
+    `first_gpu`. A process that would span two blocks begins at the second one.
 
     Raises:
         LayoutError: a process needs more GPUs than a block has.
     """
-    if size > gpus_per_node:
+    if gpus_per_process > gpus_per_node:
         raise LayoutError(
-            f"a process needs {size} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): use fewer GPUs per "
-            "process"
+            f"a process needs {gpus_per_process} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): "
+            "use fewer GPUs per process"
         )
-    starts, start = [], offset
-    for _ in range(count):
-        if start % gpus_per_node + size > gpus_per_node:
+    starts, start = [], first_gpu
+    for _ in range(num_processes):
+        if start % gpus_per_node + gpus_per_process > gpus_per_node:
             start += -start % gpus_per_node
         starts.append(start)
-        start += size
+        start += gpus_per_process
     return starts
 
 
@@ -208,20 +208,22 @@ class Placement:
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
-    def place(self, count: int, gpus_per_process: int = 1, offset: int = 0) -> list[Slot]:
+    def place(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
         """Return placements; see `Cluster.place_processes`."""
         num_gpus = self.num_gpus
         self._max_gpus = max(self._max_gpus, num_gpus)
         if gpus_per_process and self._max_gpus:
-            starts = first_gpus(count, gpus_per_process, offset, self.gpus_per_node)
+            starts = first_gpus(num_processes, gpus_per_process, first_gpu, self.gpus_per_node)
             self._reserve(starts[-1] + gpus_per_process)
             gpus = [gpu for block in self._blocks for gpu in block]
             alive = {node["NodeID"] for node in self.alive_nodes()}
             return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
         if self._ray.owned or not gpus_per_process:
-            return [Slot({"num_cpus": 0}) for _ in range(count)]
+            return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
         nodes = self._cpu_nodes()
-        return [Slot.on_node(str(nodes[index * len(nodes) // count]["NodeID"])) for index in range(count)]
+        return [
+            Slot.on_node(str(nodes[index * len(nodes) // num_processes]["NodeID"])) for index in range(num_processes)
+        ]
 
     def _cpu_nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the run on a cluster without GPUs."""

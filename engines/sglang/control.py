@@ -109,5 +109,5 @@ def set_weight_version(url: str, version: str, timeout: float = 60) -> None:
 
 
 def resume_generation(url: str, timeout: float = 60) -> None:
-    """Resume generation after `pause`."""
+    """Resume generation after `pause_generation`."""
     call_server(url, "/continue_generation", {}, timeout)

@@ -17,6 +17,7 @@ answers for rank 0 only, and the snapshot is equal to the trainer's weights only
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def update_and_check(
     transport: WeightTransport,
     *,
     is_initial: bool,
-) -> int:
+) -> tuple[int, float]:
     """Send the trainer's weights to all engines of a client and check that every tensor arrived.
 
     Args:
@@ -45,7 +46,7 @@ def update_and_check(
         is_initial: the weights are those of --hf-checkpoint; compare engines that report `INITIAL`, too.
 
     Returns:
-        The number of compared tensors, over all ranks of all engines.
+        The number of compared tensors, over all ranks of all engines, and the seconds of the update itself.
 
     Raises:
         WeightMismatch: a tensor differs. The engines' weights are overwritten, so that they get them again.
@@ -63,14 +64,17 @@ def update_and_check(
         "conversion of the model changed it",
     )
     client.overwrite_weights()
+    start = time.perf_counter()
     publish(version, transport)
+    seconds = time.perf_counter() - start
     try:
-        return _compare(
+        num_tensors = _compare(
             expected,
             client.weight_checksums(),
             f"in the engine after the weight update to {version} ({transport.kind}), but {{expected}} in the trainer: "
             "try another --update-weight-transport, and report it",
         )
+        return num_tensors, seconds
     except WeightMismatch:
         client.overwrite_weights()
         raise

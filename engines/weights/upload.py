@@ -9,14 +9,43 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.generation import EngineGone, WeightUpload
+from penstock.engines.generation import EngineGone, WeightTransport, WeightUpload
+from penstock.engines.weights.routes import ProcessPlace
+from penstock.storage.errors import EngineError
 from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 TIMEOUT = 3600.0  # seconds for the download of a model
+
+
+def add_upload(
+    transport: WeightTransport, engines: Mapping[str, ProcessPlace], trainer_node: str, upload: WeightUpload
+) -> WeightTransport:
+    """Return the transport with `upload` if it is "disk" and an engine does not run on the trainer's machine.
+
+    Args:
+        transport: transport whose directory only processes on the trainer's machine can read.
+        engines: URL -> place of the engines that get the weights.
+        trainer_node: node of trainer rank 0, which writes the directory.
+        upload: where to upload; without actors (external engines) the transport is returned as it is.
+
+    Raises:
+        EngineError: an engine runs on several nodes, and its actor downloads on one of them only.
+    """
+    on_one_machine = {place.node for place in engines.values()} == {trainer_node}
+    if transport.kind != "disk" or on_one_machine or not upload.actors:
+        return transport
+    if any(len(set(place.rank_nodes)) > 1 for place in engines.values()):
+        raise EngineError(
+            "--update-weight-transport disk cannot reach an engine over several nodes through an object store: "
+            "name a directory that all nodes share with --update-weight-disk-dir, or use "
+            "--update-weight-transport nccl"
+        )
+    return replace(transport, upload=upload)
 
 
 @contextmanager

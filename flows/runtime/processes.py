@@ -11,17 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
+from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
-from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
@@ -246,43 +245,24 @@ class Processes:
         from penstock.engines.generation import WeightUpload
 
         engines, prefix = self.start_engines(), f"{self.keys.prefix}/published"
-        disk_dir = self.config.run.update_weight_disk_dir
-        directory = disk_dir or (self.store.path(prefix) if self.store.is_local else tempfile.gettempdir())
         places, ranks = engines.places(urls), trainer.places()
-        transport = self._options.weight_transport(places, ranks, directory)
-        actors = engines.actors(urls)
-        on_one_machine = {place.node for place in places.values()} == {ranks[0].node}
-        if transport.kind != "disk" or disk_dir or self.store.is_local or on_one_machine or not actors:
-            return transport
-        if any(len(set(place.rank_nodes)) > 1 for place in places.values()):
-            raise EngineError(
-                "--update-weight-transport disk cannot reach an engine over several nodes through an object store: "
-                "name a directory that all nodes share with --update-weight-disk-dir, or use "
-                "--update-weight-transport nccl"
-            )
-        return replace(transport, upload=WeightUpload(self.store.uri, self.store.options, prefix, actors))
+        directory = self.config.run.update_weight_disk_dir or (self.store.path(prefix) if self.store.is_local else None)
+        if directory is not None:
+            return self._options.weight_transport(places, ranks, directory)
+        transport = self._options.weight_transport(places, ranks, tempfile.gettempdir())
+        upload = WeightUpload(self.store.uri, self.store.options, prefix, engines.actors(urls))
+        return add_upload(transport, places, ranks[0].node, upload)
 
     def _publish_and_check(
         self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport
     ) -> dict[str, float]:
         """Send the weights of policy `version` to the engines at `urls`, check every tensor, and return metrics."""
-        start, seconds = time.perf_counter(), 0.0
-
-        def publish_weights(label: str, transport: WeightTransport) -> None:
-            nonlocal seconds  # of the last call, which is the update; the first one loads the expected weights
-            begin = time.perf_counter()
-            trainer.publish(urls, label, transport)
-            seconds = time.perf_counter() - begin
-
-        num_tensors = update_and_check(
-            self.engine_client_factory(urls),
-            publish_weights,
-            self.weight_version(version),
-            transport,
-            is_initial=version == 0,
+        start, client = time.perf_counter(), self.engine_client_factory(urls)
+        num_tensors, update_time = update_and_check(
+            client, partial(trainer.publish, urls), self.weight_version(version), transport, is_initial=version == 0
         )
         self.note(f"weights of version {version} are equal in trainer and engines: {num_tensors} tensors compared")
-        check_time = time.perf_counter() - start - seconds
+        check_time = time.perf_counter() - start - update_time
         return {"perf/checked_weight_tensors": num_tensors, "perf/check_weights_time": check_time}
 
     def _offload_trainer(self, keep_weights: bool = False) -> None:

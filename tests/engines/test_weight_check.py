@@ -38,7 +38,7 @@ def check_scripted(
         change(sent, version)
         client.update_weights(sent.items(), version, transport)
 
-    return update_and_check(client, publish, "run/0", WeightTransport(), is_initial=True)
+    return update_and_check(client, publish, "run/0", WeightTransport(), is_initial=True)[0]
 
 
 def test_equal_weights_pass_and_their_number_is_returned() -> None:
@@ -156,7 +156,7 @@ def test_sglang_reports_one_altered_bit_over_every_transport(
         def publish(version: str, transport: WeightTransport) -> None:
             client.update_weights(read_weights(other_tiny_model).items(), version, transport)
 
-        return update_and_check(client, publish, "check/1", transport, is_initial=False)
+        return update_and_check(client, publish, "check/1", transport, is_initial=False)[0]
 
     assert check() > 10
     for sent, parameter in ALTERED.items():
@@ -184,7 +184,8 @@ def test_sglang_loads_the_checkpoint_as_the_trainer_sends_it(
             client.update_weights(read_weights(model).items(), version, transport)
 
         client.update_weights(read_weights(tiny_model).items(), INITIAL, disk)
-        return update_and_check(client, publish, "check/0", WeightTransport("tensor", {}, *disk_paths), is_initial=True)
+        transport = WeightTransport("tensor", {}, *disk_paths)
+        return update_and_check(client, publish, "check/0", transport, is_initial=True)[0]
 
     disk_paths = (str(tiny_model), str(tmp_path))
     assert check(tiny_model) > 10

@@ -47,7 +47,7 @@ def test_an_engine_loads_weights_that_its_actor_downloads(
     assert client.weight_version(client.urls[0]) == "upload/1"
     publish("upload/2", WeightTransport())
     assert client.weight_checksums() == uploaded
-    assert update_and_check(client, publish, "upload/3", transport, is_initial=False) > 10
+    assert update_and_check(client, publish, "upload/3", transport, is_initial=False)[0] > 10
     assert list(object_store.walk(PREFIX)) == []  # every copy is removed
 
 

@@ -115,7 +115,7 @@ def check_every_tensor(pool: EnginePool, group: TrainerGroup, version: str, dire
     """Check --check-weight-update-equal with all ranks, and that it compares every tensor of both engines."""
     transport = replace(transport_of("tensor", pool, group, pool.urls), directory=str(directory))
     client = SGLangClient(pool.urls)
-    num_tensors = update_and_check(
+    num_tensors, _ = update_and_check(
         client, lambda label, how: group.publish(pool.urls, label, how), version, transport, is_initial=False
     )
     assert num_tensors == sum(len(rank) for ranks in client.weight_checksums().values() for rank in ranks) > 20
