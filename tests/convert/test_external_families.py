@@ -261,6 +261,7 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_conversion_in_several_ray_processes(
     acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def test_processes_of_a_killed_driver_end_and_are_restored(world: World) -> None
     assert [point for point in points if point[2] > 1] == []
 
 
+@pytest.mark.full
 def test_a_stopped_run_keeps_finished_work_and_resumes(world: World) -> None:
     """SIGTERM during a rollout: finished groups are journalled, the exit code is 143, and the next start generates only
     the rest. Before that, the checkpoint of the round before is still being written while this round
@@ -94,6 +95,7 @@ def half_done(pipeline: Pipeline) -> int:
     raise AssertionError(f"nothing was journalled in {LONG_ROUNDS - 1} rollouts:\n{pipeline.tail()}")
 
 
+@pytest.mark.full
 def test_repeated_random_kills_lose_nothing(world: World) -> None:
     """The short form of soak.py, which uses a model that learns and a longer outage."""
     world.start_prefect()

@@ -67,7 +67,7 @@ def test_stored_run_verifies(stored: StoredRun) -> None:
     assert "no problems found" in stored.penstock("verify", stored.name, "--store", "store")
 
 
-@pytest.mark.parametrize("stored", some_in_full("grpo", "partial"), indirect=True)
+@pytest.mark.parametrize("stored", some_in_full("grpo"), indirect=True)
 def test_stored_run_replays_within_tolerance_and_bit_for_bit_on_its_cpu(stored: StoredRun) -> None:
     before = stored.commits()
     stored.penstock(

@@ -58,6 +58,7 @@ def test_engines_alone_use_the_first_gpus() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_each_half_runs_alone_and_an_ordinary_start_continues(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:

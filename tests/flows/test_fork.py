@@ -204,6 +204,7 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_fork_with_another_learning_rate_continues_from_the_policy_of_its_parent(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     service.stop()
 
 
+@pytest.mark.full
 def test_run_completes_if_the_prefect_server_never_comes_back(
     server: Service, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def check_rounds(store: Store) -> None:
         assert all(p < 0 for p, m in zip(sample.rollout_logprobs, sample.loss_mask) if m)
 
 
+@pytest.mark.full
 def test_engines_survive_killed_driver_and_round_survives_killed_engine(
     standing_ray: str, environment: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -12,19 +12,22 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
-NUM_CASES = 30  # a model under a layout
-TIMEOUT = 600.0
+TIMEOUT = 900.0
 
 
 @pytest.mark.integration
-def test_every_layout_trains_the_same_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cases"),  # a case is a model under a layout
+    [pytest.param(2, 22), pytest.param(4, 30, marks=pytest.mark.full)],
+)
+def test_every_layout_trains_the_same_policy(num_ranks: int, num_cases: int, tmp_path: Path) -> None:
     """Compare metrics, gradients and weights with static and dynamic micro-batches, and after resuming under another
     layout."""
     path = os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(tmp_path)],
+        [sys.executable, str(PROGRAM), str(tmp_path), str(num_ranks)],
         env=environment,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
@@ -38,4 +41,4 @@ def test_every_layout_trains_the_same_policy(tmp_path: Path) -> None:
             process.wait()
     said = log.read_text()
     assert code == 0, said[-5000:]
-    assert said.count(": differences ") == NUM_CASES, said[-5000:]
+    assert said.count(": differences ") == num_cases, said[-5000:]

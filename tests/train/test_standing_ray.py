@@ -115,6 +115,7 @@ def start(store: Store, address: str, environment: dict[str, str], tiny_model: P
         driver.end()
 
 
+@pytest.mark.full
 def test_new_driver_takes_over_the_ranks_and_the_earlier_one_is_refused(
     start: Callable[..., Driver], store: Store
 ) -> None:
