@@ -106,6 +106,7 @@ def test_resume_is_bit_exact(base: tuple[Any, Path], tmp_path: Path) -> None:
     assert (other.digest(), other.optimizer_state_digest()) == digests
 
 
+@pytest.mark.full
 def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[Any, Path], tmp_path: Path) -> None:
     """Their checkpoints, and that of a refreshed reference, share a directory."""
     policy, critic = make_engine(role="policy"), load_engine(base[1])

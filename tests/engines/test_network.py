@@ -63,6 +63,7 @@ def test_an_engine_on_one_node_has_no_rendezvous_address() -> None:
     assert found["--host"] == "127.0.0.1" and not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(found)
 
 
+@pytest.mark.full
 def test_a_server_without_a_key_does_not_start(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     environment["PENSTOCK_SERVER_PARENT"] = str(os.getpid())

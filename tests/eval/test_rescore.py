@@ -70,6 +70,7 @@ def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:
     assert (graded_now.status, "error" in graded_now.metadata) == (Status.COMPLETED, False)
 
 
+@pytest.mark.full
 def test_repeated_rescoring_reuses_the_commit_unless_the_function_changed(store: Store, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def reward_func(args, sample):\n    return float('or' in sample.response)\n")

@@ -141,6 +141,7 @@ def test_rm_type_of_a_row_selects_its_reward() -> None:
             grader.grade([unknown])
 
 
+@pytest.mark.full
 def test_hanging_process_dies_with_its_parent(file: Path) -> None:
     program = f"""
 from penstock.stages.rewards.grading import Grader

@@ -91,7 +91,9 @@ def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
         assert proxy.counts["damage"] == 2
 
 
-@pytest.mark.parametrize("kind", ["lost", "short", "cut_upload"])
+@pytest.mark.parametrize(
+    "kind", ["lost", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("short", "cut_upload"))]
+)
 def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.5, seed=2, kinds={kind}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)

@@ -42,6 +42,7 @@ def saved(world: None, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.full
 def test_critic_added_on_resume_starts_from_the_policy(saved: Path) -> None:
     with_critic = models(**PPO)
     assert resume_models(with_critic, saved) == {"version": 3}
@@ -50,6 +51,7 @@ def test_critic_added_on_resume_starts_from_the_policy(saved: Path) -> None:
     assert len(trunk) == len(with_critic.critic.digest()) - 1 and trunk.items() <= with_critic.policy.digest().items()
 
 
+@pytest.mark.full
 def test_critic_can_be_dropped_on_resume(saved: Path, tmp_path: Path) -> None:
     with_critic = models(**PPO)
     resume_models(with_critic, saved)
@@ -59,6 +61,7 @@ def test_critic_can_be_dropped_on_resume(saved: Path, tmp_path: Path) -> None:
     assert without.digest() == with_critic.policy.digest()
 
 
+@pytest.mark.full
 def test_only_a_refreshed_reference_is_saved(saved: Path, tmp_path: Path) -> None:
     own = models(use_kl_loss=True)
     load_auxiliary_model(own, "reference", saved)
