@@ -29,8 +29,8 @@ SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
 RECIPES = Path(penstock.__file__).parent / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on exact and on lazy answers; batch size
 
-MEANING = """What the curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy demonstrations
-planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with nothing but a right-or-wrong reward. It
+MEANING = """What the reward curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy
+demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with a right-or-wrong reward. It
 does not teach arithmetic from scratch, and a 400-thousand-parameter model says nothing about a large one: the demo
 shows that every stage works and that learning happens."""
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--directory", type=Path, default=Path("penstock-demo"), help="output directory (default penstock-demo)"
     )
-    parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; 20 show the effect)")
+    parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; the reward rises within 20)")
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
     if "--help" in argv or "-h" in argv:
         parser.print_help()
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
-    """Run the whole demo. Return the exit code."""
+    """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
 
     start_time = time.monotonic()
@@ -134,7 +134,8 @@ def check_removable_demo(directory: Path) -> None:
         for run in store.list("runs"):
             if drivers := describe_live_drivers(store, RunKeys(run)):
                 raise RunError(
-                    f"run {run!r} in {directory / 'store'} is driven by {drivers[0]}: stop it before --fresh removes it"
+                    f"run {run!r} in {directory / 'store'} has a running driver, {drivers[0]}: stop the driver, then "
+                    "repeat --fresh"
                 )
 
 
