@@ -333,7 +333,10 @@ class Placement:
 
         entry = self._ray.call_ray(placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
-            raise NodeLost(f"the node of {len(block)} GPUs of the run died: restart it with `ray start --address`")
+            raise NodeLost(
+                f"a Ray node with {len(block)} of the run's GPUs died ({block[0].node}): run `ray start "
+                "--address=HEAD_ADDRESS` on its machine"
+            )
         if [entry["bundles_to_node_id"][gpu.bundle] for gpu in block] == [gpu.node for gpu in block]:
             return block
         return self._locate(block[0].group, len(block))

@@ -27,7 +27,7 @@ MARKER = ".penstock-demo"  # name of a file that marks a directory created by th
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
 SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
 RECIPES = Path(penstock.__file__).parent / "recipes"
-SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on exact and on lazy answers; batch size
+SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
 MEANING = """What the reward curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy
 demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with a right-or-wrong reward. It
@@ -175,9 +175,9 @@ def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
 
 
 def write_curriculum(data: Path, seed: int) -> None:
-    """Write `sft.jsonl`, the SFT rows in training order: first exact answers (skill), then lazy ones (habit).
-
-    The rows of a batch are drawn without replacement.
+    """Write `sft.jsonl`, the SFT rows in training order: first correct answers (`sft_skill.jsonl`), then
+    answers of which some are rounded down to tens, a habit that RL has to remove (`sft_habit.jsonl`). No row occurs
+    twice in a batch.
     """
     rng = random.Random(seed)
     with (data / "sft.jsonl").open("w", encoding="utf-8") as out:

@@ -106,8 +106,8 @@ def load_initial(models: Models, directory: Path) -> None:
 
 
 def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
-    """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic, a refreshed reference, and
-    `step_state` (run and policy version). Collective."""
+    """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic; the reference model if it
+    was replaced during training (--ref-update-interval); and `step_state` (run and policy version). Collective."""
     models.policy.save(directory, step_state)  # first, because Megatron warns if the directory is not empty
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)

@@ -302,7 +302,7 @@ class TrainerGroup:
         with self.lock:
             actors = self._actors
             if not actors:  # another thread has killed the ranks since the caller started them
-                raise RankDied(f"the trainer's ranks were killed before the call of {method!r}")
+                raise RankDied(f"cannot call {method!r}: the trainer's ranks were killed after an earlier error")
             if "optimizer" in NEEDED_ON_DEVICE.get(method, ()):
                 self.before_onload()
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)

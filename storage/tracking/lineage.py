@@ -31,7 +31,8 @@ class Lineage:
             self._evals[key] = commit
 
     def child_run_name(self, key: str, commit: Commit) -> str:
-        """Return the name of the tracker's child run that shows a commit, or "" for the run itself."""
+        """Return the name of the tracker's child run in which the commit at `key` is logged, or "" if it is logged in
+        the parent run."""
         match commit.kind:
             case "rollout" | "step":
                 return ""

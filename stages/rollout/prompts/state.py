@@ -48,5 +48,5 @@ class SourceState(Frozen):
 
     @property
     def num_rows(self) -> int:
-        """Number of prompts in an epoch without weights."""
+        """Number of prompts in an epoch that takes each row once (without --prompt-data-weights)."""
         return sum(segment.rows for segment in self.segments)

@@ -286,8 +286,8 @@ def _surround_with_marks(text: Any) -> Any:
 
 
 def _add_end_mark(message: Message) -> Message:
-    """Return a message with MARK at the end of its content, before a closing </tool_response> tag; an assistant message
-    gets MARK around all its texts."""
+    """Return a message with MARK appended to its content; if the content ends with the tag </tool_response>, MARK goes
+    before it. In an assistant message, every text gets MARK before and after it (`_mark_texts`)."""
     content = message["content"]
     if message["role"] == "assistant":
         return _mark_texts(message)
