@@ -96,7 +96,7 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        """Return an estimate of the memory of one GPU of an engine.
+        """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache.
 
         Args:
             options: options of the engines.
@@ -131,5 +131,6 @@ def engine_backend(name: str = "sglang") -> EngineBackend:
 
 
 def connect(urls: EngineUrls, timeout: float = 600, **options: Any) -> EngineClient:
-    """Return a client of the engines at `urls`, from the default backend. Arguments as in `EngineBackend.connect`."""
+    """Return a client of the engines at `urls`, from the default backend (SGLang). Arguments as in
+    `EngineBackend.connect`."""
     return engine_backend().connect(urls, timeout, **options)

@@ -242,22 +242,23 @@ class Cluster:
 
     @property
     def spans_nodes(self) -> bool:
-        """Return whether processes of the run, this driver included, may be on different nodes. Reserves the GPUs."""
+        """Return whether processes of the run, this driver included, may be on different nodes. On an external cluster
+        this reserves the run's GPUs, since their nodes are unknown before."""
         with self._placing:
             return self._placement.spans_nodes
 
     @property
     def node_timeout(self) -> float:
-        """Return the number of seconds to wait for a node that died."""
+        """Return the number of seconds to wait until a node that died is back (--node-timeout)."""
         return self._options.node_timeout
 
     def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
         """Return placements for processes, on consecutive GPUs from GPU number `first_gpu` of the cluster on.
 
         Trainer and engines placed at the same first GPU share GPUs (colocated). A process whose GPUs would be on two
-        nodes begins at the second one. Without GPUs in the cluster, or with `gpus_per_process=0`, a placement reserves
-        no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an external cluster the
-        processes are then distributed over its nodes in order.
+        nodes gets the first GPUs of the second node instead. Without GPUs in the cluster, or with `gpus_per_process=0`,
+        a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an
+        external cluster the processes are then distributed over its nodes in order.
 
         Args:
             num_processes: number of processes.

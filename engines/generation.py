@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Transport = Literal["tensor", "nccl", "disk"]
-EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns the live engines'
+EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
-REFERENCE = "reference:"  # prefix of the version of weights that are loaded only to be compared (`weights/check.py`)
+# Prefix of the weight version while `weights/check.py` loads weights only to compute the checksums that it expects.
+REFERENCE = "reference:"
 
 
 class EngineGone(ConnectionError):
@@ -54,7 +55,7 @@ class EngineRoute:
     """For each tensor-parallel rank of the engine the trainer rank whose memory it reads, or one trainer rank for all.
     The first one also makes the HTTP requests to the engine."""
     incarnation: str = ""
-    """Id of the engine's process, other after a restart; "" if unknown (external engines)."""
+    """Id of the engine's process, which changes at every restart; "" if unknown (external engines)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class WeightUpload:
 
     store: str  # URI
     store_options: Mapping[str, Any] = field(repr=False)  # with resolved secrets
-    prefix: str  # key of the store under which it is uploaded
+    prefix: str  # key prefix in the store under which the directory is uploaded
     actors: Mapping[str, Any]  # URL -> handle of the Ray actor (`EngineServer`) that runs on the engine's machine
 
 
@@ -81,12 +82,12 @@ class WeightTransport:
     """
 
     kind: Transport = "tensor"
-    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # URL of an engine -> its route, if not the default
+    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # engine URL -> route; default EngineRoute()
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
     upload: WeightUpload | None = None  # "disk": instead of `directory`
     host: str | None = "127.0.0.1"
-    """"nccl": address of trainer rank 0, at which the engines join the group; None: the address of its node."""
+    """"nccl": address of trainer rank 0, at which the engines join the NCCL group; None: the address of its node."""
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -166,8 +167,8 @@ class EngineClient(ABC):
             transport: how the weights are transferred.
 
         Raises:
-            ConnectionError: an engine died or does not answer. The others report `updating:<version>` until the weights
-                are sent again.
+            ConnectionError: an engine died or does not answer. The other engines report `updating:<version>` until the
+                weights are sent again.
             EngineRefused: an engine rejected the weights.
             EngineError: trainer and engines cannot use this transport.
         """
@@ -185,8 +186,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def overwrite_weights(self) -> None:
-        """Overwrite all weights in the memory of the engines with random values. The engines report a version that is
-        not a policy's until `update_weights` loads weights again.
+        """Overwrite all weights in the memory of the engines with random values, so that a check finds tensors which
+        the next `update_weights` misses. Until then the engines report a weight version that is not a policy version.
 
         Raises:
             EngineGone, EngineRefused: an engine failed.
@@ -210,8 +211,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:
-        """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check; of an
-        engine whose KV cache is released, only the server is checked."""
+        """Return whether the engine at `url` generates tokens. An idle engine generates one token for this check. An
+        engine whose KV cache is released cannot generate; for it, return whether its HTTP server answers."""
 
     @abstractmethod
     def weight_version(self, url: str, timeout: float = 30) -> str:

@@ -12,7 +12,7 @@ class _Memory(ctypes.Structure):
 
 
 def visible_gpu_bytes() -> list[int]:
-    """Return the total bytes of every GPU that CUDA_VISIBLE_DEVICES leaves visible; [] without GPUs or driver."""
+    """Return the total memory, in bytes, of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs or driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -30,7 +30,7 @@ def visible_gpu_bytes() -> list[int]:
 
 
 def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
-    """Return the total bytes of a GPU; 0 if the driver does not tell."""
+    """Return the total memory of GPU number `index` in bytes; 0 if NVML returns an error."""
     handle, memory = ctypes.c_void_p(), _Memory()
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
         return 0
@@ -38,8 +38,8 @@ def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
 
 
 def select_visible_gpus(sizes: list[int]) -> list[int]:
-    """Return those entries of `sizes`, one per GPU, that CUDA_VISIBLE_DEVICES leaves visible. GPUs named by UUID are
-    only counted."""
+    """Return the entries of `sizes` (bytes of each GPU) whose GPUs CUDA_VISIBLE_DEVICES allows. If it names n GPUs by
+    UUID, return the first n entries: UUIDs are not resolved."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return sizes

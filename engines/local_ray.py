@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterLost(PenstockError, ConnectionError):
-    """The driver's local Ray died, and with it all actors; the driver must start a new `Cluster`."""
+    """The driver's local Ray died, and with it all actors, or did not start; the driver must start a new `Cluster`."""
 
     code = "cluster-lost"
 
@@ -54,7 +54,7 @@ def import_ray() -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Start a local Ray and connect to it; retry if the start fails.
+    """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`.
 
     If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
 
@@ -90,8 +90,8 @@ def start_ray(**options: Any) -> None:
 
 
 def _ray_directory() -> str:
-    """Return the directory for Ray's sockets and logs: `ray` in this process's temporary directory, or /tmp/ray if the
-    path of the former is too long for sockets."""
+    """Return the directory for Ray's sockets and logs: `ray` in this process's temporary directory, or /tmp/ray if that
+    path is longer than MAX_RAY_PATH, with which Ray's Unix socket paths would exceed the kernel's limit."""
     directory = str(own_temp_directory() / "ray")
     return directory if len(directory) <= MAX_RAY_PATH else "/tmp/ray"
 

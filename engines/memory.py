@@ -1,5 +1,5 @@
-"""Names and measurements of state that moves between a device and host memory. The driver reads them, so this module
-does not import torch."""
+"""Kinds of trainer state that can be offloaded to host memory, and the measurement of one such move. The driver uses
+them, so this module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 class MemorySwitch(Frozen):
-    """Duration and memory use of one move of state between a device and host memory."""
+    """Duration and memory use of one move of trainer or engine state between a device and host memory."""
 
     name: str  # e.g. "policy: offload gradients, optimizer"
     seconds: float

@@ -51,8 +51,8 @@ def interface_address(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface of this machine whose network contains `address`; None if there is
-    none."""
+    """Return the name of the network interface of this machine whose subnet contains `address`; None if no
+    interface's subnet does."""
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
@@ -65,10 +65,10 @@ def interface_of(address: str) -> str | None:
 
 
 def socket_environment(interface: str | None) -> dict[str, str]:
-    """Return the environment variables with which NCCL and gloo use a network interface; {} without one."""
+    """Return the environment variables with which NCCL and gloo use a network interface; {} for None."""
     if interface is None:
         return {}
-    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}  # "=": not as a prefix
+    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}  # "=": exact name, not a prefix
 
 
 def join_address(host: str, port: int) -> str:

@@ -62,13 +62,13 @@ class EngineOptions:
     def weight_transport(
         self, engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace], directory: str
     ) -> WeightTransport:
-        """Return the configured weight transport, or choose one.
+        """Return how weights are sent to the engines: over the configured transport, or over one chosen here.
 
         "tensor" is chosen if the engines can read the trainer's memory: on the same GPUs, or on machines without GPUs.
         Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.
 
         Args:
-            engines: URL -> place of the engines that get the weights.
+            engines: URL -> place (node and GPUs) of the engines that get the weights.
             ranks: place of each trainer rank.
             directory: directory to which the transport "disk" writes.
         """
@@ -90,5 +90,5 @@ class EngineOptions:
         return WeightTransport(kind, routes, self.spec.model_path, directory, host=LOOPBACK if on_loopback else None)
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:
-        """Return a copy of the options with these fields of `spec` replaced."""
+        """Return a copy of the options in which the given fields of `spec` (the server settings) are replaced."""
         return replace(self, spec=self.spec.model_copy(update=fields))

@@ -32,7 +32,7 @@ class NodeLost(PenstockError, ConnectionError):
 class PlacementOptions:
     """How a run uses the nodes of its Ray cluster."""
 
-    gpus_per_node: int | None = None  # GPUs that the run uses on each node; None: those of the largest node
+    gpus_per_node: int | None = None  # GPUs that the run uses on each node; None: as many as the largest node has
     trainer_gpus: int = 0  # GPUs of the trainer. All GPUs of a run are reserved when its first process is placed.
     engine_gpus: int = 0  # GPUs of the engines, without those of the trainer
     gpus_per_engine: int = 1
@@ -40,7 +40,8 @@ class PlacementOptions:
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including those that are left over at the end of a node."""
+        """Return the number of GPUs to reserve, including those left idle at the end of a node that are too few for an
+        engine."""
         size = min(self.gpus_per_engine, gpus_per_node)
         starts = first_gpus(self.engine_gpus // size, size, self.trainer_gpus, gpus_per_node)
         return starts[-1] + size if starts else self.trainer_gpus
@@ -68,7 +69,7 @@ class Slot:
 
 
 class RayCalls(Protocol):
-    """The part of `Cluster` that placement needs; see there."""
+    """The members of `engines.cluster.Cluster` that `Placement` uses; documented in that class."""
 
     owned: bool
     namespace: str
@@ -81,17 +82,17 @@ class RayCalls(Protocol):
 
 
 def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
-    """Return the sizes of the blocks of `num_gpus` GPUs: full nodes, and the rest."""
+    """Return the sizes of the placement groups (one per node) of `num_gpus` GPUs: full nodes, then the rest."""
     full, rest = divmod(num_gpus, gpus_per_node)
     return [gpus_per_node] * full + [rest] * bool(rest)
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
-    """Return the number of the first GPU of each process. Its GPUs are consecutive; those of the first process begin at
-    `first_gpu`. A process that would span two blocks begins at the second one.
+    """Return the index, among all GPUs of the run, of each process's first GPU. A process has consecutive GPUs; the
+    first process begins at `first_gpu`. A process that would span two nodes begins on the second one.
 
     Raises:
-        LayoutError: a process needs more GPUs than a block has.
+        LayoutError: a process needs more GPUs than a node has.
     """
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
@@ -118,13 +119,14 @@ def num_engine_nodes(gpus_per_engine: int, gpus_per_node: int) -> int:
     if gpus_per_engine % gpus_per_node:
         raise LayoutError(
             f"--rollout-num-gpus-per-engine {gpus_per_engine} is not a multiple of the {gpus_per_node} GPUs of a node "
-            "(--num-gpus-per-node), and an engine that spans nodes uses all GPUs of each: use a divisor or a multiple"
+            "(--num-gpus-per-node), and an engine that spans nodes uses all GPUs of each: use a divisor or a multiple "
+            f"of {gpus_per_node}"
         )
     return gpus_per_engine // gpus_per_node
 
 
 def order_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return entries of `ray.nodes()` in the order in which processes are placed: the head, then by address."""
+    """Return entries of `ray.nodes()` in the order in which processes are placed: the head node, then by address."""
     return sorted(
         nodes,
         key=lambda node: (
@@ -209,7 +211,7 @@ class Placement:
     # ---- slots -------------------------------------------------------------------------------------------------------
 
     def place(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
-        """Return placements; see `Cluster.place_processes`."""
+        """Return the placement of each process; arguments and errors as in `Cluster.place_processes`."""
         num_gpus = self.num_gpus
         self._max_gpus = max(self._max_gpus, num_gpus)
         if gpus_per_process and self._max_gpus:
@@ -231,12 +233,12 @@ class Placement:
         self._max_nodes = max(self._max_nodes, len(nodes))
         if len(nodes) < needed <= self._max_nodes:
             raise NodeLost(
-                f"{len(nodes)} of {needed} nodes of the Ray cluster are alive: start the others again with `ray start`"
+                f"{len(nodes)} of {needed} nodes of the Ray cluster are alive: restart the other nodes with `ray start`"
             )
         if len(nodes) < needed:
             raise LayoutError(
-                f"the Ray cluster has {len(nodes)} nodes, but --actor-num-nodes is {needed}: start more with "
-                "`ray start --address`, or use fewer"
+                f"the Ray cluster has {len(nodes)} nodes, but --actor-num-nodes is {needed}: start more nodes "
+                "with `ray start --address`, or lower --actor-num-nodes"
             )
         return nodes[:needed]
 
@@ -259,7 +261,7 @@ class Placement:
     # ---- placement groups --------------------------------------------------------------------------------------------
 
     def _reserve(self, needed: int) -> None:
-        """Reserve `needed` GPUs, and at least those of the whole run.
+        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need, whichever is more.
 
         On an external Ray cluster the placement groups of an earlier driver of this run are reused if they have the
         same sizes, and removed otherwise.
@@ -274,8 +276,8 @@ class Placement:
             if needed <= self._max_gpus:
                 raise NodeLost(f"Ray has {num_gpus} of the {needed} GPUs of the run: restart the lost node")
             raise LayoutError(
-                f"the cluster has {num_gpus} GPUs, but {needed} are needed: use fewer GPUs, or colocate trainer "
-                "and engines"
+                f"the cluster has {num_gpus} GPUs, but the run needs {needed}: use fewer (--actor-num-gpus-per-node, "
+                "--rollout-num-gpus), or share them between trainer and engines with --colocate"
             )
         while reserved < needed:
             size = min(self.gpus_per_node - reserved % self.gpus_per_node, needed - reserved)
@@ -288,8 +290,8 @@ class Placement:
         return f"{self._ray.namespace}-gpus-"
 
     def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
-        """Reuse the placement groups that earlier drivers of this run left if these are their sizes; otherwise remove
-        them, which kills the processes in them."""
+        """Reuse the placement groups that earlier drivers of this run left if they have these sizes; otherwise remove
+        the groups, which kills the processes in them."""
         import ray
         from ray.util.placement_group import placement_group_table
 
@@ -325,12 +327,16 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return a block with its current node and GPU ids: Ray places a group again after the death of its node."""
+        """Return a block (the GPUs of one placement group) with its current node and GPU ids: if the node dies, Ray
+        places the group on another node."""
         from ray.util.placement_group import placement_group_table
 
         entry = self._ray.call_ray(placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
-            raise NodeLost(f"the node of {len(block)} GPUs of the run died: restart it with `ray start --address`")
+            raise NodeLost(
+                f"a Ray node with {len(block)} of the run's GPUs died ({block[0].node}): run `ray start "
+                "--address=HEAD_ADDRESS` on its machine"
+            )
         if [entry["bundles_to_node_id"][gpu.bundle] for gpu in block] == [gpu.node for gpu in block]:
             return block
         return self._locate(block[0].group, len(block))

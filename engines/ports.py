@@ -42,10 +42,11 @@ def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (),
 
 
 def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
-    """Reserve all these TCP ports, free on the address `host` of this machine, for this process, or none of them.
+    """Reserve all these TCP ports of the address `host` of this machine against other Penstock processes, or none.
 
     Returns:
-        whether they are reserved now: False if one is in use, or already reserved by another process or by this one.
+        True if all ports are reserved now; False if one is in use, or already reserved by any process, this one
+        included.
     """
     locks: dict[int, socket.socket] = {}
     for port in ports:
@@ -82,5 +83,5 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
 
 
 def _probe(host: str) -> socket.socket:
-    """Return a TCP socket for an address of `host`'s family."""
+    """Return an unbound TCP socket of the address family of `host`, IPv4 or IPv6."""
     return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

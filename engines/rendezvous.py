@@ -1,4 +1,4 @@
-"""Rendezvous of process groups at an address that Penstock chooses: torch's own TCPStore listens on all interfaces."""
+"""Rendezvous of torch process groups on one address of this machine: by default a TCPStore listens on all of them."""
 
 from __future__ import annotations
 

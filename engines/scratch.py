@@ -32,8 +32,9 @@ _own: tuple[Path, int, int] | None = None  # this process's directory, descripto
 def own_temp_directory() -> Path:
     """Return this process's temporary directory.
 
-    The first call creates the directory, sets TMPDIR, and removes the directories of dead processes. If TMPDIR is
-    already the directory of a living process (on a local Ray, actors inherit the driver's), that one is returned.
+    The first call creates the directory, sets TMPDIR to it, and removes the directories that dead Penstock processes
+    left. If TMPDIR is already the directory of a living process (on a local Ray, actors inherit the driver's TMPDIR),
+    that directory is returned.
     """
     global _own
     if _own is not None and _own[2] == os.getpid():
@@ -59,7 +60,7 @@ def keep_temp_directory_at_exit() -> None:
 
 
 def is_temp_directory_kept_at_exit() -> bool:
-    """Return whether `keep_temp_directory_at_exit` was called, so that the directory is not removed at exit."""
+    """Return whether `keep_temp_directory_at_exit` was called, so that this process's directory is not removed."""
     return _own is not None and (_own[0] / KEPT).exists()
 
 
@@ -93,8 +94,7 @@ def temp_base_directory() -> Path:
 
 
 def remove_if_abandoned(directory: Path) -> bool:
-    """Remove a temporary directory whose owner is dead. Return whether it no longer exists; it
-    is not removed if the owner is alive."""
+    """Remove a temporary directory if the process that created it is dead. Return whether the directory was removed."""
     try:
         descriptor = _lock_file(directory / LOCK)
     except OSError:

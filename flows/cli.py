@@ -28,7 +28,7 @@ USAGE = """usage: penstock COMMAND [options]
   sft       the same loop over demonstrations (no engine)
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
-            --compare RUN/20 RUN/40 compares two policies
+            --compare RUN/20 RUN/40 compares two policy versions
   resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
   rm        remove a run:  penstock rm RUN
@@ -49,7 +49,7 @@ USER_ERRNOS = {  # file errors that count as an invalid request (exit code 2), n
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one `penstock` command and report its errors on stderr.
 
     Args:
         argv: the arguments after `penstock`. None: use those of this process and install the Ctrl-C handlers.
@@ -187,7 +187,7 @@ def _report_user_error(error: Exception, argv: list[str]) -> int:
 def _report_bug(error: Exception, argv: list[str]) -> int:
     from penstock.flows.options.argv import to_one_line
 
-    advice = "" if "--verbose" in argv else "; add --verbose for the traceback, and please report it"
+    advice = "" if "--verbose" in argv else "; add --verbose for the traceback, and please report this bug"
     print(f"penstock: {to_one_line(f'unexpected {type(error).__name__}: {error}'[:240] + advice)}", file=sys.stderr)
     _print_traceback(error, argv)
     return 1
@@ -204,7 +204,7 @@ def _stdout_is_closed() -> bool:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # closed here, or without a file descriptor
+    except (OSError, ValueError):  # closed in this process, or without a file descriptor
         return True
 
 

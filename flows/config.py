@@ -55,7 +55,8 @@ class RunConfig(StageConfig):
     """Save a checkpoint every N rounds; the last round is always saved."""
 
     num_rollout_per_start: int | None = option(None, mutability="schedule", ge=1)
-    """Instead of --num-rollout, for scheduled runs: each start trains N rounds, or finishes an interrupted start."""
+    """Instead of --num-rollout, for scheduled runs: each start of the flow trains N more rounds, or, if the previous
+    start was interrupted, the rest of its N rounds."""
 
     keep_checkpoints: int | None = option(None, mutability="placement", ge=1)
     """Keep only the newest N checkpoints; default all. Rounds are kept, so older policies can be restored by replay."""
@@ -84,7 +85,8 @@ class RunConfig(StageConfig):
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
-    """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk; default: by placement."""
+    """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
+    and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""
 
     update_weight_disk_dir: str | None = option(None, mutability="placement")
     """Directory shared by trainer and engines, for weight updates over disk; default: in the store if it is local."""
@@ -152,7 +154,8 @@ class PostTrainConfig(StageConfig):
         best, names = self.run.keep_best, [f"eval/{name}" for name, _ in self.eval.eval_prompt_data]
         if best is not None and self.run.keep_checkpoints is None:
             raise OptionError(
-                f"--keep-best {best} has no effect without --keep-checkpoints (all checkpoints are kept): add that flag"
+                f"--keep-best {best} has no effect without --keep-checkpoints (all checkpoints are kept): add "
+                "--keep-checkpoints N"
             )
         if best is not None and not best.startswith(tuple(names)):
             metrics = ", ".join(names) or "none, because --eval-prompt-data is not given"
@@ -161,7 +164,7 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_sharing(self) -> PostTrainConfig:
-        """Check that the trainer and the engines share GPUs if they take turns on them."""
+        """Check that --colocate does not contradict --rollout-num-gpus, and that offloaded engines are not external."""
         engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
         if self.run.colocate and engines not in (None, ranks):
             raise OptionError(
@@ -210,14 +213,14 @@ def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:
-    """Return the validated config of the values section -> option -> value.
+    """Validate `values` (section -> option -> value), and return them as a config.
 
     Secrets given literally are replaced by references that only this process can resolve
     (storage/secret_references.py).
 
     Raises:
-        InputError: a value is invalid; the message describes the first one. The class is `OptionError` for pydantic's
-        own checks, otherwise that of the exception which a validator raised.
+        InputError: a value is invalid; the message describes the first invalid value. The class is `OptionError` for
+        pydantic's own checks, otherwise that of the exception which a validator raised.
     """
     if has_credentials(str(values.get("run", {}).get("store", ""))):
         raise OptionError(
@@ -274,7 +277,9 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
         reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
         raise OptionError(f"config file {path} is not valid TOML ({reason}): correct it") from None
     if not values:
-        raise OptionError(f"config file {path} is empty: write [section] and below it option = value, or leave it out")
+        raise OptionError(
+            f"config file {path} is empty: write [section] and below it option = value, or leave out --config"
+        )
     for name, entries in values.items():
         check_known_section(path, name, entries)
     return values
@@ -319,7 +324,10 @@ def check_known_section(path: str | Path, name: str, entries: Any) -> None:
 
 
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
-    """Return the options with this mutability: `section.name` -> JSON value."""
+    """Return the options of one mutability class: `section.name` -> JSON value.
+
+    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options.
+    """
     dumped = config.model_dump(mode="json")
     return {
         f"{section}.{name}": dumped[section].get(name)  # a section may leave out options that are not given
@@ -329,7 +337,10 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
 
 
 def config_hash(config: PostTrainConfig) -> str:
-    """Return a hash of the identity options, which a run cannot change. It ignores options that the dump leaves out."""
+    """Return a hash of the options that a resumed run cannot change (mutability `identity`).
+
+    Options that `model_dump` omits are not hashed, so that hashes equal those of releases without these options.
+    """
     dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
     identity = {field: value for field, value in options_by_mutability(config, "identity").items() if field in dumped}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

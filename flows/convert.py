@@ -85,7 +85,8 @@ def translate_flags(argv: Sequence[str]) -> list[str]:
 
 
 def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with `hf_checkpoint` set: by default to the directory that `convert_load` records.
+    """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
+    the Hugging Face directory that the checkpoint `convert_load` has recorded.
 
     Raises:
         OptionError: the checkpoint does not exist or records no directory, or options contradict each other.

@@ -1,4 +1,4 @@
-"""Checks of --debug-rollout-only and --debug-train-only, which start one half of a run alone."""
+"""Checks of --debug-rollout-only (engines without a trainer) and --debug-train-only (a trainer without engines)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from penstock.storage.store import Store
 
 
 def check_debug_options(flow: str, config: PostTrainConfig) -> None:
-    """Check --debug-rollout-only and --debug-train-only against the other options. Raises OptionError."""
+    """Check that --debug-rollout-only and --debug-train-only fit the flow and the other options. Raises OptionError."""
     run = config.run
     if run.debug_rollout_only and run.debug_train_only:
         raise OptionError(
-            "--debug-rollout-only and --debug-train-only each start one half of a run: omit one of them "
+            "--debug-rollout-only starts no trainer and --debug-train-only starts no engines: omit one of them "
             "(--no-debug-rollout-only if the run was started with it)"
         )
     if not (run.debug_rollout_only or run.debug_train_only) or flow == "convert":
         return
     name = "--debug-rollout-only" if run.debug_rollout_only else "--debug-train-only"
     if flow != "post_train":
-        raise OptionError(f"{name} has no effect in the flow `{flow}`, which is only one half already: omit it")
+        raise OptionError(
+            f"{name} has no effect in the flow `{flow}`, which never starts both a trainer and engines: omit it"
+        )
     if run.check_weight_update_equal:
         raise OptionError(
             f"--check-weight-update-equal cannot be combined with {name}, which sends no weights to engines: omit one"
@@ -39,7 +41,8 @@ def check_debug_options(flow: str, config: PostTrainConfig) -> None:
 
 
 def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
-    """Check that the debug options match the rounds that the run has committed. Raises RunError."""
+    """Check the run's commits: --debug-train-only needs rollouts, --debug-rollout-only needs that no round is trained,
+    and a run without these options needs that no untrained rollout of --debug-rollout-only is left. Raises RunError."""
     run, keys = config.run, RunKeys(config.run.run)
     removed = is_removed(store, keys)
     rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
@@ -59,10 +62,11 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
     if last is not None and last.policy_version < last.index and not (run.debug_rollout_only or run.debug_train_only):
         raise RunError(
             f"run {run.run!r} has {len(untrained)} untrained rollouts of --debug-rollout-only, which policy "
-            f"{last.policy_version} generated: train on them with --debug-train-only, or give another --run"
+            f"version {last.policy_version} generated: train on them with --debug-train-only, or give another --run"
         )
 
 
 def gpu_flow(flow: str, config: PostTrainConfig) -> str:
-    """Return the flow that uses the GPUs as this run does: with a debug option only the trainer's or the engines'."""
+    """Return the name of the flow that needs the same GPUs as this run: `sft` (only a trainer) with --debug-train-only,
+    `evaluate` (only engines) with --debug-rollout-only, else `flow`."""
     return "sft" if config.run.debug_train_only else "evaluate" if config.run.debug_rollout_only else flow

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Memory of the GPU that needs most."""
+    """Estimated memory use of trainer and engine on the GPU that needs the most memory."""
 
     gpu_bytes: int
     trainer: TrainerMemory | None  # None: the flow does not train
@@ -34,15 +34,18 @@ class GpuPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of the GPU that needs most."""
+        """Return the peak memory use, in bytes, of the GPU that needs the most."""
         if self.trainer and self.engine and self.colocated:
             return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
         sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static_bytes if self.engine else 0]
         return max(sizes)
 
     def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
-        """Return the bytes at the peak of a GPU that trainer and engine share; arguments as in
-        `memory.plan.colocated_peak_bytes`."""
+        """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
+
+        `offload_train`: the trainer frees its memory while the engine generates; `offload_rollout`: the engine frees
+        its memory while the trainer works.
+        """
         from penstock.engines.megatron.memory.plan import colocated_peak_bytes
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
@@ -84,8 +87,8 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
 
 
 def microbatch_tokens(config: PostTrainConfig) -> int:
-    """Return the tokens of a rank's largest planned micro-batch. With --micro-batch-size they follow from the longest
-    response; prompts count only with --rollout-max-context-len."""
+    """Return the maximum number of tokens of a micro-batch on one rank. With --micro-batch-size it is estimated from
+    --rollout-max-context-len or, if not given, from --rollout-max-response-len, which does not count prompts."""
     train, rollout = config.train, config.rollout
     if train.fills_microbatches_by_tokens:
         return train.max_tokens_per_gpu
@@ -123,7 +126,7 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
         fix = f", {fix}" if shared else ""
         raise LayoutError(
             f"{flag} is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and an "
-            f"engine that spans nodes uses all GPUs of each: use one{fix}"
+            f"engine that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{fix}"
         )
     heads = shape.num_attention_heads
     if heads % size and not config.rollout.sglang.get("enable_dp_attention"):
@@ -134,7 +137,7 @@ def check_nodes(config: PostTrainConfig) -> None:
     """Check the options that divide the trainer among nodes.
 
     Raises:
-        OptionError: an option has no effect.
+        OptionError: --network-interface is given without --ray-address.
         LayoutError: the trainer's ranks do not fit the GPUs of a node, or a tensor-parallel group would span nodes
             although it fits one.
     """
@@ -155,7 +158,7 @@ def check_nodes(config: PostTrainConfig) -> None:
     if train.num_ranks > gpus > size and gpus % size:
         raise LayoutError(
             f"--tensor-model-parallel-size {size} does not divide the {gpus} GPUs of a node, so that a tensor-parallel "
-            "group would span two nodes: use a divisor"
+            f"group would span two nodes: use a divisor of {gpus}"
         )
 
 
@@ -174,13 +177,14 @@ def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:
     if needed > num_gpus:
         raise LayoutError(
             f"this machine has {num_gpus} GPUs, but the run needs {needed} (--actor-num-nodes x "
-            "--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines): use fewer, or join a Ray "
-            "cluster with --ray-address"
+            "--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines): use fewer GPUs, or join a "
+            "Ray cluster with --ray-address"
         )
 
 
 def check_memory(plan: GpuPlan) -> None:
-    """Check that weights, gradients and optimizer of the trainer fit a GPU, and the engine's weights its static share.
+    """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the engine's weights fit its share
+    of the GPU (--sglang-mem-fraction-static).
 
     Activations are not checked, because their estimate is less exact (`memory_warnings`).
 
@@ -205,7 +209,7 @@ def check_memory(plan: GpuPlan) -> None:
 
 
 def memory_warnings(plan: GpuPlan) -> list[str]:
-    """Return a warning if a run may exceed the GPU's memory."""
+    """Return a list with one warning if a run may exceed the GPU's memory, else an empty list."""
     if plan.peak_bytes <= plan.gpu_bytes:
         return []
     parts = []

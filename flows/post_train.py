@@ -18,7 +18,7 @@ def post_train(config: PostTrainConfig) -> None:
     """Train a policy by reinforcement learning.
 
     Args:
-        config: config of the run. If a run of its name exists, that run is resumed.
+        config: config of the run. If the store has a run named `run.run`, that run is resumed.
     """
     with Session("post_train", config) as session:
         if session.needs_rollout(session.num_trained_rounds()):

@@ -123,7 +123,10 @@ def replay(
     total = f"{equal} of {len(rounds)} rounds are equal bit for bit, {within} within tolerance, {len(differing)} differ"
     print(total)
     if differing:
-        raise ReplayError(f"round {differing[0]} of run {run!r} differs from its commit ({total})")
+        raise ReplayError(
+            f"replaying round {differing[0]} of run {run!r} gave another policy than the committed one ({total}): "
+            "check that code, GPU type and parallel layout are those of the run"
+        )
 
 
 @task(

@@ -12,7 +12,7 @@ from penstock.flows.runtime.session import Session
 
 @flow(name="sft", flow_run_name="{config.run.run}", validate_parameters=True)
 def sft(config: PostTrainConfig) -> None:
-    """Fine-tune on demonstrations.
+    """Fine-tune on demonstrations: prompts with responses, from --prompt-data.
 
     Args:
         config: config of the run. If a run of its name exists, that run is resumed.

@@ -32,7 +32,7 @@ def convert(session: Session) -> CheckpointRef:
 
 @stage("restore")
 def restore(session: Session) -> None:
-    """Start the trainer with the run's latest policy, unless all rounds are trained. The engines load meanwhile."""
+    """Start the trainer with the run's latest policy version, unless all rounds are trained."""
     session.processes.materialize_fork()
     version = session.num_trained_rounds()
     if version < session.num_rounds:
@@ -41,8 +41,8 @@ def restore(session: Session) -> None:
 
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
-    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`; with --debug-rollout-only
-    with the start weights, version 0."""
+    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`, or always with version 0
+    under --debug-rollout-only."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
@@ -108,10 +108,10 @@ def publish(session: Session, version: int) -> None:
 
 
 def checkpoint(session: Session, version: int) -> None:
-    """Start saving policy `version` in another thread. The next stage that changes the trainer waits for the commit.
+    """Start saving policy `version` in another thread. The next train or export stage waits for its commit.
 
     If trainer and engines take turns on the devices, the checkpoint is saved before this returns: the engines must not
-    generate meanwhile.
+    generate during the save.
     """
     if session.config.run.alternates_trainer_and_engines:
         save(session, version)

@@ -1,4 +1,4 @@
-"""Load, check and call user-defined functions: a reward, an estimator, a loss, a filter, a hook.
+"""Load, check and call user-defined functions: rewards, advantage estimators, losses, filters, hooks.
 
 A function is named by a path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`. Short functions are
 called in this process through `Plugin`; reward and generate functions, which run in their own processes, threads or
@@ -95,10 +95,11 @@ async def _await_value(value: Awaitable[Any]) -> Any:
 
 
 def check_signature(function: Callable[..., Any], name: str, parameters: Sequence[str]) -> None:
-    """Check that a function accepts the positional arguments `parameters`, and is not a generator function.
+    """Check that a function accepts positional arguments named `parameters`, and is not a generator function.
 
     Raises:
-        PluginError: the function does not accept them, or is a generator function; the message begins with `name`.
+        PluginError: the function does not accept `parameters`, or is a generator function; the message begins with
+                `name`.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(
@@ -167,8 +168,8 @@ def load_function(
     function = getattr(module, name, None)
     if not callable(function):
         raise PluginError(
-            f"{location} has no function {name!r}; it defines {', '.join(_public_functions(module)) or 'none'}: "
-            "name one of them"
+            f"{location} has no function {name!r}; its functions are {', '.join(_public_functions(module)) or 'none'}: "
+            f"write {location}:NAME with an existing one"
         )
     return function
 
@@ -192,10 +193,10 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _describe_import_error(error: BaseException) -> str:
-    """Return why an import failed, for a message."""
+    """Return the reason of a failed import, for use in an error message."""
     if isinstance(error, SystemExit):
         return (
-            f"it calls sys.exit({error.code!r:.50}) while it is imported; remove that, or move it under "
+            f"the module calls sys.exit({error.code!r:.50}) during the import; remove the call, or move it under "
             '`if __name__ == "__main__"`'
         )
     return f"{type(error).__name__}: {error}"
@@ -218,5 +219,7 @@ def _choose_default_function(
         return default_name
     names = [name for name in names if is_candidate(getattr(module, name))] or names
     if len(names) != 1:
-        raise PluginError(f"{location} defines {', '.join(names) or 'no function'}: name one of them, {location}:NAME")
+        raise PluginError(
+            f"cannot choose a function of {location}, which defines {', '.join(names) or 'none'}: write {location}:NAME"
+        )
     return names[0]

@@ -53,7 +53,7 @@ def option(
         constraints: arguments of `pydantic.Field` (`ge`, `gt`, `le`, `default_factory`, ...).
     """
     assert not (secret and mutability == "identity"), (
-        "an identity field cannot be secret: its recorded value is hashed and compared"
+        'a field with mutability "identity" cannot be secret: its recorded value is hashed and compared on resume'
     )
     # The key is "change", not "mutability": it is part of the JSON schema of Prefect deployments.
     extra: dict[str, Any] = {"change": mutability, "aliases": list(aliases), "secret": secret}

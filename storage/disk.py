@@ -203,7 +203,7 @@ def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
     """Check in parallel that files have the committed sizes and hashes.
 
     Raises:
-        StoreError: a file is missing or differs.
+        StoreError: a file is missing, or its size or hash differs from its FileRecord.
     """
 
     def verify(job: tuple[Path, FileRecord]) -> None:
@@ -229,7 +229,7 @@ def hash_file(path: str | Path) -> str:
 
 
 def size_mismatch_error(path: str, expected: int, size: int | None) -> StoreError:
-    """Return the error for a committed file that is missing or has another size."""
+    """Return the error for a committed file that is missing (`size` is None) or does not have its committed size."""
     state = "is missing" if size is None else f"has {size} bytes"
     return StoreError(f"{path} {state}, but was committed with {expected} bytes: restore it from a backup")
 

@@ -39,7 +39,7 @@ class DataError(InputError):
 
 
 class TemplateError(DataError):
-    """A chat template is missing, fails, or exceeds its limits."""
+    """A chat template is missing or fails, or rendering it exceeds the time, memory or output limit."""
 
     code = "template"
 

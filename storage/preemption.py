@@ -44,4 +44,4 @@ class StopRequest:
     def raise_if_requested(self) -> None:
         """Raise Preempted if a stop was requested. The driver calls it between stages."""
         if self.requested:
-            raise Preempted("asked to stop")
+            raise Preempted("the run was asked to stop")

@@ -48,7 +48,7 @@ class Frozen(BaseModel):
 
 
 class FileRecord(Frozen):
-    """One committed file."""
+    """One file of a commit, with its size and hash."""
 
     path: Key
     bytes: int
@@ -57,16 +57,17 @@ class FileRecord(Frozen):
 
 
 class RolloutRef(Frozen):
-    """A committed rollout."""
+    """Reference to a committed rollout, which tasks pass to each other instead of the samples."""
 
-    key: str  # of its commit record, relative to the store
+    key: str  # of the rollout's commit record, relative to the store
     rollout_id: int
     num_samples: int
     policy_version: int  # of the policy that generated the samples; -1 for demonstrations (SFT)
 
 
 class StepRef(Frozen):
-    """A committed training round, which consumed rollout `rollout_id` and produced policy version `rollout_id + 1`."""
+    """Reference to a committed training round, which consumed rollout `rollout_id` and produced policy version
+    `rollout_id + 1`."""
 
     key: str
     rollout_id: int
@@ -74,7 +75,7 @@ class StepRef(Frozen):
 
 
 class CheckpointRef(Frozen):
-    """The committed checkpoint of one policy version, or a model that the run starts from."""
+    """Reference to the committed checkpoint of one policy version, or to a model that the run starts from."""
 
     key: Key
     uri: str  # directory of the files
@@ -83,10 +84,10 @@ class CheckpointRef(Frozen):
 
 
 class EvalRef(Frozen):
-    """A committed evaluation of one policy version on one data set."""
+    """Reference to a committed evaluation of one policy version on one data set."""
 
     key: str
-    task: str
+    task: str  # name of the data set
     policy_version: int
     mean_reward: float
 
@@ -136,7 +137,7 @@ class Commit(BaseModel):
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Set the version and digest of a commit, and return it as JSON."""
+    """Set `record_version` and `digest` of `commit` in place, and return the commit as JSON."""
     commit.record_version, commit.digest = COMMIT_VERSION, ""
     record = json.loads(commit.model_dump_json())
     record["digest"] = commit.digest = record_digest(record)
@@ -153,7 +154,8 @@ def record_digest(record: dict[str, Any]) -> str:
 
 
 def has_matching_digest(commit_json: bytes) -> bool | None:
-    """Return whether the digest of a stored commit is correct, or None if it has none (record version 1)."""
+    """Return whether the digest in a stored commit matches its content, or None if the commit has no digest (record
+    version 1)."""
     record = json.loads(commit_json)
     if "digest" not in record and record.get("record_version", 1) == 1:
         return None
@@ -173,7 +175,7 @@ class RunKeys:
         self.record = f"{self.prefix}/run.json"
 
     def origin_key(self, role: str) -> str:
-        """Return the key of the record that refers to the model in the role `role`, one of ORIGINS."""
+        """Return the key of the record that names the run's base, reference or teacher model (`role`, see ORIGINS)."""
         return f"{self.prefix}/{role}.json"
 
     def rollout_prefix(self, rollout_id: int) -> str:

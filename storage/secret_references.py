@@ -1,4 +1,4 @@
-"""References to secrets. A reference may be stored and displayed; a configuration holds it instead of the secret:
+"""References to secrets. A configuration holds references, which may be stored and displayed, instead of the secrets:
 
     env:NAME            the environment variable NAME
     secret-file:PATH    the content of a file that only its owner can read
@@ -26,7 +26,7 @@ def hide_literal_secrets(path: str, value: Any) -> Any:
 
     Args:
         path: name of the option, for instance `store_options`; it becomes part of the reference.
-        value: text, or nested lists and tables.
+        value: a string, or nested lists and dicts.
     """
     if isinstance(value, dict):
         return {name: hide_literal_secrets(f"{path}.{name}", item) for name, item in value.items()}

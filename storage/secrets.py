@@ -26,12 +26,12 @@ _protected: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the value of an option called `name` is a secret."""
+    """Return whether an option's name (`api_key`, `sas_token`) says that the option's value is a secret."""
     return _SECRET_NAME.search(name.lower().replace("-", "_")) is not None
 
 
 def is_reference(value: str) -> bool:
-    """Return whether a config value is a reference to a secret."""
+    """Return whether a config value is a reference to a secret (env:NAME or secret-file:PATH)."""
     return value.startswith((ENV, FILE))
 
 
@@ -60,10 +60,10 @@ def register_secret(secret: str) -> str:
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """Return nested lists and tables with secrets replaced by `***`. References to secrets are kept.
+    """Return a config value with its secrets replaced by `***`. References to secrets are kept.
 
     Args:
-        value: text, or nested lists and tables.
+        value: a string, or nested lists and dicts.
         name: name of the option that has this value.
     """
     if isinstance(value, dict):
@@ -76,7 +76,7 @@ def mask_secrets(value: Any, name: str = "") -> Any:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file atomically with mode 0600. Create its directory, if missing, with mode 0700."""
+    """Write `text` to a file atomically, with mode 0600. Create its directory, if missing, with mode 0700."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)

@@ -50,7 +50,8 @@ class StoredFile(NamedTuple):
 
 @dataclass
 class AttemptFiles:
-    """The local directory into which a stage writes its files. `files` is set when the `Store.writing` block ends."""
+    """The local directory into which a stage writes its files, and the records of these files; `files` is set when the
+    `Store.writing` block ends."""
 
     path: Path
     files: list[FileRecord] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Store:
         uri: a local path or any fsspec URI (`s3://bucket/prefix`).
         options: passed to the fsspec file system; may contain references to secrets.
         single_writer: only one process ever writes to the store; allows stores without conditional create.
-        probe: test that the store is writable and has conditional create. A run's driver does; its actors need not.
+        probe: test that the store is writable and has conditional create. A run's driver tests it for its Ray actors.
 
     Raises:
         StoreError: the URI contains credentials, the store is not writable, or it has no conditional create although

@@ -121,8 +121,8 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def tensor_layout(shape: ModelShape) -> TensorLayout:
-    """Return the tensor names of a model of this shape in both formats, with the conversion between them. Raises
-    ModelError if the model's family is unknown."""
+    """Return the tensor names of a model of this shape in Megatron and Hugging Face format, with the conversion between
+    the formats. Raises ModelError if the model's family is unknown."""
     return TensorLayout(shape, family_of(shape).rows(shape))
 
 

@@ -47,7 +47,7 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
     if groups not in (None, heads):
         config.refuse(
             f"num_key_value_heads {groups} and num_attention_heads {heads}",
-            "but latent attention needs equal numbers",
+            "but latent attention needs both to be equal",
         )
     latent = LatentAttention(**{name: config[name] for name in LatentAttention.model_fields})
     rope = rotary_from_config(config, interleaved=bool(config["rope_interleave"]))
@@ -65,8 +65,8 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
 
 
 def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts:
-    """Return the MoE settings of a DeepSeek-style model: sigmoid scores, a frozen score correction, expert groups and
-    shared experts."""
+    """Return the MoE settings of a DeepSeek-style model: sigmoid scores with a frozen `e_score_correction_bias`, expert
+    groups and shared experts."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config[name] not in (None, needed):
             config.refuse(f"{name} {config[name]!r}", f"but Penstock supports only {needed!r} for this family")
@@ -94,8 +94,8 @@ def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts
 
 
 def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a DeepSeek-V3 model. RoPE dimensions have the same order in both formats, because the
-    Megatron model also applies interleaved RoPE."""
+    """Return the table of Megatron and Hugging Face tensor names of a DeepSeek-V3 model. RoPE dimensions have the same
+    order in both formats, because the Megatron model also applies interleaved RoPE."""
     return [*embedding_rows(shape), *norm_rows(shape), *mla_rows(shape), *mlp_rows(shape)]
 
 

@@ -24,7 +24,7 @@ EntryType = tuple[str, Callable[[Any], bool]]  # (description of valid values, f
 
 
 def integer_between(low: int, high: int = LARGEST) -> EntryType:
-    """Return the entry type of an integer between `low` and `high`, both included."""
+    """Return the type of a config.json entry that must be an integer from `low` to `high`, both included."""
     upper = f" and at most {high}" if high < LARGEST else ""
     return f"an integer of at least {low}{upper}", lambda value: type(value) is int and low <= value <= high
 

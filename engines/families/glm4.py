@@ -1,5 +1,5 @@
-"""GLM-4 (9B, GLM-Z1-9B, 32B) and the older GLM: gate and up projections fused into one tensor, interleaved RoPE on half
-of each head. GLM-4 adds sandwich norms; the 32B model has no QKV biases."""
+"""GLM-4 (Glm4ForCausalLM: 9B, GLM-Z1-9B, 32B) and GLM (GlmForCausalLM): gate and up projections fused into one tensor,
+interleaved RoPE on half of each head. GLM-4 adds sandwich norms; the 32B model has no QKV biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.engines.families.shape import ModelShape
 
 
 def glm_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of an older GLM's config.json."""
+    """Return the `ModelShape` fields of a config.json with the architecture GlmForCausalLM."""
     return {
         "qkv_bias": bool(config["attention_bias"]),
         "rotary": rotary_from_config(config, fraction=0.5, interleaved=True),
@@ -21,12 +21,13 @@ def glm_shape_fields(config: ConfigEntries) -> dict[str, Any]:
 
 
 def glm4_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a GLM-4 config.json."""
+    """Return the `ModelShape` fields of a config.json with the architecture Glm4ForCausalLM."""
     return glm_shape_fields(config) | {"sandwich_norms": True}
 
 
 def glm_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a GLM. Megatron and Hugging Face both fuse gate and up projections, in this order."""
+    """Return the table of Megatron and Hugging Face tensor names of a GLM or GLM-4 model. For these models both formats
+    fuse gate and up projections, in this order."""
     hidden, width = shape.hidden_size, shape.ffn_hidden_size
     fused_mlp = [
         unconverted_layer_row(shape, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", (2 * width, hidden)),

@@ -144,8 +144,8 @@ class TensorLayout:
             self.copies |= dict.fromkeys(row.copies, next(iter(row.hf)))
 
     def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Split a full Megatron tensor, named with its global layer index, into Hugging Face (name, tensor) pairs.
-        These tensors may share memory with `tensor`."""
+        """Split the full (unsharded) Megatron tensor `name`, whose layer index counts from the model's first layer,
+        into Hugging Face (name, tensor) pairs. The returned tensors may share memory with `tensor`."""
         op, hf_names = self._row(name)
         return list(zip(hf_names, op.split(name, tensor), strict=True))
 

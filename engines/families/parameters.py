@@ -1,4 +1,5 @@
-"""Count the parameters of one rank from a family's tensor table, without building the model. Does not import torch."""
+"""Count the parameters that one rank holds, from the tensor names and shapes of the model family, without building the
+model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from penstock.engines.families.shape import ModelShape
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
-FROZEN = ".expert_bias"  # a buffer, not a parameter
+FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """Number of all parameters of the rank."""
+        """Return the number of dense and expert parameters together."""
         return self.dense + self.expert
 
 
@@ -38,7 +39,7 @@ def count_rank_parameters(
     expert_tensor: int | None = None,
     outer: Collection[str] | None = None,
 ) -> RankParameters:
-    """Return the number of parameters of a rank.
+    """Return how many parameters of a model one rank holds.
 
     Args:
         shape: shape of the model.
@@ -46,7 +47,8 @@ def count_rank_parameters(
         tensor: tensor-parallel size; the vocabulary is padded to a multiple of it.
         expert: expert-parallel size.
         expert_tensor: tensor-parallel size of the experts; None means `tensor`.
-        outer: Megatron names of the weights outside of the layers that the rank holds; None means all.
+        outer: Megatron names of the weights that the rank holds outside of the layers (embedding, final norm, LM head);
+            None means all of these.
     """
     dense = experts = 0
     for row in family_of(shape).rows(shape):
@@ -64,7 +66,8 @@ def count_rank_parameters(
 
 
 def _numel_per_rank(row: TensorRow, ranks: int) -> int:
-    """Return the number of elements of one rank's shard of the tensor in one layer (and of one expert)."""
+    """Return the number of elements of a tensor's shard if the tensor is sharded over `ranks` tensor-parallel ranks;
+    for one layer and one expert if the row describes several."""
     if REPLICATED.search(row.megatron):
         return sum(prod(size) for size in row.hf.values())
     if row.megatron in (EMBEDDING, HEAD):

@@ -1,5 +1,8 @@
-"""Rows of the tensor table (Megatron names and their Hugging Face counterparts) that model families share: embeddings,
-norms, attention, MLP and experts. Hugging Face names are those of Llama and DeepSeek; `renamed` changes them."""
+"""Mappings between Megatron and Hugging Face tensors (`TensorRow`) that model families share: embeddings, norms,
+attention, MLP and experts. Hugging Face names are those of Llama and DeepSeek; `renamed` changes them.
+
+The mappings of all tensors of a model are its tensor table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a pre-norm decoder with grouped-query attention and SwiGLU, dense or with experts."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of a pre-norm decoder, dense or MoE, with grouped-query
+    attention and SwiGLU."""
     return [*embedding_rows(shape), *norm_rows(shape), *attention_rows(shape), *mlp_rows(shape)]
 
 
 def embedding_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table rows of the embedding, the final norm and, unless tied to the embedding, the LM head."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of the embedding, the final norm and the LM head. A
+    head that is tied to the embedding has no mapping of its own."""
     vocab, size = PaddedVocab(shape.vocab_size), (shape.vocab_size, shape.hidden_size)
     head = "lm_head.weight"
     copies = (head,) if shape.tied_embeddings else ()  # Qwen3-0.6B on the hub stores the tied head too
@@ -29,7 +34,7 @@ def embedding_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def norm_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table rows of the norms before attention and before the MLP."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of the norms before attention and before the MLP."""
     size = (shape.hidden_size,)
     return [
         unconverted_layer_row(shape, "input_layernorm.weight", "input_layernorm.weight", size),
@@ -38,8 +43,8 @@ def norm_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def attention_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table rows of grouped-query attention, including QKV biases and QK norms if the model has
-    them."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of grouped-query attention, including QKV biases and QK
+    norms if the model has them."""
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -65,8 +70,8 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mla_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table rows of multi-head latent attention, with a direct or a low-rank projection of
-    queries."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of multi-head latent attention, with a direct or a low-rank
+    projection of queries."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
     assert latent is not None, shape.family
     rank, q_rank, queries = latent.kv_lora_rank, latent.q_lora_rank, heads * shape.head_dim
@@ -92,8 +97,8 @@ def mla_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mlp_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table rows of the MLPs. Without experts, every layer is dense; with experts, the first layers
-    are dense and all others have a router and experts."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of the MLPs. In an MoE model the first
+    `shape.experts.num_dense_layers` layers are dense and all others have a router and experts."""
     experts, dense = shape.experts, shape.experts.num_dense_layers if shape.experts else shape.num_layers
     rows = swiglu_rows(shape, "mlp.", shape.ffn_hidden_size, range(dense))
     if experts is None:
@@ -111,8 +116,8 @@ def mlp_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_experts: int = 0) -> list[TensorRow]:
-    """Return the tensor table rows of a SwiGLU MLP with separate gate and up projections in Hugging Face; if
-    `num_experts` is positive, of that many expert MLPs."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of a SwiGLU MLP with separate gate and up projections in
+    Hugging Face; if `num_experts` is positive, of that many expert MLPs. `module` is the MLP's name prefix ("mlp.")."""
     megatron, hf = MEGATRON + module, HF + module
     if num_experts:
         megatron, hf = megatron + "local_experts.{expert}.", hf + "{expert}."
@@ -125,13 +130,14 @@ def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_e
 
 
 def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple[int, ...]) -> TensorRow:
-    """Return the tensor table row of a tensor that every layer has and that is identical in both formats."""
+    """Return the mapping of a tensor that every layer has and that is identical in Megatron and Hugging Face; only the
+    names (without the layer prefix: `megatron`, `hf`) differ."""
     return TensorRow(MEGATRON + megatron, Same(), {HF + hf: size}, layers=range(shape.num_layers))
 
 
 def renamed(rows: list[TensorRow], names: dict[str, str]) -> list[TensorRow]:
-    """Return tensor table rows with substrings of their Hugging Face names replaced: each key of `names` by its value,
-    in the order of `names`."""
+    """Return `rows` with substrings of their Hugging Face names replaced: each key of `names` by its value, in the
+    order of `names`."""
 
     def rename(name: str) -> str:
         for old, new in names.items():

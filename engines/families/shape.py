@@ -1,7 +1,7 @@
 """The shape of a model (`ModelShape`): sizes, layer variants, and numbers of parameters and FLOPs. Does not import
 torch.
 
-`penstock.engines.families.read_shape` returns the shape of a Hugging Face directory.
+`penstock.engines.families.read_shape` reads the shape of the model in a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Experts(_Component):
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
-    num_groups: int = 1  # top-k selects from the best `top_groups` of these groups only
+    num_groups: int = 1  # of experts; top-k selects from the best `top_groups` of these groups only
     top_groups: int = 1
     scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 

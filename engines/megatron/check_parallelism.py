@@ -42,14 +42,14 @@ def check_model_parallel(
         found = f"{TENSOR_FLAG} {tensor}, but the model has {shape.num_query_groups} key-value heads"
         raise LayoutError(f"{found}: use a divisor or a multiple of {shape.num_query_groups}")
     if experts is None or experts.num_dense_layers:
-        _check_divides(tensor, TENSOR_FLAG, shape.ffn_hidden_size, "rows of the MLP")
+        _check_divides(tensor, TENSOR_FLAG, shape.ffn_hidden_size, "rows of the MLP's up projection")
     if experts is not None:
         _check_divides(expert, EXPERT_FLAG, experts.num_experts, "experts")
-        _check_divides(tensor, TENSOR_FLAG, experts.shared_ffn_hidden_size, "rows of the shared experts")
+        _check_divides(tensor, TENSOR_FLAG, experts.shared_ffn_hidden_size, "rows of the shared experts' up projection")
         ranks, flag = (tensor, TENSOR_FLAG)
         if expert_tensor is not None:
             ranks, flag = (expert_tensor, "--expert-tensor-parallel-size")
-        _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert")
+        _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert's up projection")
     elif expert > 1:
         found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
         raise LayoutError(f"{found}: drop the option")
@@ -94,8 +94,9 @@ def check_pipeline(
         )
     if ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)):
         raise LayoutError(
-            f"{flags} must be positive and cannot be combined with --account-for-embedding-in-pipeline-split or "
-            "--account-for-loss-in-pipeline-split: drop one of the options"
+            f"{flags} needs positive whole numbers and cannot be combined with "
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: correct the numbers "
+            "or drop one of these options"
         )
     stages = split_layers(shape.num_layers + extra, pipeline, first, last)
     if stages is None or any(layers % (virtual or 1) for layers in stages):
@@ -126,8 +127,8 @@ def split_layers(num_layers: int, pipeline: int, first: int | None = None, last:
 def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
     """Return a hint for an error message: flags with which the layers can be split over the pipeline stages.
 
-    In this order: another size of the last stage, which also has the LM head; other sizes of the first and the last
-    stage; another number of stages.
+    Tried in this order: another size of the last stage, which also has the LM head; other sizes of the first and the
+    last stage; another number of stages; no virtual stages.
     """
     if pipeline > 1 and num_layers % virtual == 0:
         sizes = range(virtual, num_layers + 1, virtual)
@@ -140,8 +141,8 @@ def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
             flags = ("" if first is None else f"{FIRST_STAGE_FLAG} {first} ") + f"{LAST_STAGE_FLAG} {last}"
             runs = [(len(list(run)), layers) for layers, run in groupby(split)]  # [8, 8, 8, 5] -> "3 x 8, 5"
             counts = ", ".join(f"{count} x {layers}" if count > 1 else str(layers) for count, layers in runs)
-            return f"use {flags} (stages of {counts} layers)"
+            return f"use {flags} (layers of the stages: {counts})"
     divisors = [size for size in range(1, num_layers + 1) if num_layers % (size * virtual) == 0]
     if divisors:
-        return f"use one of {', '.join(map(str, divisors[:12]))} stages"
+        return f"set --pipeline-model-parallel-size to one of {', '.join(map(str, divisors[:12]))}"
     return "drop --virtual-pipeline-model-parallel-size"

@@ -78,8 +78,8 @@ class MegatronEngine:
         layout: parallel sizes, the same as passed to `init_parallel`.
         dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
             unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
-        optimizer: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
-            lr_warmup_iters, lr_decay_iters.
+        optimizer: values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
+            lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
@@ -199,7 +199,7 @@ class MegatronEngine:
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
             raise LayoutError(
                 f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
-                f"of the {self.layout.pipeline} pipeline stages: change the batch size or drop the option"
+                f"of the {self.layout.pipeline} pipeline stages: pass such a number, or drop the option"
             )
         iterators = [iter(microbatches) for _ in self.wrapped]
         with torch.no_grad() if forward_only else nullcontext():
@@ -322,7 +322,7 @@ class MegatronEngine:
         self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
-        """Load a checkpoint of `save` with all its states, and return its `step_state`. Resumed training is
+        """Load all states of a checkpoint that `save` wrote, and return its `step_state`. Resumed training is
         bit-identical to uninterrupted training."""
         self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.load(directory)
@@ -350,7 +350,7 @@ class MegatronEngine:
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory and free their device memory; the content of gradients is discarded.
-        Return the measurement, or None if there was nothing to move. Not collective.
+        Return the duration and memory use of the move, or None if there was nothing to move. Not collective.
 
         Methods that need an offloaded kind fail until `onload`.
         """
@@ -358,15 +358,15 @@ class MegatronEngine:
         return self._memory.offload(kinds)
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
-        """Move these kinds of state back to the device; gradients are zero afterwards. Return the measurement, or None
-        if there was nothing to move. Not collective."""
+        """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
+        use of the move, or None if there was nothing to move. Not collective."""
         return self._memory.onload(kinds)
 
     # ---- reproducibility ---------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the versions and settings that can change the last bit of a result. Runs with equal fingerprints and
-        equal inputs have equal weight digests."""
+        """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
+        equal fingerprints and equal inputs have equal weight digests."""
         return {
             "torch": torch.__version__,
             "megatron": MEGATRON_VERSION,
@@ -381,7 +381,7 @@ class MegatronEngine:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels in this process, and raise an error for operations that have none."""
+    """Make torch use deterministic kernels in this process, and raise an error for operations without such a kernel."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling new tensors only helps debugging, and costs a pass over every new tensor.

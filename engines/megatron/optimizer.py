@@ -72,7 +72,7 @@ def build_optimizer(
         wrapped: wrapped pipeline chunks of the model.
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
-        overrides: user-defined `megatron` options. With `optimizer_cpu_offload` the moments and main parameters are
+        overrides: user-defined Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
             offloaded by `memory/optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
 
     Raises:
@@ -80,7 +80,7 @@ def build_optimizer(
     """
     overrides, fraction = _split_offload_options(overrides)
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
-    assert not missing, f"the optimizer options do not have {missing}"
+    assert not missing, f"`options` lacks the optimizer options {missing}"
     fixed = {name: options[name] for name in ADAM}
     fixed |= dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
     optimizer = get_megatron_optimizer(
@@ -106,7 +106,8 @@ def build_optimizer(
 
 
 def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Separate the user's options for optimizer offloading, which would enable Megatron's own, from the other options.
+    """Separate the user's options for optimizer offloading, which would enable Megatron's own offloading, from the
+    other options.
 
     Returns:
         the other options, and the fraction of the optimizer state to offload with `memory/optimizer_offload.py`.
@@ -114,12 +115,12 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     if overrides.get("use_precision_aware_optimizer"):
         raise OptionError(
             "megatron option use_precision_aware_optimizer needs TransformerEngine's Adam, which Penstock does not "
-            "use: drop it"
+            "use: drop the option"
         )
     overrides = dict(overrides)
     offload, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
     if not 0 <= fraction <= 1:
-        raise OptionError(f"megatron option optimizer_offload_fraction = {fraction} is not between 0 and 1: change it")
+        raise OptionError(f"megatron option optimizer_offload_fraction = {fraction} is not between 0 and 1: correct it")
     return overrides, fraction if offload else 0.0
 
 
@@ -176,7 +177,8 @@ def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
 
 
 def load_moments_and_steps(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load moments and step counts from a checkpoint's optimizer state; keep the hyperparameters of this run."""
+    """Load moments and step counts from a checkpoint's optimizer state; keep the learning rates and other
+    hyperparameters that `optimizer` has."""
     own = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in _param_groups(optimizer)]
     optimizer.load_state_dict(state)
     for group, hyperparameters in zip(_param_groups(optimizer), own, strict=True):

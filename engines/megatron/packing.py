@@ -48,7 +48,7 @@ class PackedStream:
     key_rows: Tensor | None = None  # [k] indices into the keys gathered over context-parallel ranks; None: no gather
     buckets: list[Bucket] | None = None  # sequences grouped by length, for attention without a varlen kernel
     real_rows: Tensor | None = None  # [r] indices of this rank's rows that are not padding; None: all rows
-    pack_index: Tensor | None = None  # [r] index of each of these rows in the unpadded micro-batch; None: the same
+    pack_index: Tensor | None = None  # [r] index in the unpadded micro-batch of each of `real_rows`; None: the same
     routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
     qkv_format: str = "thd"  # Megatron's name for packed sequences
 

@@ -1,4 +1,4 @@
-"""The setup of Megatron-core's process groups for the parallel sizes of a model (`ParallelLayout`).
+"""Set up torch.distributed and Megatron-core's process groups for the parallel sizes of a model (`ParallelLayout`).
 
 `stages/train/group.py` starts the ranks, `engines/cluster.py` places them on GPUs.
 """
@@ -64,7 +64,8 @@ def init_parallel(
             "expert tensor-parallel size"
         )
     if isinstance(rendezvous, socket.socket):
-        store = dist.PrefixStore("default_pg", serve_store(rendezvous, world_size, timeout))  # as in torch's own
+        # torch adds the same prefix to a store that it creates itself
+        store = dist.PrefixStore("default_pg", serve_store(rendezvous, world_size, timeout))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         if urlsplit(rendezvous).scheme == "file":  # all ranks are on this machine, so gloo can use loopback

@@ -1,4 +1,5 @@
-"""The parallel sizes of a model. Does not import torch, because preflight uses this module."""
+"""Tensor-, pipeline-, context- and expert-parallel sizes of a model. Does not import torch, because the checks before a
+run starts (preflight) use this module."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from penstock.storage.errors import LayoutError
 
 
 class ParallelLayout(BaseModel):
-    """Parallel sizes. The data-parallel size follows from the world size (`data_parallel_size`)."""
+    """Number of ranks in each dimension of model parallelism; `data_parallel_size` computes the data-parallel size from
+    the world size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -16,8 +18,8 @@ class ParallelLayout(BaseModel):
     pipeline: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
-    expert_tensor: int | None = None
-    virtual_pipeline: int | None = None
+    expert_tensor: int | None = None  # tensor-parallel size of the experts; None: same as `tensor`
+    virtual_pipeline: int | None = None  # model chunks per pipeline rank (interleaved schedule)
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:

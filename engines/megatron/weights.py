@@ -1,8 +1,8 @@
 """Access the weights of a sharded model: full tensors under global names (for publishing), hashes (to compare a replay
 with the recorded policy), and copies in host memory (for a reference model that shares the actor's modules).
 
-"Weights" are the parameters and the routers' frozen correction biases. `engines/families` maps their names and shapes
-to Hugging Face's.
+"Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
+shapes to Hugging Face's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Snapshot = list[Tensor]
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Names, shape and owner of a full (unsharded) tensor; pipeline ranks exchange these before broadcasting the
-    data."""
+    """Names, shape, dtype and pipeline rank of a full (unsharded) tensor; pipeline ranks exchange these before they
+    broadcast the data."""
 
     names: tuple[str, ...]  # global names: one, or for an expert's tensor one per expert-parallel rank
     shape: tuple[int, ...]  # shape of the full tensor, vocabulary padding included
@@ -37,7 +37,7 @@ class GlobalTensor:
 
     @classmethod
     def of_shard(cls, chunk: PolicyModel, name: str, shard: Tensor, stage: int) -> GlobalTensor:
-        """Return names, shape and owner of the full tensor to which a local shard belongs.
+        """Return names, shape, dtype and pipeline rank of the full tensor to which a local shard belongs.
 
         Args:
             chunk: pipeline chunk that has the shard.
@@ -64,7 +64,8 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order.
+    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order. Global names
+    number layers and experts over the whole model.
 
     This is a collective over tensor-, expert- and pipeline-parallel ranks: every rank must consume the whole iterator.
     A yielded tensor may share memory with the model's weight: copy it to keep it.
@@ -136,7 +137,8 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
         tensor: this rank's shard.
 
     Returns:
-        one full tensor per name: for an expert's weight, the experts at its position on all expert-parallel ranks.
+        one full tensor per name: for an expert's weight, one of each expert-parallel rank, from the expert with the
+        same local index.
     """
     full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
@@ -156,8 +158,9 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     """Return the xxh3-64 hash of every weight shard of this rank.
 
-    Keys are global names, for sharded weights with "@<tensor-parallel rank>/<size>". Different hashes prove different
-    weights; equal hashes make different weights very unlikely.
+    Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
+    "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
+    unlikely.
     """
     hashes = {}
     for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
@@ -169,8 +172,8 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return a copy of a tensor's bytes in host memory. It is a copy on a CPU as well, because `numpy()` would forbid
-    to resize the tensor's storage, which `memory/residency.py` does."""
+    """Return a copy of a tensor's bytes in host memory. It is a copy on a CPU as well, because a NumPy view of the
+    tensor itself would forbid resizing its storage, and `memory/residency.py` frees memory by resizing."""
     return tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().data
 
 
@@ -185,8 +188,8 @@ def copy_weights_to_host(chunks: list[PolicyModel]) -> Snapshot:
 
 @torch.no_grad()
 def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
-    """Exchange the values of this rank's weights and of a snapshot, in place. A second call with the same
-    snapshot restores both."""
+    """Exchange the values of this rank's weights with those of the snapshot `other`, in place. A second call with the
+    same snapshot restores both."""
     for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
         tensor.copy_(other_tensor)
@@ -194,6 +197,6 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
 
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
-    """Return this rank's weights (parameters and correction biases), in the order of a snapshot."""
+    """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
     biases = [[buffer for _, buffer in _correction_biases(chunk)] for chunk in chunks]
     return [tensor for chunk, own in zip(chunks, biases) for tensor in (*chunk.parameters(), *own)]

@@ -36,7 +36,7 @@ class ExternalReplica(Replica):
         self.backend = backend
         self.client = backend.connect(
             lambda: []
-        )  # only its `generates_tokens` and `version` are used, which take an address
+        )  # only its `generates_tokens` and `weight_version` are used, which take an address
         self.known_url = self._url = engine_url(address)
         if key := spec.args.get("api_key"):
             keys.set_api_key(self._url, key)
@@ -84,7 +84,7 @@ class ExternalReplica(Replica):
         return self._url  # unlike `wait_for_url`, does not wait for the engine
 
     def place(self) -> ProcessPlace:
-        """Return an unknown place."""
+        """Return a place with an empty node and without GPUs, because those of an external engine are unknown."""
         return ProcessPlace("")
 
     def pid(self) -> int:

@@ -18,7 +18,7 @@ class EngineMemory:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes left for the KV cache; 0 if the weights take all."""
+        """Bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
         return max(0, self.static_bytes - self.weight_bytes)
 
     @property
@@ -35,12 +35,12 @@ def estimate_engine_memory(
     bytes_per_weight: float = 2,
     bytes_per_kv_element: int = 2,
 ) -> EngineMemory:
-    """Return the memory of one GPU of an engine.
+    """Estimate the memory for weights and KV cache on one GPU of an engine.
 
     Args:
         shape: shape of the model.
-        gpus_per_engine: tensor-parallel size of the engine. Key-value heads are replicated if there are fewer; the
-            latent vectors of latent attention always are.
+        gpus_per_engine: tensor-parallel size of the engine. KV heads are replicated if there are fewer of them than
+            GPUs; with multi-head latent attention (MLA) every GPU has the latent KV vectors of all tokens.
         static_bytes: bytes of the GPU for weights and KV cache together.
         bytes_per_weight: bytes of a weight.
         bytes_per_kv_element: bytes of an element of the KV cache.

@@ -141,7 +141,7 @@ class EnginePool:
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
         """Return the handle of the Ray actor of each engine at `urls`, on its first node: URL -> handle. External
-        engines have none."""
+        engines, which have no actor, are omitted."""
         known = {replica.known_url: replica for replica in self._replicas if isinstance(replica, RayReplica)}
         return {url: known[url].first_actor for url in urls if url in known}
 
@@ -149,8 +149,8 @@ class EnginePool:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 
         Waits for engines that are starting, because a start needs GPU memory, too. A dead engine has no memory to
-        release. While the engines generate, in `serving`, this does nothing: the trainer is then being restored
-        for an engine that was restarted.
+        release. Does nothing inside a `serving` block, where the engines must keep their memory: there the trainer
+        is restored only to send the weights to a restarted engine.
         """
         if self._serving:
             return
@@ -176,8 +176,8 @@ class EnginePool:
 
     @property
     def adopted(self) -> list[bool]:
-        """Return for each engine whether it was adopted from an earlier driver; valid after the first access to
-        `urls`."""
+        """Return for each engine whether it was started by an earlier driver of this run and adopted (reused); valid
+        after the first access to `urls`."""
         return [replica.adopted for replica in self._replicas]
 
     def weight_versions(self) -> list[str]:

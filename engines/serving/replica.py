@@ -120,15 +120,15 @@ class RayReplica(Replica):
     """An engine whose server processes, one on each of its nodes, are started by Ray actors.
 
     The constructor starts the processes without waiting, or adopts those with this index that an earlier driver of the
-    run left on an external Ray cluster. They have one state: if one dies, all are restarted.
+    run left on an external Ray cluster. If one of the processes dies, all of them are restarted.
 
     Args:
         cluster: the Ray connection that runs the actors.
         spec: model and settings of the server.
         index: position in the pool; part of the actors' names.
-        place: returns GPUs and Ray options of each process, by node rank. Called before each start, because GPUs move
-            when a node dies; may raise NodeLost.
-        owner: id of the pool. A server that another pool has adopted since is neither used nor killed.
+        place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
+            move the processes to other GPUs when a node dies; may raise NodeLost.
+        owner: id of the `EnginePool`. A server that another pool has adopted is no longer used, and not killed.
         backend: the engine implementation.
     """
 
@@ -180,7 +180,10 @@ class RayReplica(Replica):
                 timeout = self.cluster.node_timeout
                 self._deadline = time.monotonic() + timeout
                 logger.warning(
-                    "engine %d cannot start (%s); waiting up to %.0f s (--node-timeout)", self.index, error, timeout
+                    "engine %d cannot start (%s); waiting up to %.0f s for the node (--node-timeout)",
+                    self.index,
+                    error,
+                    timeout,
                 )
             self._lost = error
             return
@@ -247,8 +250,8 @@ class RayReplica(Replica):
         if lost is not None:
             raise lost
         raise RuntimeError(
-            f"engine {self.index} did not start in time: a Ray actor that starts its server does not answer and was "
-            "killed"
+            f"engine {self.index} did not start within {self.spec.start_timeout + 60:.0f} s, because a Ray actor that "
+            "starts its server does not answer; the actor was killed: see Ray's logs on the engine's nodes"
         )
 
     def alive(self) -> bool:
@@ -282,7 +285,11 @@ class RayReplica(Replica):
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"engine {self.index} died because its Ray actor died; tail of {self._log}:\n{tail}"
         dead = [report for report in reports if report.startswith("died")]
-        return f"engine {self.index} {[*dead, *reports][0]}" if reports else f"engine {self.index} waits for its node"
+        return (
+            f"engine {self.index} {[*dead, *reports][0]}"
+            if reports
+            else f"engine {self.index} waits for a dead node to return"
+        )
 
     def kill(self) -> None:
         """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
@@ -346,7 +353,7 @@ class RayReplica(Replica):
         self.launch_server()
 
     def _has_moved(self) -> bool:
-        """Return whether Ray has placed an actor on another node than its slot's, whose GPU ids are then wrong."""
+        """Return whether Ray runs an actor on another node than its slot says; the slot's GPU ids are then wrong."""
         return any(slot.node not in ("", self._call_actor("node", rank=r)) for r, slot in enumerate(self._slots))
 
     def _wait_for_starts(self) -> list[Any]:
@@ -374,8 +381,8 @@ def actor_name(index: int, node_rank: int = 0) -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1) -> None:
-    """Kill the detached actors of engines with this index or a higher one, and those of node rank `num_nodes` or
-    higher, which an earlier driver of this run that used more left on an external Ray cluster."""
+    """Kill detached actors that an earlier driver of this run, which used more engines or nodes, left on an external
+    Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine."""
     import ray
 
     for engine in count():

@@ -2,8 +2,7 @@
 
 `EngineServer` is a plain class that the pool runs as a Ray actor. The server process never outlives the actor: the
 server's launch script requests SIGKILL at the death of its parent (PR_SET_PDEATHSIG), and the server's child processes
-do the same. `supervisor.py` decides
-when a server is restarted.
+do the same. `supervisor.py` decides when a server is restarted.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ class ServerSpec(BaseModel):
     """Seconds within which a server must have loaded its model; otherwise the start fails."""
 
     def digest(self, gpu_ids: tuple[str, ...] = ()) -> str:
-        """Return a hash of the spec and the GPU ids; a driver adopts only servers whose hash is equal to its own."""
+        """Return a hash of the spec and the GPU ids. A driver adopts (reuses) the server of an earlier driver only if
+        the server was started with an equal hash."""
         return hashlib.sha256(f"{self.model_dump_json()} {gpu_ids}".encode()).hexdigest()
 
 
@@ -165,7 +165,7 @@ class EngineServer(ABC):
         raise RuntimeError(f"the {self.name} server of {self.spec.model_path} failed to start: the server {report}")
 
     def adopt(self, owner: str, digest: str) -> str | None:
-        """Transfer the running server to another pool: that with the id `owner`.
+        """Make the pool with the id `owner` the owner of the running server; its earlier pool can no longer use it.
 
         Returns:
             The server's URL; None if the server is dead or its `ServerSpec.digest` differs from `digest`.
@@ -189,7 +189,7 @@ class EngineServer(ABC):
             RuntimeError: `owner` is given, but another pool has adopted the server.
         """
         if owner is not None and owner != self.owner:
-            raise RuntimeError("another driver has adopted the engines of this run: start only one driver per run")
+            raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
         return self._process is not None and self._process.poll() is None
 
     def pid(self) -> int:
@@ -209,12 +209,12 @@ class EngineServer(ABC):
         Args:
             store: URI of the store.
             store_options: options of its file system.
-            commit: lists the files with their sizes and hashes; need not be published.
+            commit: lists the files with their sizes and hashes; need not be in the store as a commit record.
 
         Raises:
             StoreError: a file is missing, or differs from the commit.
         """
-        self.remove_download()  # of a trainer that died
+        self.remove_download()  # files that a trainer left when it died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 
     def remove_download(self) -> None:

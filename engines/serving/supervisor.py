@@ -75,10 +75,10 @@ class Supervisor:
             try:
                 self.publish([replica.wait_for_url() for replica in stale])
                 versions = {replica.wait_for_url(): _weight_version_or_error(replica) for replica in stale}
-                wrong = [f"{url} serves {version!r}" for url, version in versions.items() if version != self.version]
+                wrong = [f"{url} reports {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
                     continue  # restoring the trainer may have released the memory of engines that were not stale
-                problem = f"after publishing {self.version!r}, {', '.join(wrong)}"
+                problem = f"after sending the weights of {self.version!r}, {', '.join(wrong)}"
             except ClusterLost:
                 raise
             except ConnectionError as error:
@@ -182,18 +182,22 @@ class Supervisor:
                 cause = f"{error}\n{replica.exit_report()}"
         self._set_live({**self._live, replica.index: url})
         seconds = time.monotonic() - start
-        logger.warning("engine %d restarted in %.1f s; it serves %s", replica.index, seconds, self.version)
+        logger.warning(
+            "engine %d restarted in %.1f s; it serves policy version %s", replica.index, seconds, self.version
+        )
 
     def _count_restart(self, replica: Replica, cause: str) -> None:
         """Count and log a restart. Raises RuntimeError if all `health.max_restarts` restarts are used up."""
         limit = self.health.max_restarts
         if self._num_restarts >= limit:
             raise RuntimeError(
-                f"engine {replica.index} failed after {self._num_restarts} of {limit} restarts in this stage: fix "
-                f"the cause below, or raise --engine-restarts. Last failure: {cause}"
+                f"engine {replica.index} failed, and this stage has already used all {limit} restarts of engines: fix "
+                f"the cause below, or raise --engine-restarts. Cause: {cause}"
             )
         self._num_restarts += 1
-        logger.warning("restarting engine %d (%d of %d): %s", replica.index, self._num_restarts, limit, cause)
+        logger.warning(
+            "restarting engine %d (restart %d of %d in this stage): %s", replica.index, self._num_restarts, limit, cause
+        )
 
     def _check_not_stopped(self) -> None:
         """Raise StartCancelled if the supervisor exited."""

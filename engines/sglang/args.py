@@ -36,12 +36,14 @@ RESERVED = {
     "nccl_init_addr": "the address of the engine's first node",
     "base_gpu_id": "the engine's placement",
     "gpu_id_step": "the engine's placement",
-    "weight_version": "the policy version, set with every weight update",
+    "weight_version": "the policy version at every weight update",
     "admin_api_key": "--sglang-api-key, which is the key of all routes",
-    "config": "[rollout.sglang] in Penstock's own file",
+    "config": "[rollout.sglang] of Penstock's configuration file",
 }
 
-UNSUPPORTED = "omit it, because all engines are equal and Penstock registers their addresses with the router"
+UNSUPPORTED = (
+    "omit it, because Penstock's engines all have the same role and are registered with the router by Penstock"
+)
 ROUTER_RESERVED = {
     "host": "omit it, the router listens on loopback only",
     "port": "omit it, a free port is chosen",
@@ -77,7 +79,7 @@ def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
 
 @cache
 def router_flags() -> dict[str, ServerFlag]:
-    """Return the flags of SGLang's router by name, as `sglang_flags`; empty if sglang-router is not installed."""
+    """Return the flags of SGLang's router by name (see `sglang_flags`); empty if sglang-router is not installed."""
     root = package_directory("sglang_router")
     return _parse_flags([root / "router_args.py"]) if root else {}
 
@@ -94,7 +96,7 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         EngineError: SGLang does not have a flag (the message suggests the closest one), or Penstock sets the flag.
     """
-    reserved = {name: f"use {instead}" for name, instead in RESERVED.items()}
+    reserved = {name: f"omit it, Penstock sets it from {source}" for name, source in RESERVED.items()}
     return _check_names(args, "sglang", sglang_flags(), reserved)
 
 
@@ -123,7 +125,7 @@ def _check_names(
         name = key.lstrip("-").replace("-", "_")
         flag = f"--{prefix}-" + name.replace("_", "-")
         if name in reserved:
-            raise EngineError(f"{flag} was given, but Penstock sets it: {reserved[name]}")
+            raise EngineError(f"{flag} is not allowed: {reserved[name]}")
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = (

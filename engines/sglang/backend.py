@@ -75,7 +75,7 @@ class SGLangBackend(EngineBackend):
             if not has_gpus and not options.external:
                 raise OptionError(
                     "--rollout-sampling-seeds needs a GPU, because SGLang samples reproducibly only on GPUs, but the "
-                    "cluster has none: omit it"
+                    "cluster has none: omit --rollout-sampling-seeds"
                 )
             args = {**args, "enable_deterministic_inference": True}
         if options.offload and has_gpus:
@@ -156,8 +156,8 @@ class SGLangBackend(EngineBackend):
             if name in served and served[name] != required.get(name):
                 raise EngineError(
                     f"the engine at {url} serves a model with {name} {served[name]!r}, but --hf-checkpoint "
-                    f"{model_path} has {required.get(name)!r}: start the engine with that model, or name another "
-                    "engine in --rollout-external-engine-addrs"
+                    f"{model_path} has {required.get(name)!r}: start the engine with --hf-checkpoint's model, or "
+                    "name another engine in --rollout-external-engine-addrs"
                 )
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:

@@ -209,8 +209,8 @@ class SGLangClient(EngineClient):
     async def _choose_engine(self, session: str | None) -> str | None:
         """Wait until an engine that is not in backoff is available, and return its URL.
 
-        Chosen is the engine that served the session before, or else the engine with the fewest samples in flight. With
-        a router, return the router's URL. Return None if the client is aborted.
+        The engine that served earlier requests of the session is preferred, otherwise the one with the fewest samples
+        in flight. With a router, return the router's URL. Return None if the client is aborted.
         """
         while not self._aborted:
             urls = self.urls
@@ -244,7 +244,8 @@ class SGLangClient(EngineClient):
         """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
         list of live engines: an engine on a lost machine would never answer.
 
-        With a router, raise only when a new router has another address; the old router may still answer.
+        With a router, `url` is the router's: raise only when a restarted router has a new URL, because a router that is
+        temporarily unavailable for new requests may still answer this one.
         """
         request = asyncio.create_task(call)
         try:

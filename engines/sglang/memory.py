@@ -49,7 +49,7 @@ def release_gpu_memory(url: str) -> None:
 
 
 def resume_weights(url: str, version: str) -> None:
-    """Allocate the memory of the weights again, to load `version`. Their values are undefined until then."""
+    """Allocate the memory of the weights again. The values are undefined until the weights of `version` are loaded."""
     control.call_server(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, TIMEOUT)
     control.set_weight_version(url, f"{LOADING}{version}")
 

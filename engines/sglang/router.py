@@ -30,7 +30,7 @@ from penstock.storage.secrets import register_secret
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
 TICK = 0.5  # seconds between checks of the router's list of engines
-SHORT_TICK = 0.05  # the same while the router's list of engines differs from the live engines
+SHORT_TICK = 0.05  # seconds between these checks while the router's list of engines differs from the live engines
 CALL_TIMEOUT = 5.0  # timeout of one call to the router in seconds; a call takes milliseconds
 REGISTER_AGAIN = 5.0  # seconds after which an engine that the router does not list is registered again
 DEFAULTS = {  # router flags that the configured flags override
@@ -96,7 +96,7 @@ class SGLangRouter:
         """
         with self._lock:
             if set(self._engines) - set(urls) or not self._engines:
-                self._address = None  # unavailable until the router has removed dead engines or registered its first
+                self._address = None  # until the router has removed dead engines or registered the first engine
             self._engines = list(urls)
         self._changed.set()
 

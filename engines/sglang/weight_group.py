@@ -77,8 +77,8 @@ class EngineGroup:
             raise refusal
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Start to send a byte tensor to all servers, which must be about to receive it. It has been sent when all
-        servers have answered their requests."""
+        """Start to send a byte tensor to all servers, to which the requests to receive it must have been sent. The
+        tensor has arrived when all servers have answered these requests."""
         dist.broadcast(flat, 0, group=self._group, async_op=True)  # the group keeps `flat` until it has been sent
 
     def close(self) -> None:

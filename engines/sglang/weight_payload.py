@@ -102,7 +102,7 @@ def check_shared_memory(bucket: list[NamedTensor]) -> None:
     """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS.
 
     Raises:
-        EngineError: it does not.
+        EngineError: the bucket needs more memory than is free in /dev/shm.
     """
     if bucket[0][1].device.type != "cpu":
         return

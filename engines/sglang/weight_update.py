@@ -1,4 +1,4 @@
-"""SGLang's weight update: the transports, and the servers' update routes in the required order.
+"""Update the weights of SGLang servers over the transports "tensor", "nccl" and "disk" (`WeightTransport`).
 
 All trainer ranks take part: each consumes the same stream of full tensors, whose gathering is collective. The ranks
 that an engine reads from also exchange handles (transport "tensor"). A rank whose engine fails therefore consumes the
@@ -96,8 +96,8 @@ class WeightSender:
     def _buckets_with_handles(
         self, named: Iterator[NamedTensor], routes: Routes, bucket_bytes: int
     ) -> Iterator[tuple[FlatBucket, dict[str, list[str]], bool]]:
-        """Yield (bucket, payloads, is_last). Payloads: URL -> one per rank of the server, for servers that read from
-        several trainer ranks and to which this rank makes the requests."""
+        """Yield (bucket, handles, is_last). `handles` maps the URL of each server that reads from several trainer
+        ranks, this rank among them, to one pickled memory handle per rank of the server."""
         shared = {url: route.senders for url, route in routes.items() if len(set(route.senders)) > 1}
         for bucket, last in split_into_buckets(named, bucket_bytes):
             check_shared_memory(bucket)
@@ -138,7 +138,9 @@ class WeightSender:
                         update.leave_group()
                         sizes = {url: size for url, (_, size) in update.facts.items()}
                         device = bucket[0][1].device
-                        assert transport.host is not None, "the trainer rank has not set its address"
+                        assert transport.host is not None, (
+                            "WeightTransport.host is None: set it to the address of trainer rank 0"
+                        )
                         self._engine_group = EngineGroup(
                             sizes, transport.host, device, update.run_in_thread, update.post
                         )
@@ -152,7 +154,10 @@ class WeightSender:
             except BaseException:
                 # A broadcast may be unfinished; leaving also releases the servers that wait for it.
                 if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
-                    raise RuntimeError("a broadcast of weights to a failed engine could not be aborted") from None
+                    raise RuntimeError(
+                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s: the "
+                        "trainer must be restarted"
+                    ) from None
                 raise
 
     def _update_through_disk(
@@ -230,8 +235,8 @@ class WeightUpdate:
 
         Args:
             flat: this rank's copy of the bucket.
-            handles: URL -> payloads of other ranks' copies, one per rank of the server; servers that are missing here
-                read this rank's copy.
+            handles: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
+                servers that are missing here read this rank's copy.
             last: whether this is the last bucket.
         """
         self._begin_sessions()
@@ -266,8 +271,8 @@ class WeightUpdate:
         ]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
-        """Wait until every server has loaded the bucket. After an error, do not wait for servers that receive nothing
-        any more; raise the error of a server rather than that of the broadcast, which is a consequence."""
+        """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
+        because they may never receive it. Raise a server's error rather than the broadcast's, which follows from it."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
             wait(loading, timeout=5)
         errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
@@ -303,7 +308,8 @@ class WeightUpdate:
         self._call_all(load)
 
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
-        """Return whether a bucket also flushes a server's prefix cache; a released KV cache has been flushed."""
+        """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
+        not if the KV cache is released (it has been flushed then)."""
         return last and url not in self._without_cache
 
     def _begin_sessions(self) -> None:
@@ -352,11 +358,11 @@ class WeightUpdate:
         )
 
     def run_in_thread(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a call in a thread."""
+        """Call `fn(*args)` in a thread of this update; return the future."""
         return self._pool.submit(fn, *args)
 
     def post(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """Send one request.
+        """Send one HTTP request of the weight update to a server.
 
         Raises:
             EngineGone: the server did not answer.

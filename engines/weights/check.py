@@ -43,13 +43,14 @@ def update_and_check(
         publish: sends the trainer's weights under the given version and over the given transport.
         version: policy version of the weights.
         transport: the transport to check.
-        is_initial: the weights are those of --hf-checkpoint; compare engines that report `INITIAL`, too.
+        is_initial: whether the weights are those of --hf-checkpoint. Engines that report `INITIAL`, which loaded them
+            without the trainer, are then compared, too.
 
     Returns:
         The number of compared tensors, over all ranks of all engines, and the seconds of the update itself.
 
     Raises:
-        WeightMismatch: a tensor differs. The engines' weights are overwritten, so that they get them again.
+        WeightMismatch: a tensor differs. The engines then report no policy version, so that the weights are sent again.
     """
     initial: Checksums = {}
     if is_initial and any(client.weight_version(url) == INITIAL for url in client.urls):
@@ -61,7 +62,7 @@ def update_and_check(
         {url: expected[url] for url in initial},
         initial,
         f"in the engine as it loaded --hf-checkpoint, but {{expected}} after loading the trainer's {version}: the "
-        "conversion of the model changed it",
+        "conversion or the gathering of shards changed the tensor; report this as a bug",
     )
     client.overwrite_weights()
     start = time.perf_counter()
@@ -72,7 +73,7 @@ def update_and_check(
             expected,
             client.weight_checksums(),
             f"in the engine after the weight update to {version} ({transport.kind}), but {{expected}} in the trainer: "
-            "try another --update-weight-transport, and report it",
+            "try another --update-weight-transport, and report this as a bug",
         )
         return num_tensors, seconds
     except WeightMismatch:
@@ -82,7 +83,7 @@ def update_and_check(
 
 def _compare(expected: Checksums, actual: Checksums, where: str) -> int:
     """Compare checksums and return their number. Raises WeightMismatch for the first difference; its message ends with
-    `where`, in which `{expected}` is replaced."""
+    `where`, with the expected checksum for `{expected}`."""
     different, total = [], 0
     for url, ranks in expected.items():
         for rank, (before, after) in enumerate(zip(ranks, actual[url], strict=True)):

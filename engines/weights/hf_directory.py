@@ -28,7 +28,7 @@ def write_weights(
         verify: read every file back and compare it with the tensors bit for bit.
 
     Raises:
-        WeightMismatch: a tensor read back differs.
+        WeightMismatch: a tensor read back differs from the one that was written.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in model_path.glob("*.json"):
@@ -46,7 +46,7 @@ def write_weights(
 
 
 def _check_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Check that a safetensors file has exactly these tensors. Raises WeightMismatch."""
+    """Check that a safetensors file has these tensors, bit for bit; otherwise raise WeightMismatch."""
     read = load_file(path)
     for name, tensor in tensors.items():
         if not torch.equal(read[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):

@@ -35,7 +35,7 @@ def shares_memory(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
 
 
 def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> dict[str, EngineRoute]:
-    """Return the route to each engine for the weight transport "tensor": URL -> route.
+    """Return URL -> route (trainer ranks that send the weights) of each engine for the weight transport "tensor".
 
     An engine's process sees only its own GPUs, so it can open a CUDA IPC handle only if the handle was created on one
     of them: each tensor-parallel rank of an engine reads from the trainer rank on the same GPU. On CPU any rank on the
@@ -75,5 +75,5 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
 
 
 def engine_process_id(place: ProcessPlace) -> str:
-    """Return the id of an engine's process, or "" if it is unknown."""
+    """Return "<node id>:<process id>" of an engine, which changes at a restart; "" if the process id is unknown."""
     return f"{place.node}:{place.pid}" if place.pid else ""

@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
     """Run the command. Return 0.
 
     Raises:
-        InputError: a run or version does not exist, or the two have no common data set, or its rows differ.
+        InputError: a run or version does not exist, or the two policies were not evaluated on the same rows of a data
+            set.
     """
     positional, _, rest = split_args(argv, {"--compare": False})
     if len(positional) != 2:
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> int:
 
 
 def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
-    """Return `RUN/VERSION` and data set -> evaluation of that version; for `RUN`, of its newest evaluated version.
+    """Return (`RUN/VERSION`, data set name -> commit of its evaluation) for `RUN/VERSION`, or for `RUN`, which means
+    its newest evaluated version.
 
     Raises:
         RunError: the run or the version has no finished evaluation.
@@ -78,13 +80,13 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     evaluations = {name: commit for name in names if (commit := store.committed(keys.eval_prefix(chosen, name)))}
     if not evaluations:
         raise RunError(
-            f"version {chosen} of run {run!r} is not evaluated completely: resume it with `penstock resume {run}`"
+            f"no evaluation of version {chosen} of run {run!r} has finished: finish it with `penstock resume {run}`"
         )
     return f"{run}/{chosen}", evaluations
 
 
 def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
-    """Return the cells of a data set's row in the table."""
+    """Return the cells of a data set's row in the comparison table."""
     from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
 
     check_same_data(data_set, eval_a, eval_b)

@@ -27,10 +27,10 @@ MARKER = ".penstock-demo"  # name of a file that marks a directory created by th
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
 SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
 RECIPES = Path(penstock.__file__).parent / "recipes"
-SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on exact and on lazy answers; batch size
+SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
-MEANING = """What the curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy demonstrations
-planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with nothing but a right-or-wrong reward. It
+MEANING = """What the reward curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy
+demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with a right-or-wrong reward. It
 does not teach arithmetic from scratch, and a 400-thousand-parameter model says nothing about a large one: the demo
 shows that every stage works and that learning happens."""
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--directory", type=Path, default=Path("penstock-demo"), help="output directory (default penstock-demo)"
     )
-    parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; 20 show the effect)")
+    parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; the reward rises within 20)")
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
     if "--help" in argv or "-h" in argv:
         parser.print_help()
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
-    """Run the whole demo. Return the exit code."""
+    """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
 
     start_time = time.monotonic()
@@ -134,7 +134,8 @@ def check_removable_demo(directory: Path) -> None:
         for run in store.list("runs"):
             if drivers := describe_live_drivers(store, RunKeys(run)):
                 raise RunError(
-                    f"run {run!r} in {directory / 'store'} is driven by {drivers[0]}: stop it before --fresh removes it"
+                    f"run {run!r} in {directory / 'store'} has a running driver, {drivers[0]}: stop the driver, then "
+                    "repeat --fresh"
                 )
 
 
@@ -174,9 +175,9 @@ def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
 
 
 def write_curriculum(data: Path, seed: int) -> None:
-    """Write `sft.jsonl`, the SFT rows in training order: first exact answers (skill), then lazy ones (habit).
-
-    The rows of a batch are drawn without replacement.
+    """Write `sft.jsonl`, the SFT rows in training order: first correct answers (`sft_skill.jsonl`), then
+    answers of which some are rounded down to tens, a habit that RL has to remove (`sft_habit.jsonl`). No row occurs
+    twice in a batch.
     """
     rng = random.Random(seed)
     with (data / "sft.jsonl").open("w", encoding="utf-8") as out:

@@ -119,8 +119,8 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     """Write the four data sets as JSONL. Return name -> file.
 
     train, heldout: `{"prompt", "label"}`, 1,699 and 256 disjoint problems.
-    sft_skill: `{"messages"}`, every training problem once with its exact answer.
-    sft_habit: `{"messages"}`, every training problem four times, with lazy answers.
+    sft_skill: `{"messages"}`, every training problem once with its correct answer.
+    sft_habit: `{"messages"}`, every training problem four times, each with the correct or the rounded answer.
     """
     train, heldout = make_train_and_heldout_problems()
     rng = random.Random(SPLIT_SEED + 1)

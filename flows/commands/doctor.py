@@ -27,13 +27,13 @@ USAGE = """penstock doctor
 penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
                 [--num-gpus N] [--num-gpus-per-node N]
 
-  Checks the installation, the engines' start and the machine, and prints how to fix each problem. Without --plan it
-  takes no options, not even --store.
+  Checks the installation, whether Megatron-core and SGLang start, and the machine, and prints how to fix each problem.
+  Without --plan it takes no options, not even --store.
 
   --plan               estimate the memory per GPU of a run with these options, without starting it; no GPU is needed,
                        and of DIR only config.json is read. Exit code 1: the run does not fit
   --gpu-memory-gib     memory of a GPU; default: of this machine's GPUs, or 80 without any
-  --num-gpus           plan for this number of GPUs on all machines, instead of --actor-num-nodes x
+  --num-gpus           plan for this number of GPUs, summed over all machines, instead of --actor-num-nodes x
                        --actor-num-gpus-per-node (the trainer gets those that --rollout-num-gpus leaves)
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
@@ -55,14 +55,15 @@ def main(argv: list[str]) -> int:
     """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not.
 
     Raises:
-        InputError: an option is invalid; without --plan the command takes none.
+        InputError: an option is invalid, or is given without --plan.
     """
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
     if argv:
         raise OptionError(
-            f"penstock doctor takes no options; found {short_repr(' '.join(argv))}; --plan takes those of a run"
+            f"penstock doctor takes no options without --plan; found {short_repr(' '.join(argv))}: leave it out, or "
+            "add --plan to estimate the GPU memory of a run with these options"
         )
     console = Console()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
@@ -132,7 +133,7 @@ def check_megatron() -> list[Finding]:
 
 
 def check_sglang() -> list[Finding]:
-    """Check that SGLang's server starts in the same way as in a run: with the launcher, in its own environment."""
+    """Check that SGLang's server starts in the same way as in a run: by its launch script, in a process of its own."""
     from penstock.engines.sglang.server import LAUNCHER
 
     advice = f"{SETUP}; without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"

@@ -138,10 +138,10 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
 
 
 def fork_restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given_values: flags.Values) -> bool:
-    """Return whether the fork's data restarts at the first row.
+    """Return whether the fork reads its prompt data from the first row again.
 
-    This is so if the order or the columns differ, or if --prompt-data is given, even with the same files: their rows
-    may have changed.
+    It does if options of the data's order or columns differ from the parent's, or if --prompt-data is given, even with
+    the same files: the rows in the files may have changed.
     """
     order_changed = any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
     return order_changed or "prompt_data" in given_values.get("rollout", {})
@@ -164,7 +164,8 @@ def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:
 
 
 def make_parent_record(store: Store, parent: PostTrainConfig, at_round: int, restart_data: bool) -> dict[str, Any]:
-    """Return the `parent` field of the new run's record."""
+    """Return the `parent` field of the new run's record: the fork's origin, with the keys that the module's docstring
+    lists."""
     record = store.read_json(RunKeys(parent.run.run).record)
     assert record is not None, "main has read the record"
     earlier = record.get("parent")
@@ -197,11 +198,15 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: dict[str, Any]) ->
         )
     if existing is None:
         if store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
-            raise RunError(f"{store.path(new.prefix)} contains files that are not of a fork: give another --name")
+            raise RunError(f"{store.path(new.prefix)} contains files that belong to no fork: give another --name")
         store.create(unfinished_fork_key(new), json.dumps(fork_record, indent=1).encode())
         existing = store.read_json(unfinished_fork_key(new)) or store.read_json(new.record) or {}
     if {key: existing.get(key) for key in fork_record} != json.loads(json.dumps(fork_record)):
-        state = "exists already" if store.read(new.record) else "is another unfinished fork (`penstock gc` removes it)"
+        state = (
+            "exists already"
+            if store.read(new.record)
+            else "is an unfinished fork with another origin or other options (`penstock gc --delete` removes it)"
+        )
         raise RunError(f"run {new.run!r} {state}: give another --name")
 
 
@@ -212,11 +217,12 @@ def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
 
 
 def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: str) -> None:
-    """Copy a commit record to the new run. The copy refers to the same files and to the new run's keys of inputs."""
+    """Copy the commit record at `prefix` to the run `forked`. The copy names the same files as the original; input keys
+    below the parent's directory are changed to the fork's directory."""
     target = forked.prefix + prefix.removeprefix(parent.prefix)
     data = store.read(commit_key(prefix))
     if data is None:
-        return  # a checkpoint that has expired meanwhile
+        return  # a checkpoint that --keep-checkpoints has removed since the prefixes were listed
     commit = decode_record(Commit, commit_key(prefix), data)
     if has_matching_digest(data) is False:  # the copy gets a new digest, so the damage could not be detected
         raise StoreError(

@@ -30,7 +30,7 @@ USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
   of any run refers to are kept (forks use their parent's files).
 
   RUN            only files of this run; by default the whole store
-  --delete       remove them; without it nothing is changed
+  --delete       remove the listed files; without this flag nothing is changed
   --older-than   hours without a change before a file counts as orphaned (default 24)"""
 
 
@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
 
 
 def delete_orphans(store: Store, orphans: list[Orphan], run: str | None, min_age_seconds: float) -> set[str]:
-    """Delete the orphans in `orphans`, except those that came into use since. Return the keys of the deleted ones."""
+    """Delete `orphans` (unneeded files), except those that have come into use since `find_orphans` listed them. Return
+    the keys of the deleted orphans."""
     for name in [run] if run else store.list("runs"):
         finish_interrupted_expiries(store, RunKeys(name))  # finish the expiry of checkpoints that a kill interrupted
     now = store_time(store)
@@ -76,7 +77,7 @@ def delete_orphans(store: Store, orphans: list[Orphan], run: str | None, min_age
 
 
 def print_orphans(store: Store, orphans: list[Orphan], removed_keys: set[str] | None) -> None:
-    """Print a table of the orphans. `removed_keys`: keys of the removed ones, or None without --delete."""
+    """Print a table of unneeded files. `removed_keys`: keys of the removed orphans, or None without --delete."""
     if not orphans:
         print(f"no unneeded files in {store.uri}")
         return

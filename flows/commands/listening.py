@@ -38,10 +38,10 @@ class ListeningPort:
 
 
 def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[ListeningPort]:
-    """Return the ports that processes and their descendants listen on, sorted by port.
+    """Return the TCP ports that the processes `roots` and their descendants listen on, sorted by port number.
 
     Args:
-        roots: the parent processes; by default all runs and services of this user.
+        roots: by default all `penstock` commands and services of this user.
     """
     family = {}
     for root in penstock_processes_of_this_user() if roots is None else roots:

@@ -62,8 +62,8 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus leaves.
 
     Args:
-        values: section -> option -> value, updated in place.
-        flag_values: flags of this command.
+        values: config values (section -> option -> value), updated in place.
+        flag_values: the given flags that only `penstock doctor --plan` has (FLAGS): flag -> value.
     """
     if "--num-gpus-per-node" in flag_values:
         per_node = _parse_positive_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"])
@@ -82,13 +82,14 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     )
     if trainer % per_node:
         raise OptionError(
-            f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: change it or --num-gpus"
+            f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: give a divisor of "
+            f"{trainer}, or change --num-gpus"
         )
     values.setdefault("train", {}).update(actor_num_nodes=trainer // per_node, actor_num_gpus_per_node=per_node)
 
 
 def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
-    """Return the memory of one GPU in bytes: --gpu-memory-gib, else the smallest GPU here, else 80 GiB."""
+    """Return the memory of one GPU in bytes: --gpu-memory-gib, else that of the smallest local GPU, else 80 GiB."""
     if "--gpu-memory-gib" not in flag_values:
         return min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
     size = parse_number("--gpu-memory-gib", flag_values["--gpu-memory-gib"])
@@ -98,14 +99,15 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 
 def plan_fits(plan: GpuPlan) -> bool:
-    """Return whether the run fits: its peak in the GPU, and the engine's weights in the engine's share."""
+    """Return whether the run fits: the peak memory into a GPU, and the engine's weights into the engine's share of the
+    GPU (--sglang-mem-fraction-static)."""
     return plan.peak_bytes <= plan.gpu_bytes and not (
         plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes
     )
 
 
 def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
-    """Print the table and the verdict."""
+    """Print the estimated memory of trainer and engine as a table, and whether the run fits."""
     rows: list[Row] = []
     if plan.trainer:
         rows += _trainer_rows(plan.trainer, config, plan.offload_train)

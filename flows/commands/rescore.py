@@ -33,7 +33,8 @@ USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring o
   Scoring options, which replace the run's: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path, --rm-url,
   --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate, --reward-timeout,
   --reward-start-timeout, --reward-workers, --allow-row-code.
-  They take precedence over the data sets of --eval-config. A row that names its own reward keeps it."""
+  They take precedence over the data sets of --eval-config. In the metadata of a row, custom_rm_path takes precedence
+  over --custom-rm-path and --eval-rm-type, and rm_type over --eval-rm-type."""
 
 _SCORING = {  # section -> options that are accepted
     "rollout": (
@@ -118,7 +119,8 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_se
     if not chosen:
         existing = ", ".join(f"{v} {n}" for v, n in evaluated) or "none"
         raise RunError(
-            f"run {keys.run!r} has no such evaluation (it has: {existing}): choose one with --version and --dataset"
+            f"run {keys.run!r} has no evaluation that matches --version and --dataset (it has: {existing}): choose one "
+            "of its evaluations"
         )
     return chosen
 
@@ -126,7 +128,8 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_se
 def merge_scoring_settings(
     run_config: PostTrainConfig, given_config: PostTrainConfig, data_set: str
 ) -> tuple[Scoring, Any]:
-    """Return the scoring settings and the grader's config of a data set: the run's, updated by the given options."""
+    """Return the scoring settings of a data set, and the rollout config for `make_grader`: the values of the run,
+    replaced by the scoring options of the command line (`given_config`)."""
     from penstock.stages.eval.rescore import Scoring
 
     evals, options = run_config.eval, given_config.rollout
@@ -157,7 +160,7 @@ def merge_scoring_settings(
 def rescore_evaluation(
     store: Store, keys: RunKeys, run_config: PostTrainConfig, given_config: PostTrainConfig, version: int, data_set: str
 ) -> Commit:
-    """Score one evaluation again. Return the commit of the new scores."""
+    """Grade the stored samples of one evaluation again. Return the commit of the new scores."""
     from penstock.stages.eval.rescore import StoredEval, rescore_stage
     from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.group import make_grader

@@ -1,8 +1,8 @@
 """Find and remove files that killed processes of this user left on this machine outside the store.
 
-Most of them are in the temporary directories of dead processes (engines/scratch.py). Earlier releases also left files
-in /tmp and /dev/shm. Of those only two kinds are provably unused and removed: session folders of Ray whose driver (the
-pid in the name) is dead, and files in shared memory that no process has mapped.
+Most of them are in the temporary directories of dead processes (engines/scratch.py). Earlier releases of Penstock also
+left files in /tmp and /dev/shm. Of those only two kinds are provably unused and removed: session folders of Ray whose
+driver (the pid in the folder's name) is dead, and files in shared memory that no process has mapped.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def find_files_of_dead_processes(
 
     Args:
         base: where processes create their temporary directories; default TMPDIR.
-        ray: directory with Ray's session folders of earlier releases, or of runs whose TMPDIR is too long for Ray;
-            default `base`/ray.
+        ray: directory with Ray's session folders of earlier Penstock releases, or of runs whose TMPDIR is too long for
+            Ray; default `base`/ray.
         shm: mount point of shared memory.
     """
     base = base or scratch.temp_base_directory()
@@ -64,7 +64,8 @@ def remove_residue(residue: Residue) -> bool:
 
 
 def _dead_ray_sessions(directory: Path) -> list[Path]:
-    """Return Ray's session folders whose driver (the pid in the name) is dead and that no command line contains."""
+    """Return Ray's session folders whose driver (the pid in the folder's name) is dead and whose name is not on the
+    command line of any process."""
     candidates = [
         path
         for path in _entries_of_this_user(directory)
@@ -77,7 +78,7 @@ def _dead_ray_sessions(directory: Path) -> list[Path]:
 
 
 def _unmapped_engine_files(shm: Path) -> list[Path]:
-    """Return files of engines in shared memory that no process has mapped."""
+    """Return files of SGLang in shared memory that no process has mapped; none if that cannot be determined."""
     candidates = [path for path in _entries_of_this_user(shm) if _ENGINE_FILE.match(path.name)]
     if not candidates:
         return []
@@ -86,14 +87,14 @@ def _unmapped_engine_files(shm: Path) -> list[Path]:
 
 
 def _entries_of_this_user(directory: Path) -> list[Path]:
-    """Return the entries of a directory that belong to this user, without links."""
+    """Return the entries of a directory that belong to this user, except symbolic links."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if not path.is_symlink() and path.stat().st_uid == os.geteuid())
 
 
 def mapped_paths() -> set[str] | None:
-    """Return the files that this user's processes map into memory, None if those of a Python process are unreadable."""
+    """Return the files that this user's processes map into memory; None if /proc hides those of a Python process."""
     paths: set[str] = set()
     for process in _proc_directories():
         try:
@@ -119,7 +120,7 @@ def _proc_directories() -> list[Path]:
 
 
 def _read_proc_file(path: Path) -> str | None:
-    """Return the text of a file in /proc: "" if the process has ended, None if it must not be read."""
+    """Return the text of a file in /proc: "" if the process has ended, None if permission is denied."""
     try:
         return path.read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -12,8 +12,8 @@ from penstock.storage.maintenance.removal import is_removed, translate_write_err
 
 USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
 
-  Removes a run: its record, rollouts, checkpoints, evaluations, exports, and undelivered MLflow data. Keeps what MLflow
-  has received and converted models. Fails while a driver of the run is alive or a fork needs its files. After a kill
+  Removes a run: its record, rollouts, checkpoints, evaluations, exports, and undelivered MLflow data. Keeps converted
+  models and what MLflow has received. Fails while a driver of the run is alive or a fork needs its files. After a kill
   the same command, or `penstock gc --delete`, finishes the removal.
 
   --yes   the run's name again; required if a round is committed"""
@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
         if any(kind in _ROUNDS for kind in kinds):
             num_rounds = kinds.count("steps")
             raise RunError(
-                f"run {run!r} has {num_rounds} trained rounds and {len(kinds)} commits: confirm with --yes {run}"
+                f"run {run!r} has {num_rounds} trained rounds and {len(kinds)} commits: confirm its removal with "
+                f"--yes {run}"
             )
     with translate_write_errors(store):
         freed = remove_run_and_tracking(store, keys)

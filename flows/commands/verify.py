@@ -64,7 +64,7 @@ def audit_report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]
         rows.append(
             (
                 "no digest",
-                f"{result.num_without_digest} records have no digest: an earlier release wrote them",
+                f"{result.num_without_digest} records have no digest, because an earlier Penstock release wrote them",
             )
         )
     if result.num_orphans:

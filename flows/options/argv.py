@@ -80,7 +80,8 @@ def check_run_name(name: str, flag: str = "") -> str:
     """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message.
 
     Raises:
-        RunError: it has other characters than letters, digits, dot, dash and underscore, or is too long.
+        RunError: the name has other characters than letters, digits, dot, dash and underscore, begins with another
+            character than a letter or digit, or has more than MAX_RUN_NAME characters.
     """
     what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
     if not re.fullmatch(RUN_NAME, name):

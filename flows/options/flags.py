@@ -65,7 +65,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
 
     Args:
         argv: the command line.
-        base_values: values to update in place; default none.
+        base_values: values that the files and flags update in place; default: an empty dict.
 
     Raises:
         OptionError: a flag is unknown or has no value.
@@ -150,7 +150,7 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
         name: the flag.
         args: its arguments.
         options_set: the options (`section.name`) that earlier flags have set, updated in place. The first flag of an
-            option replaces the value from a file; another flag of a list or dict option extends the value of the first.
+            option replaces the value from a file; a repeated flag of a list or dict option extends the list or dict.
     """
     own = penstock_flags()
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
@@ -213,7 +213,8 @@ def help_text(command: str) -> str:
         "",
         "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with "
         "--router-.",
-        "A resumed run keeps its model, data and algorithm options; schedule and placement options may change.",
+        "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and "
+        "time limits may change.",
     ]
     return "\n".join(lines)
 

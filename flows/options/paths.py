@@ -44,9 +44,9 @@ def with_absolute_paths(config: PostTrainConfig) -> PostTrainConfig:
 
 
 def with_relative_paths(config: PostTrainConfig, directory: str) -> PostTrainConfig:
-    """Return a config with the absolute paths below `directory` made relative to it.
+    """Return the config with the absolute paths below `directory` made relative to `directory`.
 
-    Two configs are equal in this form if only the directory was moved between them.
+    In this form, configs recorded before and after the directory was moved are equal.
     """
     prefix = directory.rstrip("/") + "/"
     return _map_paths(config, lambda path: path.removeprefix(prefix))

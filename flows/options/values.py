@@ -23,7 +23,7 @@ MAX_DEPTH = 32  # of nested lists and tables
 
 
 def check_value(name: str, value: Any, field: FieldInfo) -> None:
-    """Check one option before pydantic reads it.
+    """Check the raw value of one option before pydantic validates and converts it.
 
     Args:
         name: flag of the option, for error messages.
@@ -73,7 +73,10 @@ def check_number_text(name: str, text: str) -> None:
 
 
 def check_nested_values(name: str, value: Any, depth: int) -> None:
-    """Check all values in nested lists and dicts. Raises OptionError."""
+    """Check that all values in nested lists and dicts are finite numbers within 64 bits, valid texts, or booleans.
+
+    Raises OptionError, also for too many levels (`depth` is the level of `value`) and for dates.
+    """
     if depth > MAX_DEPTH:
         raise OptionError(f"{name} has values nested more than {MAX_DEPTH} levels deep: use fewer levels")
     if isinstance(value, dict):

@@ -62,7 +62,7 @@ def run_conversion(
 
 
 def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
-    """Import an auxiliary model into the store as torch_dist.
+    """Import a reference or teacher model (--ref-load, --opd-teacher-load) into the store as torch_dist.
 
     `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
     """

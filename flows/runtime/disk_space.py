@@ -1,6 +1,6 @@
 """Retry a stage that failed because the disk is full, until there is space.
 
-These retries come in addition to Prefect's, of which there are few within seconds; freeing space takes minutes.
+Prefect's own retries of a stage are too few and only seconds apart for this: freeing disk space takes minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def retry_while_disk_full(
     """Return the result of `body`, retried with backoff while the disk is full.
 
     Args:
-        body: an idempotent function.
+        body: the stage, a function that can be called again after a failure.
         directories: directories that `body` writes to.
         stop: a stop request; it ends the wait.
         note: prints a message; called before each wait.

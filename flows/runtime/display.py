@@ -89,7 +89,7 @@ class Display:
 
     @contextmanager
     def forward_logs(self, *packages: str) -> Iterator[None]:
-        """Print warnings that `packages` log during the block as notes."""
+        """Print the warnings that the Python packages `packages` log during the block, as `note` does."""
         handler = LogForwarder(self)
         loggers = [logging.getLogger(name) for name in packages]
         for logger in loggers:
@@ -220,7 +220,7 @@ class LogForwarder(logging.Handler):
 def format_round_line(
     step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()
 ) -> Text:
-    """Return `round 3/20  reward 0.531  loss -0.0021  kl 0.0003  ...`, with the columns that the round has."""
+    """Return `round 3/20  reward 0.531  loss -0.0021  kl 0.0003  ...`, with the columns whose metrics the round has."""
     numbers = {**(rollout.summary if rollout else {}), **step.summary}
     width = len(str(num_rounds))
     parts = [("round", f"{step.index + 1:>{width}}/{num_rounds}")]
@@ -287,7 +287,7 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
     scores: dict[str, list[str]] = defaultdict(list)
     for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
         for task, reward in eval_rewards(commit).items():
-            scores[task].append(f"{reward:.3f} after {commit.index}")
+            scores[task].append(f"{reward:.3f} after {commit.index} rounds")
     rows |= {f"eval {task}": ", ".join(history) for task, history in scores.items()}
     rows |= {kind: f"{store_uri}/{newest[kind].attempt}" for kind in ("checkpoint", "export") if kind in newest}
     if spent := _seconds_by_stage(commits, publish_seconds):

@@ -72,6 +72,6 @@ def run_placement(config: PostTrainConfig) -> PlacementOptions:
 
 
 def gpus_per_node(config: PostTrainConfig) -> int | None:
-    """Return the number of GPUs that a run uses on each node, or None if the nodes decide."""
+    """Return the number of GPUs that a run uses on each node, or None for as many as the largest node has."""
     train = config.train
     return config.run.num_gpus_per_node or (train.actor_num_gpus_per_node if train.actor_num_nodes > 1 else None)

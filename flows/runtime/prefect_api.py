@@ -96,7 +96,7 @@ def flow_run_environment() -> dict[str, str]:
 def prefect_server(port: int) -> Service:
     """Return the service of our Prefect server at `port`, with Prefect's default database.
 
-    It needs a login that only this user can read, and rejects requests from other web pages than its own.
+    The server requires a login that only this user can read, and rejects requests from web pages of other servers.
     """
     command = [sys.executable, "-P", str(LAUNCHER), "--host", HOST, "--port", str(port)]
     login = read_or_create_login(port)
@@ -174,8 +174,8 @@ def check_login(address: str) -> None:
     except HTTPStatusError as error:
         if error.response.status_code in (401, 403):
             raise OptionError(
-                f"the Prefect API at {address} rejects this login ({error.response.status_code}): export the line that "
-                "`make up` prints (PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
+                f"the Prefect API at {address} rejects the login of this process ({error.response.status_code}): run "
+                "the export line that `make up` prints (PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
             ) from None
     except HTTPError:
         return  # the API stopped answering: `wait_for_api` waits for it
@@ -205,7 +205,7 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: 
         waited = True
         if time.monotonic() > deadline or _SERVER_FAILED.is_set():
             if not _client_retries_disabled():
-                # Later requests fail at once.
+                # Requests after this one fail at once instead of being retried.
                 _UNTIL_LEFT.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
             return False
         time.sleep(0.5)

@@ -156,7 +156,8 @@ def check_weight_directory(config: PostTrainConfig) -> None:
 
 
 def check_rounds(flow: str, config: PostTrainConfig) -> None:
-    """Check that the run has rounds or evaluations. Needs the original config: JSON loses `model_fields_set`."""
+    """Check that the config has rounds to train or evaluations to run. `config` must not come from JSON, which loses
+    `model_fields_set`."""
     run = config.run
     if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start:
         return
@@ -248,7 +249,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
         if length >= limit and context is None:  # a context limit truncates responses
             raise OptionError(
                 f"{name} {length} leaves no room for a prompt: the model has {limit} positions ({source}); give less, "
-                f"or --rollout-max-context-len {limit}"
+                f"or add --rollout-max-context-len {limit}, which truncates responses to that length minus the prompt"
             )
 
 
@@ -292,7 +293,8 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
 
 
 def check_row_rewards(rollout: RolloutConfig) -> None:
-    """Check that the first rows have a reward and its columns; call a user-defined reward on test samples."""
+    """Check that each of the first rows has a reward and the label that the reward needs; call a user-defined reward
+    on test samples."""
     from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
     from penstock.stages.rollout.prompts.check import read_first_rows
@@ -308,7 +310,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
 
 
 def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | None = None) -> None:
-    """Check that auxiliary models have the policy's shape and that user-defined functions load."""
+    """Check that the reference and teacher models have the policy's shape, and that user-defined functions load."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.model.experts import experts_format
     from penstock.stages.convert.targets import config_directory
@@ -322,8 +324,8 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
         for key in sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"}):
             if policy_fields[key] != other_fields.get(key):
                 raise ModelError(
-                    f"the {name} {path} has {key} {other_fields.get(key)!r}, but the policy has "
-                    f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same sizes"
+                    f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
+                    f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
                 )
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
@@ -335,7 +337,7 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     """Return warnings about valid settings that may be unintended: a run that may need more than the memory of this
-    machine's GPUs, and tokens that are not sampled from the distribution of the log-probs."""
+    machine's GPUs, and sampling options (such as top-p) that bias the policy gradient."""
     from penstock.engines.families import read_shape
 
     warnings: list[str] = []

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 class Processes:
-    """The processes of one run.
+    """Starts, restores and stops the Ray cluster, trainer, engines and router of one run.
 
     Args:
         config: the run's config.
         store: the run's store.
-        keys: the run's keys.
+        keys: store keys of the run's files.
         provenance: fields to add to every commit (config hash and code version).
         note: prints a message for the user.
         on_published: called after each weight update with (policy version, metrics, moves of state between devices and
-            host memory since the update before).
+            host memory since the previous weight update).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Processes:
 
     @property
     def base_checkpoint(self) -> CheckpointRef:
-        """Return the initial weights of the run's policies."""
-        assert self._base is not None, "the convert stage must set the initial weights first"
+        """Return the converted model: the weights of policy version 0."""
+        assert self._base is not None, "base_checkpoint is not set: run the convert stage first"
         return self._base
 
     @base_checkpoint.setter
@@ -86,8 +86,8 @@ class Processes:
 
     @cached_property
     def _options(self) -> EngineOptions:
-        """Return the engine options. New engines load the initial weights, policy version 0; with
-        --check-weight-update-equal they get that version from the trainer all the same."""
+        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0; with
+        --check-weight-update-equal they report "hf-checkpoint", and the trainer sends them version 0 to compare."""
         log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
         version = INITIAL if self.config.run.check_weight_update_equal else self.weight_version(0)
         return engine_options(self.config).replace_spec_fields(weight_version=version, log_dir=log_dir)
@@ -100,12 +100,13 @@ class Processes:
 
     @property
     def engine_client_factory(self) -> Callable[..., EngineClient]:
-        """Return a function that creates an engine client, which uses the router if there is one."""
+        """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
-        """Return `engine_client_factory` for training rollouts: with routing replay, clients request expert ids."""
+        """Return `engine_client_factory` for training rollouts. With --use-rollout-routing-replay, its clients also
+        request the ids of the experts that each token was routed to."""
         if not self._options.return_experts:
             return self.engine_client_factory
         from penstock.engines.megatron.model.experts import experts_format
@@ -132,7 +133,7 @@ class Processes:
 
     @property
     def trainer(self) -> TrainerGroup:
-        """Return the trainer at its current policy version. The first call creates it."""
+        """Return the trainer, whichever policy version it has, or create it if there is none."""
         with self._starting:
             cluster = self.cluster  # first, because a new cluster resets the trainer
             if self._trainer is None:
@@ -140,8 +141,8 @@ class Processes:
             return self._trainer
 
     def restore_trainer_at(self, version: int) -> TrainerGroup:
-        """Return the trainer at policy `version`: if it has another one, load the newest checkpoint up to `version` and
-        replay the rounds since."""
+        """Return the trainer at policy `version`. If the trainer has another version, first load the newest checkpoint
+        up to `version` and replay the rounds after that checkpoint."""
         self.policy_restorer.restore(version)
         return self.trainer
 
@@ -158,9 +159,9 @@ class Processes:
         )
 
     def materialize_fork(self) -> None:
-        """In a fork with other training options than its parent, save a checkpoint of the policy at the fork point.
+        """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.
 
-        The shared rounds are replayed with the parent's options.
+        The rounds before the fork point are replayed with the parent's options.
         """
         record = self.store.read_json(self.keys.record)
         assert record is not None
@@ -174,9 +175,9 @@ class Processes:
             trainer.kill()
 
     def start_engines(self) -> EnginePool:
-        """Return the engine pool at its current policy version.
+        """Return the engine pool, whichever policy version it serves.
 
-        The first call starts the engines and does not wait until they have loaded (20-60 s).
+        The first call starts the engines and does not wait until they have loaded the model (20-60 s).
         """
         from penstock.engines.serving.pool import start_pool
 
@@ -190,8 +191,8 @@ class Processes:
 
     @contextmanager
     def engines_at(self, version: int) -> Iterator[Callable[[], list[str]]]:
-        """Keep all engines at policy `version` during the block. Yields a function that returns the addresses of the
-        live engines."""
+        """Load policy `version` into all engines, and into engines that restart during the block. Yields a function
+        that returns the addresses of the live engines."""
         if self._shared is not None:
             shared_version, urls = self._shared
             assert shared_version == version, f"the engines are shared at version {shared_version}"
@@ -240,8 +241,9 @@ class Processes:
         self.on_published(version, metrics, switches)
 
     def _weight_transport(self, trainer: TrainerGroup, urls: list[str]) -> WeightTransport:
-        """Return how weights reach the engines at `urls`. Over disk: in --update-weight-disk-dir, else in a local
-        store, else in the temporary directory of the machine that trainer and engines share, else over the store."""
+        """Return the transport of weights to the engines at `urls`. If it is disk, the files are written to
+        --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
+        they are uploaded to the store if engines run on other machines."""
         from penstock.engines.generation import WeightUpload
 
         engines, prefix = self.start_engines(), f"{self.keys.prefix}/published"
@@ -266,14 +268,14 @@ class Processes:
         return {"perf/checked_weight_tensors": num_tensors, "perf/check_weights_time": check_time}
 
     def _offload_trainer(self, keep_weights: bool = False) -> None:
-        """With --offload-train, move the trainer's state to host memory; its next use of the state moves it back."""
+        """With --offload-train, move the trainer's state to host memory; the trainer moves it back on next use."""
         if self._trainer is not None and self.config.run.offloads_trainer:
             self._trainer.offload(keep=("weights",) if keep_weights else ())
             failpoint("trainer-offloaded")
 
     def _release_engines(self) -> None:
-        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of those that
-        an earlier driver left on an external Ray cluster."""
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
+        that a previous driver of this run left running on an external Ray cluster."""
         run = self.config.run
         if not run.offloads_engines or run.debug_train_only or self.config.train.loss_type == "sft_loss":
             return
@@ -286,7 +288,7 @@ class Processes:
 
     @contextmanager
     def _record_memory_switch(self, name: str) -> Iterator[None]:
-        """Record duration and memory use of the block, measured on the device of trainer rank 0."""
+        """Record a `MemorySwitch` for the block: its duration, and memory use of trainer rank 0 before and after."""
         trainer, start = self._trainer, time.perf_counter()
         before = trainer.memory_use() if trainer else (0, 0)
         yield
@@ -309,7 +311,7 @@ class Processes:
     def stop_all(self) -> None:
         """Stop the router, the engines, the trainer and the run's own Ray cluster.
 
-        Engines that another driver has adopted keep running.
+        Engines that another driver of this run has taken over (adopted) keep running.
         """
         self._entered.close()
         trainer, self._trainer = self._trainer, None

@@ -19,7 +19,7 @@ TERMINATED = 143  # exit code after SIGTERM
 
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
-    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 143 terminated.
+    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 143 after SIGTERM.
 
     Raises:
         InputError: the config is invalid; nothing was started.
@@ -54,7 +54,8 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
             raise reason from None
         _print_error(to_one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
         print(
-            "The Prefect page has the traceback (`make up`). The same command resumes after the last committed stage.",
+            "The Prefect page (start it with `make up`) has the traceback. The same command resumes after the last "
+            "committed stage.",
             file=sys.stderr,
         )
         return 1
@@ -66,7 +67,7 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 class ObservedFlow:
     """A copy of a flow that records whether its function returned or which error it raised.
 
-    Prefect's own exception does not tell: Prefect also raises if it cannot report a successful end.
+    An exception of Prefect does not prove that the flow failed: Prefect also raises if it cannot report success.
     """
 
     def __init__(self, flow: Any) -> None:

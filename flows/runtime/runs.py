@@ -1,4 +1,5 @@
-"""The record of a run in the store (run.json): created once, compared at every start, read by `penstock resume`."""
+"""The record of a run in the store (run.json): created once, compared with the config at every start, and read by
+`penstock resume`."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
 
 
 def keys_of_run(run_name: str) -> RunKeys:
-    """Return the keys of a run.
+    """Return the store keys of a run's files (record, rounds, checkpoints, evaluations).
 
     Raises:
         RunError: `run_name` is not a valid run name.
@@ -67,7 +68,7 @@ def keys_of_run(run_name: str) -> RunKeys:
 
 
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:
-    """Return the keys of a run that has files in the store.
+    """Return the store keys of a run, after a check that the run has files in the store.
 
     Raises:
         RunError: the run has no files; the message lists the existing runs.
@@ -91,14 +92,15 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease | None = None) -> RunKeys:
     """Create the run's record, or check that this config may continue the run. Return the run's keys.
 
-    A changed schedule is recorded under `runs/<run>/changes/`. If the identity options differ from those recorded, the
-    run is replaced, provided that it has no commits and no other process drives it.
+    Changed schedule options (number of rounds, intervals, paths) are recorded under `runs/<run>/changes/`. If identity
+    options (model, data, seed, algorithm) differ from the record, the run is replaced, provided that it has no commits
+    and no other process drives it.
 
     Args:
         store: the run's store.
         flow: name of the flow to start.
         config: config of this start.
-        lease: the caller's driver lease, which does not count as another driver.
+        lease: lease that marks the caller as a driver of the run; it does not count as another driver.
 
     Raises:
         RunError: see `check_run_may_start`.
@@ -136,7 +138,8 @@ def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | Non
 
 
 def create_run_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
-    """Write the record of a run that has none, with the extra fields `more`. Return whether this call wrote it."""
+    """Write a run's record (run.json), with the extra fields `more`, unless it exists. Return whether this call
+    wrote it."""
     config = with_absolute_paths(config)
     # store_options are not recorded: they may contain credentials, and every start gives them again.
     values = config.model_dump(mode="json", exclude={"run": {"store_options"}})
@@ -155,17 +158,17 @@ def create_run_record(store: Store, flow: str, config: PostTrainConfig, **more: 
 
 
 def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
-    """Check that this config may start a new run, or continue the existing run of its name.
+    """Check that this config may start a new run, or continue the existing run with the name in `config.run.run`.
 
     Args:
         store: the run's store.
         flow: name of the flow to start.
         config: config of this start.
-        own: key of the caller's driver lease, if it has one.
+        own_lease: key of the lease that marks the caller as a driver of the run, if it has one.
 
     Raises:
-        RunError: the flow or an identity option differs from the record of a run that is a fork, has commits or has a
-        driver; or the run has commits but no record; or it is being removed.
+        RunError: the flow or an identity option (model, data, seed, algorithm) differs from the record, and the run is
+        a fork, has commits or has a running driver; or the run has commits but no record; or it is being removed.
     """
     keys, config = keys_of_run(config.run.run), with_absolute_paths(config)
     if other := describe_removing_process(store, keys):
@@ -190,9 +193,10 @@ def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own
 
 
 def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> str | None:
-    """Describe the first identity option in which a config differs from a run's record. Return None if all are equal.
+    """Describe the first identity option (model, data, seed, algorithm) that differs between a config and a run's
+    record. Return None if all are equal.
 
-    Paths that are equal relative to the directories of the two starts count as equal, so a project may be moved.
+    Paths are also equal if they are so relative to the working directories of both starts: a project may be moved.
     """
     run = config.run.run
     if record["flow"] != flow:
@@ -281,10 +285,11 @@ def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
 
 
 def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
-    """Return the schedule fields of a run as last recorded.
+    """Return the options that a resumed run may change (number of rounds, save and evaluation intervals, paths) with
+    their last recorded values: `section.name` -> value.
 
     Raises:
-        RunError: the run's record is missing or damaged, or that of a schedule change is damaged.
+        RunError: the run's record is missing or damaged, or the newest file in `changes/` is damaged.
     """
     record = read_record(store, keys)
     if record is None:
@@ -299,7 +304,7 @@ def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
 
 
 def _schedule_change_files(store: Store, keys: RunKeys) -> list[str]:
-    """Return the file names of a run's recorded schedule changes, in order."""
+    """Return the names of the files in `changes/`, which record changed schedule options, oldest first."""
     return [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
 
 
@@ -321,7 +326,7 @@ def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedul
 
 
 def _config_with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrainConfig:
-    """Return the config of a record with the values of `schedule` (`section.name` -> value) instead of its own."""
+    """Return the config of a record with `schedule` (`section.name` -> value) in place of the recorded values."""
     values = {section: dict(fields) for section, fields in record["config"].items()}
     for field, value in schedule.items():
         section, name = field.split(".")
@@ -330,7 +335,7 @@ def _config_with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> P
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, with its latest schedule, from the store of `where`.
+    """Return the flow name and the config of a run, with its last recorded schedule options, from the store of `where`.
 
     Raises:
         RunError: the run does not exist, or its record is missing or damaged.
@@ -356,7 +361,7 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
 
 
 def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:
-    """Return the config that a round was trained with: the run's own or, for a shared round, that of an ancestor."""
+    """Return the config that a round was trained with: the run's own or, before its fork point, that of an ancestor."""
     config, parent = record["config"], record.get("parent")
     while parent is not None and rollout_id < parent["at"]:
         config, parent = parent["config"], parent.get("parent")
@@ -367,8 +372,8 @@ def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, 
     """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
     rounds up to that version with. Return None if no checkpoint is needed.
 
-    A fork with other training options than its parent needs one: the shared rounds can only be replayed with the
-    parent's options, and the rounds after the checkpoint use the fork's own.
+    A fork whose training options differ from its parent's needs one: the rounds before the fork point can only be
+    replayed with the parent's options, and the rounds after it use the fork's.
     """
     parent = record.get("parent")
     if parent is None or parent["at"] == 0:

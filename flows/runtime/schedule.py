@@ -1,8 +1,8 @@
 """Runs without a fixed end: every start trains N more rounds (`--num-rollout-per-start`), for example each night.
 
-A start has one target, the number of rounds at which it ends. The target is recorded with the schedule (run.json for
-the first start, `changes/` for later ones) before training, so a start that resumes a killed one keeps its target and
-retries do not add rounds.
+Each start has one target: the total number of trained rounds at which it ends. The target is recorded before training
+as `num_rollout` (in run.json by the first start, in `changes/` by later ones), so a start that resumes a killed one
+keeps the target of the killed one, and retries do not add rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def with_target_rounds(store: Store, config: PostTrainConfig) -> PostTrainConfig
 def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
     """Return the total number of trained rounds at which this start of a run ends.
 
-    If the previous start did not finish, this is its target; otherwise it is the number of trained rounds plus
+    If the previous start did not finish, its target is returned; otherwise the number of trained rounds plus
     --num-rollout-per-start.
     """
     per_start = config.run.num_rollout_per_start

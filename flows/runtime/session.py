@@ -71,7 +71,8 @@ class Session:
             self.display.note(warning)
 
     def _open_run(self, flow: str) -> RunKeys:
-        """Hold the run's driver lease until the session ends, and create or check the run's record (`open_run`)."""
+        """Hold the lease that marks this process as the run's driver, until the session ends; create or check the run's
+        record (`open_run`)."""
         lease = Lease(self.store, new_driver_lease_key(keys_of_run(self.config.run.run)))
         try:
             keys = open_run(self.store, flow, self.config, lease=lease)
@@ -110,7 +111,8 @@ class Session:
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
     def remaining_rounds(self) -> Iterator[int]:
-        """Yield the rounds to run, from the last trained one on, whose checkpoint or evaluation may be missing."""
+        """Yield the rounds to run. The first is the last trained round, because its checkpoint or evaluation may be
+        missing."""
         done, total = self.num_trained_rounds(), self.num_rounds
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
@@ -137,7 +139,7 @@ class Session:
         return missing and not run.debug_train_only
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
-        """Print a commit and log it to MLflow, unless that was done before. Return the commit."""
+        """Print a commit and log it to MLflow, unless this commit was logged before. Return the commit."""
         if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
@@ -145,7 +147,7 @@ class Session:
         return commit
 
     def _warn_if_not_learning(self, rollout_id: int) -> None:
-        """Print a warning if the last rounds had zero gradients."""
+        """Print a warning if round `rollout_id` and the rounds just before it had zero gradients."""
         train = self.config.train
         custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
         group_relative = (
@@ -156,7 +158,7 @@ class Session:
             get_run_logger().warning(warning)
 
     def pin_base_model(self, base: CheckpointRef) -> CheckpointRef:
-        """Set the initial weights of the run. Raises RunError if the run started from other weights."""
+        """Set the converted model that the run starts from. Raises RunError if the run has recorded another one."""
         self.pin_model("base", self.config.convert.hf_checkpoint, base)
         self.processes.base_checkpoint = base
         return base
@@ -165,15 +167,15 @@ class Session:
         """Record which converted model the run uses as `role` (base, reference or teacher).
 
         Raises:
-            RunError: the run uses another model, because the files at `path` have changed.
+            RunError: the run has recorded another model as `role`, because the files at `path` have changed since.
         """
         key = self.keys.origin_key(role)
         self.store.create(key, model.model_dump_json().encode())
         pinned = CheckpointRef.model_validate(self.store.read_json(key))
         if pinned.key != model.key:
             raise RunError(
-                f"the {role} of run {self.keys.run!r} is {pinned.key}, but {path} now contains {model.key}: "
-                "restore the directory, or start a new run with another --run"
+                f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "
+                f"restore the original files in {path}, or start a new run with another --run"
             )
 
     def read_existing_commit(self, prefix: str) -> Commit:
@@ -218,14 +220,14 @@ class Session:
     # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
 
     def set_pending_checkpoint(self, saving: PrefectFuture[Any]) -> None:
-        """Wait for the previous checkpoint, then store the task that saves the next one."""
+        """Wait until the previous checkpoint is saved, then keep `saving`, the task that saves the next one."""
         self.wait_for_checkpoint()
         self._saving = saving
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.
 
-        A stage that changes the trainer must call this first.
+        A stage that changes the trainer's weights must call this first.
         """
         saving, self._saving = self._saving, None
         if saving is not None:

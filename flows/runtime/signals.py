@@ -22,7 +22,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 def stop_on_sigterm(stop: StopRequest, grace_seconds: float) -> ExitStack:
     """Set `stop` on SIGTERM, and raise Preempted in the main thread `grace_seconds` later. Closing the returned stack
-    restores the handlers.
+    restores the previous signal handlers.
 
     Outside the main thread no handler is installed: Prefect then ends the flow run at once.
     """

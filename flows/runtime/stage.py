@@ -23,7 +23,7 @@ def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any
 
     Args:
         name: name of the task run, a format string over the function's arguments.
-        after_save: start only after a checkpoint that is being saved is committed.
+        after_save: if a checkpoint is being saved in another thread, wait for its commit before the start.
     """
     return functools.partial(Stage, name, after_save=after_save)
 

@@ -67,7 +67,7 @@ class Service:
         """Wait until the service answers.
 
         Raises:
-            RuntimeError: the service ended or did not answer in time; the message has the end of its log.
+            RuntimeError: the service ended or did not answer in time; the message contains the tail of the log.
         """
         deadline = time.monotonic() + timeout
         while self.ready and not http_answers(self.ready):
@@ -163,7 +163,7 @@ def choose_port(name: str, requested: int | None, default: int) -> int:
 
 
 def log_directory(port: int) -> Path:
-    """Return the log directory of our Prefect server at `port` and of the services started with it."""
+    """Return the log directory of the Prefect server that Penstock starts at `port`, and of the worker and MLflow."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "penstock" / "services" / str(port)
 

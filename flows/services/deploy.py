@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code: 0 done, 1 `prefect deploy` failed.
+    """Run `penstock deploy` with `argv`. Return the exit code: 0 done, 1 `prefect deploy` failed.
 
     Raises:
         OptionError: an argument is invalid.
@@ -134,7 +134,8 @@ def deploy_all(address: str) -> int:
     for title in deployments:
         print(f"  {title:<22} {'deployed' if title in new else 'exists already, unchanged'}")
     print(
-        f"at {address}. Give the config at the start:  {start_command('convert/default', address)} -p config='{{...}}'"
+        f"at {address}. Give the config when you start a run:  "
+        f"{start_command('convert/default', address)} -p config='{{...}}'"
     )
     return 0
 
@@ -153,7 +154,7 @@ def deployment_exists(title: str) -> bool:
 
 
 def parse_schedule(own: dict[str, str]) -> Any:
-    """Return the schedule of --cron and --timezone, or None without --cron.
+    """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron.
 
     Raises:
         OptionError: the cron line or the time zone is invalid, or --timezone is given without --cron.
@@ -189,7 +190,7 @@ def flow_module_name(flow: str) -> str:
 def start_command(title: str, address: str) -> str:
     """Return the shell command that starts a run of the deployment `title` (flow/name) and watches it.
 
-    It sets the API address unless PREFECT_PROFILES_PATH is set here.
+    The command sets PREFECT_API_URL, unless this process has PREFECT_PROFILES_PATH.
     """
     prefix = "" if "PREFECT_PROFILES_PATH" in os.environ else f"PREFECT_API_URL={address} "
     return f"{prefix}prefect deployment run '{title}' --watch"

@@ -27,7 +27,7 @@ class OwnOriginOnly:
         self.origins = loopback_origins(port)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on or answer it with 403."""
+        """Pass a request to the wrapped app, or answer it with 403."""
         if scope["type"] not in ("http", "websocket") or self._allows_request(scope["headers"]):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -1,8 +1,8 @@
 """`make up`: the Prefect server, a worker and the MLflow UI on this machine's loopback, until Ctrl-C.
 
 Runs do not depend on these services: runs write to the store and to the databases of Prefect and MLflow, and the
-services show those databases. All three are child processes that end with this process, even if it is killed. A service
-that dies is restarted.
+services show those databases. The three services are child processes that end with this process, even if it is killed.
+A service that dies is restarted.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("action", choices=["up"])
     parser.add_argument(
-        "--store", help=f"store whose MLflow database is shown (default: newest of {', '.join(STORES)})"
+        "--store", help=f"store whose MLflow database is shown (default: last used of {', '.join(STORES)})"
     )
-    parser.add_argument("--prefect-port", type=int, help=f"default {PREFECT_PORT}, or any free port")
-    parser.add_argument("--mlflow-port", type=int, help=f"default {MLFLOW_PORT}, or any free port")
+    parser.add_argument("--prefect-port", type=int, help=f"default {PREFECT_PORT}, or any free port if that is taken")
+    parser.add_argument("--mlflow-port", type=int, help=f"default {MLFLOW_PORT}, or any free port if that is taken")
     options = parser.parse_args(argv)
     try:
         prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
@@ -94,7 +94,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
 
 
 def create_automation_and_print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
-    """Create the automation on the Prefect server, then print the addresses of the services and how to connect."""
+    """Create the automation that marks dead flow runs as crashed; print the services' addresses and how to connect."""
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
     server, profile = f"http://{HOST}:{prefect_port}", profile_path(prefect_port)
@@ -129,7 +129,8 @@ def mlflow_link(database: str, port: int) -> str:
 
 
 def prefect_worker(port: int, logs: Path) -> Service:
-    """Return the service of a Prefect worker, which runs flows as processes and marks runs of dead ones as crashed."""
+    """Return the service of a Prefect worker, which starts a process for each flow run and marks the flow run as
+    crashed if that process dies."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     command += ["--install-policy", "never"]
     environment = {**login_environment(port), **flow_run_environment()}  # flow runs inherit it

@@ -30,11 +30,11 @@ def ensure_pool(name: str) -> None:
 def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEOUT, name: str = AUTOMATION) -> None:
     """Create or update the automation that marks a flow run as crashed when its heartbeats stop.
 
-    A worker does this at once for the runs it started; the automation covers runs whose worker or machine died too.
+    A worker marks a flow run that it started at once; the automation covers flow runs whose worker or machine died.
 
     Args:
         address: URL of the Prefect API.
-        after: time without a heartbeat after which a flow run is marked.
+        after: time without a heartbeat after which a flow run is marked as crashed.
         name: name of the automation.
     """
     from prefect.client.orchestration import get_client

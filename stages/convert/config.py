@@ -41,7 +41,7 @@ class ConvertConfig(StageConfig):
     """For --load: vocabulary rows of embedding and LM head to export; default: config.json's vocab_size."""
 
     megatron_names: Literal["local", "te"] | None = option(None, mutability="placement")
-    """For --save: tensor names of Megatron's local layers or TransformerEngine's; with --load: export torch_dist."""
+    """For --save: tensor names of Megatron's local layers or TransformerEngine's; with --load: export as torch_dist."""
 
     convert_verify: bool = option(False, mutability="placement")
     """`penstock convert --verify`: read the result back, compare it with the source bit for bit, and print a report."""

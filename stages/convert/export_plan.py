@@ -59,8 +59,8 @@ class Origin:
         return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
 
     def fingerprint(self) -> str:
-        """Return a string that changes whenever config, tokenizer or `CARRIED` tensors in `directory` change, or the
-        source code of a user-defined model family."""
+        """Return a string that changes whenever config, tokenizer or multi-token prediction tensors (`CARRIED`) in
+        `directory` change, or the source code of a user-defined model family."""
         family_path = self.shape().family_path
         return assets_hash(self.directory) + (f" {source_hash(family_path)}" if family_path else "")
 
@@ -145,8 +145,8 @@ class ExportPlan:
             path.write_text(json.dumps(new, indent=2) + "\n")
 
     def _plan_exported_tensors(self, source: str) -> list[NamedTensor]:
-        """Return the names, dtypes and shapes of the tensors that a Megatron parameter, or a tensor copied from the
-        origin, is exported as."""
+        """Return names, dtypes and shapes of the exported tensors of `source`, which names a Megatron parameter or a
+        tensor that is copied from the origin's directory."""
         if self.carried and source in self.carried.info:
             return self._plan_tensor_and_scales(source, source, self.carried.info[source])
         meta = torch.empty(self.checkpoint.shape(source), dtype=self.weights.dtype(source), device="meta")
@@ -166,8 +166,8 @@ class ExportPlan:
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
 
     def _export_tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and values of the tensors that a Megatron parameter, or a tensor copied from the origin, is
-        exported as."""
+        """Yield names and values of the exported tensors of `source`, which names a Megatron parameter or a tensor that
+        is copied from the origin's directory."""
         if self.carried and source in self.carried.info:
             yield from self._convert_tensor(source, source, self.carried.fetch(source))
             return
@@ -204,8 +204,8 @@ class ExportPlan:
 
 
 def _open_carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | None:
-    """Return the tensors that are copied from the origin, because Megatron's model does not have them; None if there
-    are none."""
+    """Return the tensors (multi-token prediction) that are copied from the origin's directory, because Megatron's model
+    does not have them; None if there are none."""
     if (origin.directory / CARRIED).is_file():
         return HFWeights(origin.directory, [origin.directory / CARRIED])
     if origin.mtp == "skip":

@@ -51,7 +51,10 @@ class LogitsComparison:
     def __str__(self) -> str:
         if self.difference is None:
             return f"not compared: {self.reason}"
-        return f"log-probabilities of {NUM_TOKENS} tokens through {self.part} differ by at most {self.difference:.1e}"
+        return (
+            f"log-probabilities of {NUM_TOKENS} tokens, computed with {self.part}, differ by at most "
+            f"{self.difference:.1e} from those of transformers"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PartialModel:
         return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(self.layers[int(match[0])]), name)
 
     def hf_names_in_whole_model(self, whole: ModelShape) -> dict[str, str]:
-        """Return the name in the whole model of every Hugging Face tensor of this partial model, by its name here."""
+        """Return a map from the Hugging Face tensor names of this partial model to those of the whole model."""
         layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
         return {
             name: source
@@ -114,7 +117,7 @@ def compare_logits(
     needed, available = part.shape.num_parameters * BYTES_PER_PARAMETER, psutil.virtual_memory().available
     if available < needed:
         return LogitsComparison(
-            reason=f"it takes {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are available"
+            reason=f"the comparison takes {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
         )
     with _hide_modules(UNUSED):
         import transformers
@@ -135,8 +138,8 @@ def compare_logits(
     difference = float((_megatron_log_probs(converted, shape, part, token_ids) - expected).abs().max())
     if not difference <= TOLERANCE:
         raise ModelError(
-            f"{converted}: log-probabilities through {part} differ by {difference:.1e} from transformers' "
-            f"(tolerance {TOLERANCE:.0e}): please report this as a bug"
+            f"{converted}: log-probabilities computed with {part} differ by {difference:.1e} from those of "
+            f"transformers (tolerance {TOLERANCE:.0e}): please report this as a bug"
         )
     return LogitsComparison(difference, part=str(part))
 
@@ -164,7 +167,7 @@ def choose_part_to_compare(
 
 
 def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int]) -> PartialModel:
-    """Return the part of a model that has only the layers `chosen`."""
+    """Return the part of a model with the layers `chosen`, some of the experts and the first vocabulary rows."""
     layers, experts = tuple(sorted(chosen)), whole.experts
     num_dense = sum(layer < (experts.num_dense_layers if experts else whole.num_layers) for layer in layers)
     vocab_size = min(whole.vocab_size, MAX_VOCABULARY)
@@ -231,8 +234,8 @@ def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, 
 
 @contextmanager
 def _hide_modules(unused: dict[str, str]) -> Iterator[None]:
-    """Replace modules (module -> name in it) by empty ones in which the name is None, so that importing the name does
-    not import its package. Modules that are already imported are kept."""
+    """Replace every module in `unused` (module -> name that others import from it) by an empty module in which that
+    name is None, so that the real module is not loaded. Modules that are already imported are kept."""
     hidden = {name for name in unused if name not in sys.modules}
     for name in hidden:
         module: Any = ModuleType(name)

@@ -1,9 +1,9 @@
 """Targets of conversions: the models of a store, or a directory or URI. Also functions for directories that contain a
 model.
 
-Both targets write to a private attempt first and publish the complete result at the end. The same command finds its
-attempt again after a kill. The records of finished work items are stored next to the attempt, under a name that ends in
-`.parts`.
+Both targets write to a private attempt first and publish the complete result at the end. After a kill, the same
+command continues its unfinished attempt. The records of finished work items are stored next to the attempt, under a
+name that ends in `.parts`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Target(Protocol):
     records_prefix: str  # key prefix of the records of finished work items
 
     def find_published(self, identity: str) -> CheckpointRef | None:
-        """Return the published result with this identity, or None.
+        """Return the published result for `identity`, a name derived from source and options; None if there is none.
 
         Raises:
-            OptionError: the target contains a different result.
+            OptionError: the target contains files that are not this result.
         """
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
@@ -85,7 +85,7 @@ class DirectoryTarget:
     cannot rename, so the commit record is written last.
 
     Args:
-        uri: URI or path of the directory. It must not exist, be empty, or contain the same result.
+        uri: URI or path of the directory, which must be absent, be empty, or contain the result of the same conversion.
         format: format of the result; a torch_dist model is written into the subdirectory `release`, as Megatron
             expects.
         name: name of the attempt; equal for the same source and options.
@@ -107,7 +107,8 @@ class DirectoryTarget:
             return self._checkpoint_ref(record)
         if record is not None or self.is_occupied():
             raise OptionError(
-                f"{self.uri} is not empty and has other content: give --save another directory, or remove this one"
+                f"{self.uri} exists and is not the result of this command with these options: give --save another "
+                f"directory, or remove {self.uri}"
             )
         return None
 
@@ -182,7 +183,7 @@ def check_free_space(store: Store, needed: int) -> None:
     if free < needed:
         raise StoreError(
             f"the result needs {needed / 1e9:.1f} GB, but {directory} has only {free / 1e9:.1f} GB free: free some "
-            "space, or give another directory"
+            "space, or give --store or --save a directory on another disk"
         )
 
 

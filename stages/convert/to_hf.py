@@ -133,7 +133,7 @@ def export_to(
 
     Raises:
         ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
-        OptionError: the directory has other content.
+        OptionError: the directory `save` contains files that are not from this export.
         StoreError: the disk is full.
     """
     work = prepare_export(store, checkpoint, origin, save, shard_bytes)

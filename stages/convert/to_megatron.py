@@ -59,7 +59,7 @@ def export_megatron(
 
     Raises:
         ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
-        OptionError: the directory has other content.
+        OptionError: the directory `save` contains files that are not from this export.
         StoreError: the disk is full.
     """
     identity = _identity(checkpoint, origin, names)
@@ -160,7 +160,7 @@ def copy_megatron_weights(
 
 
 def _identity(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
-    """Return a hash of the checkpoint's files, the origin and the tensor names."""
+    """Return the name of the result: a hash of the checkpoint's files, the origin and the tensor names."""
     return xxhash.xxh3_64_hexdigest(
         f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}".encode()
     )

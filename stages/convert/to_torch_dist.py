@@ -120,7 +120,7 @@ def convert_hf(
     Raises:
         ModelError: the architecture is unknown, files are damaged, tensors do not match config.json, or the logits
             differ from transformers'.
-        OptionError: the directory of `options.save` has other content.
+        OptionError: the directory `options.save` contains files that are not from this conversion.
         StoreError: the disk is full.
     """
     work = prepare_conversion(store, hf_dir, options)

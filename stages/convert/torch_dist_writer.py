@@ -1,9 +1,9 @@
 """Write torch_dist checkpoints: plan which rows of the source make up each slice, write the files, and write their
 index.
 
-`Layout`, which maps Hugging Face to Megatron tensors, only moves whole rows. A plan is therefore made by converting row
-numbers in place of weights, and writing copies bytes from file to file. The plan is split into work units of one file
-each, in the order of the source, so that disks read sequentially.
+`TensorLayout`, which maps Hugging Face to Megatron tensors, only moves whole rows. A plan is therefore made by
+converting row numbers in place of weights, and writing copies bytes from file to file. The plan is split into work
+units of one file each, in the order of the source, so that disks read sequentially.
 
 Files and index have the format of torch.distributed.checkpoint, so Megatron loads them with any parallel sizes. torch's
 own writer needs every tensor in memory, computes a CRC that no reader checks (a quarter of the time, measured), and
@@ -178,7 +178,7 @@ class _RunFinder:
         if rows.ndim > 1:
             joined, rows = rows, rows[:, 0] // 2
             moves_rows = torch.equal(joined, torch.stack([2 * rows, 2 * rows + 1], dim=1))
-            assert moves_rows, f"{sources}: `Layout` must only move whole rows"
+            assert moves_rows, f"{sources}: `TensorLayout` must only move whole rows"
         starts = [0, *(torch.nonzero(rows[1:] != rows[:-1] + 1).flatten() + 1).tolist(), len(rows)]
         first = [int(rows[at]) for at in starts[:-1]]
         return [
@@ -293,7 +293,7 @@ def write_metadata(
         directory: directory of the checkpoint.
         checkpoint: checkpoint layout, with the shapes of the tensors.
         units: work units, each with the (first byte, length) of its slices.
-        objects: keys of empty objects; all of them refer to the same object in one file.
+        objects: keys of the empty `_extra_state` objects that Megatron's loader expects; all share one stored object.
     """
     shapes = {piece.key: piece.stored_shape for piece in checkpoint.all_slices()}
     tensors: dict[str, Any] = {}

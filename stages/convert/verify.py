@@ -82,7 +82,8 @@ def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, wei
             tensor that it should duplicate.
     """
     assert set(layout.megatron_names()) == set(checkpoint.slices), (
-        f"`Layout` and model have different names: {sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
+        "`TensorLayout` and model have different names: "
+        f"{sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
     )
     check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
 
@@ -92,12 +93,12 @@ def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, wei
     dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
     for name, pieces in checkpoint.slices.items():
         joined = layout.to_megatron(name, meta_tensor)
-        assert joined.shape == checkpoint.shape(name), f"{name}: `Layout` and model have different shapes"
+        assert joined.shape == checkpoint.shape(name), f"{name}: `TensorLayout` and model have different shapes"
         expected = dtypes.setdefault(pieces[0].key, joined.dtype)
         if expected != joined.dtype:
             raise ModelError(
-                f"{weights.directory}: {layout.hf_names_of(name)[0]} has {joined.dtype}, but other layers have "
-                f"{expected}: save the checkpoint in one dtype"
+                f"{weights.directory}: {layout.hf_names_of(name)[0]} has dtype {joined.dtype}, but the same tensor "
+                f"of another layer has {expected}: save the checkpoint in one dtype"
             )
     for copy, original in layout.copies.items():
         if copy not in weights.info:

@@ -30,7 +30,7 @@ REPORT_INTERVAL = 0.2  # seconds between two reports of progress
 
 
 class WorkItem(Protocol):
-    """A unit of work that does not depend on other work items."""
+    """A part of a conversion (such as one file to write or hash) that does not depend on other work items."""
 
     @property
     def name(self) -> str: ...
@@ -91,13 +91,13 @@ class WorkItems(Generic[W]):
         return sum(item.num_bytes for item in self.items)
 
     def run(self, process: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
-        """Run the unfinished items of this process, in order: of all items, every `num_ranks`-th, starting with `rank`.
+        """Run the unfinished items among `items[rank::num_ranks]`, in several threads.
 
         Args:
-            process: processes one item and returns its record.
-            progress: counts the bytes of items that were already finished; `process` counts the others.
-            rank: rank of this process.
-            num_ranks: number of processes.
+            process: processes one item and returns its record (JSON); it must add the item's bytes to `progress`.
+            progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
+            rank: rank of this process among the processes that share the conversion.
+            num_ranks: number of these processes.
 
         Raises:
             StoreError: the disk is full.
@@ -149,7 +149,8 @@ class WorkItems(Generic[W]):
         return disk.map_in_threads(read, items, 16)
 
     def delete_records(self) -> None:
-        """Delete the records, and temporary files of killed processes. Called after the result was published."""
+        """Delete the records of the finished items, and temporary files of killed processes. Call this after the
+        commit of the converted model."""
         store = self.target.store
         if store.is_local:
             shutil.rmtree(store.path(self.target.records_prefix), ignore_errors=True)
@@ -161,23 +162,24 @@ class WorkItems(Generic[W]):
 
 
 def collect_file_records(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
-    """Return the file records of finished items."""
+    """Return the path, size and hash of every file that the records of finished work items list."""
     return [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
 
 
 def write_files(
     target: Target, write: Callable[[Path], object], hashes: Callable[[], dict[str, str]] = dict
 ) -> list[FileRecord]:
-    """Write files of a result. Several processes may write the same files at the same time.
+    """Write files that belong to a conversion's result as a whole, such as the index and the tokenizer. Several
+    processes may write the same files at the same time.
 
     Args:
-        target: target of the conversion.
+        target: the destination; the files get keys under `target.attempt`.
         write: called with a directory, into which it writes the files.
         hashes: called after `write`; returns the hashes that `write` has computed, by relative file name. Files without
             a hash are hashed here.
 
     Returns:
-        the records of the files.
+        path, size and hash of every written file.
     """
     store = target.store
     if not store.is_local:

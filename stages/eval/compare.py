@@ -85,6 +85,6 @@ def check_same_data(name: str, a: Commit, b: Commit) -> None:
     if content_a != content_b:
         rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
-            f"the data set {name} has {rows_a} rows in one evaluation and {rows_b} rows of other content in the other, "
-            "but a comparison needs the same prompts: repeat one of the evaluations on the file of the other"
+            f"the data set {name} had {rows_a} rows in the first evaluation, and {rows_b} rows with different content "
+            "in the second, but a comparison needs the same prompts: repeat one evaluation with the other's file"
         )

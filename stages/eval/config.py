@@ -64,7 +64,9 @@ class EvalConfig(StageConfig):
             return list(value.items())
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             if len(value) % 2:
-                raise OptionError(f"{str(value)[:80]} is not NAME PATH pairs: give every data set a name and a path")
+                raise OptionError(
+                    f"{str(value)[:80]} is not a list of NAME PATH pairs: give every data set a name and a path"
+                )
             return list(zip(value[::2], value[1::2]))
         return value
 
@@ -77,7 +79,7 @@ class EvalConfig(StageConfig):
     @field_validator("eval_config", mode="before")
     @classmethod
     def _read_file(cls, value: Any) -> Any:
-        """Read the file at a path, or validate the content of the file as a run has recorded it."""
+        """Read the --eval-config file at a path, or validate the content of this file that run.json has recorded."""
         if isinstance(value, str):
             return read_eval_file(value)
         return parse_eval_file(value) if isinstance(value, dict) else value
@@ -98,7 +100,7 @@ class EvalConfig(StageConfig):
 
     @field_serializer("eval_prompt_data")
     def _leave_out_file_data_sets(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Leave out the data sets of --eval-config, so that another file replaces them when a run is resumed."""
+        """Omit data sets of --eval-config from the recorded config, or a resume with another file would keep them."""
         own = _data_set_names_and_paths(self.eval_config)
         return [pair for pair in value if pair not in own]
 
@@ -121,14 +123,14 @@ class EvalConfig(StageConfig):
         return given | (self.eval_config.data_set_settings(name) if self.eval_config else {})
 
     def rollout_overrides(self, path: str, name: str = "") -> dict[str, Any]:
-        """Return the fields of the rollout's config that an evaluation changes:
-        `rollout_config.model_copy(update=...)`.
+        """Return field name -> value for the fields of the rollout's config that an evaluation changes.
 
-        A copy is not validated again, so temperature 0 is allowed in an evaluation but not in a rollout.
+        Apply them with `rollout_config.model_copy(update=...)`, which does not validate: an evaluation may have
+        temperature 0, a rollout may not.
 
         Args:
             path: path of the prompts.
-            name: name of the data set; "" = use only the flags.
+            name: name of the data set; "" = use only the --eval-* flags, not the --eval-config file.
         """
         settings = self.data_set_settings(name)
         overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}

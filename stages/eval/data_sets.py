@@ -23,8 +23,8 @@ _MAX_BYTES = 4 << 20
 
 
 class DataSetSettings(StageConfig):
-    """Sampling and scoring settings of a data set; None = the file's default, else the flag, else the rollout's
-    option."""
+    """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
+    --eval-* flag, else of the rollout's option."""
 
     n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)
     """Responses per prompt."""
@@ -77,7 +77,7 @@ class EvalFile(StageConfig):
     datasets: list[DataSet] = Field(default_factory=list)
 
     def data_set_settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of the data set `name`, including the file's defaults; {} if the file lacks it."""
+        """Return the settings of the data set `name`, including the file's [defaults]; {} if it is not in the file."""
         for data_set in self.datasets:
             if data_set.name == name:
                 own = data_set.model_dump(exclude={"name", "path"}, exclude_none=True)
@@ -109,7 +109,7 @@ def parse_eval_file(values: dict[str, Any]) -> EvalFile:
     if not isinstance(defaults, dict):
         raise OptionError("defaults is not a table: write [defaults], and below it setting = value")
     if not (isinstance(data_sets, list) and data_sets and all(isinstance(entry, dict) for entry in data_sets)):
-        raise OptionError("the file has no data sets: write a [[datasets]] with name and path for each")
+        raise OptionError("the file has no data sets: write a [[datasets]] table with name and path for each data set")
     _reject_unknown_settings("[defaults]", defaults, list(DataSetSettings.model_fields))
     _reject_invalid_values("[defaults]", defaults)
     for number, entry in enumerate(data_sets, start=1):
@@ -135,17 +135,20 @@ def check_data_set_names(names: list[str]) -> None:
     """Check that data set names are valid and unique. Raises OptionError."""
     for name in names:
         if not _NAME.fullmatch(name):
-            raise OptionError(f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore")
+            raise OptionError(
+                f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore, "
+                "with a letter or digit first"
+            )
         if len(name) > _MAX_NAME:
             raise OptionError(f"data set {name[:60]}... has a name of {len(name)} characters: use at most {_MAX_NAME}")
         if names.count(name) > 1:
-            raise OptionError(f"two data sets are named {name}: give each its own name")
+            raise OptionError(f"two data sets are named {name}: give each a different name")
 
 
 def _reject_unknown_settings(location: str, values: dict[str, Any], known: list[str]) -> None:
     if unknown := next((key for key in values if key not in known), None):
         near = [key for key in known if unknown in key] or difflib.get_close_matches(unknown, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
         raise OptionError(f"{location} has the unknown setting {unknown[:60]!r}: {hint}")
 
 
@@ -153,6 +156,8 @@ def _reject_invalid_values(location: str, values: dict[str, Any]) -> None:
     """Check that no value is a boolean, which pydantic would convert to a number, or "". Raises OptionError."""
     for name, value in values.items():
         if isinstance(value, bool):
-            raise OptionError(f"{location} has {name} = {str(value).lower()}: give a number or text")
+            raise OptionError(
+                f"{location} has {name} = {str(value).lower()}, but no setting is true or false: give a number or text"
+            )
         if value == "":
-            raise OptionError(f"{location} has {name} = '': give a value, or leave it out")
+            raise OptionError(f"{location} has {name} = '': give a value, or remove the line")

@@ -41,7 +41,7 @@ Vote = tuple[str | None, bool]  # answer, whether the sample passes
 
 
 def voted_answer(sample: Sample) -> str | None:
-    """Return the normalized answer that a sample votes for, or None without an answer."""
+    """Return the normalized answer with which a sample votes in majority@k, or None if the sample has no answer."""
     if "answer" in sample.rewards:
         return repr(sample.rewards["answer"])
     answer = sample.metadata.get("extracted_answer")
@@ -54,7 +54,7 @@ def voted_answer(sample: Sample) -> str | None:
 
 
 def majority_rates(groups: Sequence[Sequence[Vote]]) -> dict[int, np.ndarray]:
-    """Return k -> majority@k of each prompt, [prompts], for k = 4, 8, ... up to the smallest group.
+    """Return k -> majority@k of each prompt, [prompts], for k = 4, 8, ... up to the size of the smallest group.
 
     k starts at 4 because majority@1 and majority@2 equal pass@1. majority@k is the mean over all subsets of k samples,
     or over MAX_SUBSETS of them, drawn with a fixed seed. The result is empty if no sample has an answer.

@@ -38,7 +38,7 @@ class Scoring:
 
     @property
     def hash(self) -> str:
-        """Return the hash of the settings and of the source of a user-defined reward."""
+        """Return the hash that names the rescored evaluation: of these settings and of a user-defined reward's file."""
         settings = asdict(self)
         if not self.evaluated_integers:
             del settings["evaluated_integers"]  # keeps the hashes of evaluations made before this option existed
@@ -61,7 +61,7 @@ class StoredEval:
 
     @property
     def id_prefix(self) -> str:
-        """Return the common prefix of the evaluation's sample, group and trajectory ids."""
+        """Return the prefix that all sample, group and trajectory ids of the evaluation share."""
         return f"eval-{self.version:06d}-{self.name}-"
 
 
@@ -93,7 +93,10 @@ def rescore_stage(
     """
     old = store.committed(source.prefix)
     if old is None:
-        raise RunError(f"run {source.keys.run!r} has no evaluation of version {source.version} on {source.name}")
+        raise RunError(
+            f"run {source.keys.run!r} has no evaluation of policy version {source.version} on data set {source.name}: "
+            "choose one that exists with --version and --dataset"
+        )
     target = replace(source, name=f"{source.name}@{scoring.hash}")
     if commit := store.committed(target.prefix):
         return commit
@@ -144,7 +147,8 @@ def _grade_again(samples: list[Sample], grader: Grader, max_response_len: int) -
     if answered and len(failures) == len(answered):
         reason = failures[0].metadata["error"]
         raise RewardError(
-            f"all {len(failures)} samples failed, the first with {reason!r}; nothing was committed: fix the reward"
+            f"grading of all {len(failures)} samples failed, the first with {reason!r}; the evaluation was not "
+            "rescored: fix the reward and run the command again"
         )
 
 

@@ -59,7 +59,7 @@ def compute_eval_metrics(
         other = next(reward for group in rewards for reward in group if reward not in (0.0, 1.0))
         raise OptionError(
             f"data set {name} has the reward {other:g}, but pass@k needs rewards of 0 and 1: set --pass-threshold to "
-            "the lowest passing reward, choose another entry with --eval-reward-key, or omit --log-passrate"
+            "the lowest passing reward, select a reward of 0 or 1 with --eval-reward-key, or omit --log-passrate"
         )
     if passes is not None:
         votes = [[(voted_answer(s), ok) for s, ok in zip(group, oks)] for group, oks in zip(groups, passes)]
@@ -69,7 +69,7 @@ def compute_eval_metrics(
 
 
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the samples of each prompt, sorted by id, so that metrics do not depend on the order of writing."""
+    """Group samples by prompt, both sorted by id, so that metrics do not depend on the order of `samples`."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in sorted(samples, key=lambda sample: sample.sample_id):
         groups[sample.group_id].append(sample)
@@ -84,9 +84,9 @@ def reward_or_zero(sample: Sample) -> float:
 def decide_passes(groups: Sequence[Sequence[Sample]], threshold: float | None) -> list[list[bool]] | None:
     """Return for each sample of each group whether it passes, or None if the rewards do not define this.
 
-    The criterion is the first of these that applies: the reward is at least `threshold`, if given; the entry "correct"
-    of the rewards is 1, if it is 0 or 1 in all graded samples; the reward is 1, if it is 0 or 1 in all graded samples.
-    A failed sample does not pass.
+    The criterion is the first of these that applies: the reward is at least `threshold`, if given; `rewards["correct"]`
+    is 1, if it is 0 or 1 in all graded samples; the reward is 1, if it is 0 or 1 in all graded samples. A failed sample
+    does not pass.
     """
     graded = [sample for group in groups for sample in group if sample.reward is not None]
     if threshold is not None:

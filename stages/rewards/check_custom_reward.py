@@ -25,7 +25,7 @@ def check_custom_reward(
     timeout: float = 300.0,
 ) -> bool:
     """Import a user-defined reward in a subprocess, check its signature, and return whether the reward is a class.
-    Results are cached. The arguments are those of `load_custom_reward`.
+    Results are cached. See `load_custom_reward` for the arguments.
 
     Raises:
         PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
@@ -55,7 +55,7 @@ def check_custom_reward(
         text = pipe.read()
     if not text:
         raise PluginError(
-            f"importing {path} terminated the process with exit code {code}: remove calls of os._exit, or fix the crash"
+            f"importing {path} terminated Python with exit code {code}: remove calls of os._exit, or fix the crash"
         )
     result = json.loads(text)
     if "error" in result:
@@ -64,7 +64,8 @@ def check_custom_reward(
 
 
 def main() -> None:
-    """Check the reward named in the arguments; write `{"is_class": bool}` or `{"error": message}` to the descriptor."""
+    """Check the reward that OPTIONS (argument 2, JSON) describes; write `{"is_class": bool}` or `{"error": message}` to
+    the file descriptor FD (argument 1)."""
     from penstock.stages.rewards.custom_reward import load_custom_reward
 
     options = json.loads(sys.argv[2])

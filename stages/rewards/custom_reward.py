@@ -44,7 +44,7 @@ class CustomReward:
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
     def build_reward_call(self, settings: RewardSettings) -> RewardCall:
-        """Return a function that takes samples and returns their rewards. Creates an instance of a class.
+        """Return a function that takes samples and returns their rewards. Instantiates the reward if it is a class.
 
         Raises:
             PluginError: the constructor raises or exits.
@@ -74,7 +74,8 @@ def load_custom_reward(
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
         group_rm: whether a function takes all samples of a prompt, instead of one sample.
         rm_model_path: model path for the constructor of a reward class, if the constructor takes an argument.
-        required_package: package that must define the reward (importing it there is not enough); None: any package.
+        required_package: package that must define the reward (a package that only imports the reward is refused);
+            None: any package.
 
     Raises:
         PluginError: the reward does not load, or has the wrong signature.
@@ -90,18 +91,18 @@ def load_custom_reward(
         check_signature(target, name, ("args", "samples" if group_rm else "sample"))
         return CustomReward(name, target, takes_group=group_rm, is_class=False)
     if not hasattr(target, METHOD):
-        raise PluginError(f"{name} is a class without {METHOD}(prompts, responses): add it, or name a function")
+        raise PluginError(f"{name} is a class without {METHOD}(prompts, responses): add this method, or use a function")
     check_signature(getattr(target, METHOD), f"{name}: {METHOD}", ("self", "prompts", "responses"))
     parameter = _model_path_parameter(target)
     if parameter and parameter.default is parameter.empty and rm_model_path is None:
-        raise PluginError(f"the constructor of {name} needs {parameter.name!r}: give --rm-model-path")
+        raise PluginError(f"the constructor of {name} needs the argument {parameter.name!r}: give --rm-model-path")
     takes_path = parameter is not None and rm_model_path is not None
     check_signature(target, f"{name}: its constructor", ("model_path",) if takes_path else ())
     return CustomReward(name, target, takes_group=True, is_class=True)
 
 
 def _model_path_parameter(constructor: Callable[..., Any]) -> inspect.Parameter | None:
-    """Return the first parameter of a constructor, which takes the model path, or None if it has none."""
+    """Return the first positional parameter of a constructor, which takes the model path, or None if there is none."""
     try:
         parameters = inspect.signature(constructor).parameters
     except (TypeError, ValueError):

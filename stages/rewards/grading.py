@@ -42,7 +42,8 @@ class Grader:
 
     @classmethod
     def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
-        """Return a grader for the rollout configuration `options`. Raises the errors of the constructor."""
+        """Return a grader for the rollout configuration `options`. `arguments`: attributes of the `args` that
+        user-defined rewards get. Raises RewardError like the constructor."""
         return cls(RewardSettings.from_options(options, arguments), num_workers)
 
     def __enter__(self) -> Grader:
@@ -94,7 +95,7 @@ class Grader:
         return min(pool, key=lambda process: process.num_pending).submit(samples)
 
     def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
-        """Return the settings of the grading processes for this sample, or None if it is graded in the current process.
+        """Return the settings of the grading processes for this sample, or None to grade it in the current process.
 
         Raises:
             InputError: the sample's reward is unknown, needs a flag that is missing, or is not allowed.

@@ -62,7 +62,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         matches = difflib.get_close_matches(base_name, REWARDS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "choose one of these, or give --custom-rm-path"
+        hint = f"did you mean {matches[0]}?" if matches else "choose a built-in reward, or give --custom-rm-path"
         raise RewardError(f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}")
     reward = REWARDS[base_name]
     if name == base_name:
@@ -76,12 +76,12 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 
 
 def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
-    """Return the built-in reward `name`. Raises RewardError if it is unknown, or needs --rm-url or --reward-key."""
+    """Return the built-in reward `name`. Raises RewardError if it is unknown, or a flag that it needs is missing."""
     reward = get_builtin_reward(name)
     if reward.keys and reward_key not in reward.keys:
         raise RewardError(
             f"the reward {name} returns a dictionary with the keys {', '.join(reward.keys)}: "
-            f"select one with --reward-key (now {reward_key})"
+            f"select one of them with --reward-key (now {reward_key})"
         )
     if reward.remote and not rm_url:
         raise RewardError(f"the reward {name} needs a server: give the server's URL with --rm-url")

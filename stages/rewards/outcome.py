@@ -28,7 +28,8 @@ class Outcome:
     request_error: str | None = None
 
     def apply(self, sample: Sample) -> None:
-        """Set the reward, or the failure, of `sample`. Raises RewardError for a `request_error`."""
+        """Set the reward of `sample`, or its status FAILED and `metadata["error"]`. Raises RewardError if
+        `request_error` is set."""
         if self.request_error is not None:
             raise RewardError(self.request_error)
         sample.reward, sample.rewards = self.reward, self.rewards
@@ -38,7 +39,7 @@ class Outcome:
 
 
 def failed_outcome(reason: str) -> Outcome:
-    """Return the outcome of a sample whose grading failed for `reason`."""
+    """Return the outcome of a sample whose grading failed, with `reason` as its `error`."""
     return Outcome(error=reason)
 
 
@@ -72,7 +73,10 @@ def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_
     if not isinstance(values, list | tuple):
         reason = f"no list: {reward_name} returned {_safe_repr(values)} for {num_samples} samples"
     elif len(values) != num_samples:
-        reason = f"another number of rewards than samples: {reward_name} returned {len(values)} for {num_samples}"
+        reason = (
+            f"another number of rewards than samples: {reward_name} returned {len(values)} rewards for {num_samples} "
+            "samples"
+        )
     else:
         return [parse_reward(value, reward_key, reward_name) for value in values]
     return [failed_outcome(f"the reward function returned {reason}")] * num_samples
@@ -86,7 +90,7 @@ def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcom
             keys = ", ".join(map(repr, value))
             return Outcome(
                 request_error=f"the reward of {reward_name} is a dictionary with the keys {keys}, but one number is "
-                f"needed: select one with --reward-key (now {reward_key})"
+                f"needed: select one key with --reward-key (now {reward_key})"
             )
         rewards = {str(key): number for key, part in value.items() if (number := _to_float(part)) is not None}
         value = value[reward_key]

@@ -26,7 +26,7 @@ _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may
 
 @dataclass(frozen=True)
 class RewardRow:
-    """A row of prompt data, with the fields that a reward reads."""
+    """The fields of a prompt data row that a reward reads."""
 
     where: str  # file and row, for error messages
     label: str = ""
@@ -71,8 +71,8 @@ def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
     else:
         has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
     if not has_label:
-        column = f"the column {options.label_key!r} of --label-key is empty"
-        fix = column if options.label_key else "name the column of labels with --label-key"
+        column = f"fill its column {options.label_key!r}, or name another column with --label-key"
+        fix = column if options.label_key else "name the column with the labels with --label-key"
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
     if base_name == "dapo":
         to_minerva_number(row.label)
@@ -81,8 +81,8 @@ def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
 def try_reward_on_test_samples(
     options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[str]:
-    """Check the reward by calling user-defined rewards on test samples made from the first rows, and by
-    connecting to --rm-url.
+    """Check the reward: call a user-defined reward on test samples made from the first rows, or connect to the server
+    at --rm-url.
 
     The response of a test sample is empty, the label, or the label in \\boxed{}. Built-in rewards are not called,
     because `check_reward_rows` checks their requirements.
@@ -117,7 +117,7 @@ def try_reward_on_test_samples(
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
         raise RewardError(
-            f"the reward failed on all {len(reasons)} test samples, first with {reasons[0]:.200}: fix the reward"
+            f"the reward failed on all {len(reasons)} test samples, the first with {reasons[0]:.200}: fix the reward"
         )
     return reasons
 

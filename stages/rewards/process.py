@@ -74,7 +74,7 @@ class GradingProcess:
 
     def close(self) -> None:
         """Stop the grading process and fail its pending jobs."""
-        self._fail_all(RuntimeError("the grading process was closed"))
+        self._fail_all(RuntimeError("the grading process was stopped before the sample was graded"))
         self._supervisor.join()
 
     # ---- the supervisor thread ---------------------------------------------------------------------------------------
@@ -117,15 +117,16 @@ class GradingProcess:
         return process, connection
 
     def _receive_until_failure(self, connection: Connection) -> str:
-        """Receive results until the grading process hangs, dies or is closed; return which of these happened, as an
-        error message."""
+        """Receive results until the grading process hangs, dies or is closed; return the reason as an error message."""
         while self._fatal_error is None:
             try:
                 if connection.poll(_POLL_INTERVAL):
                     self._handle_message(connection.recv())
                     continue
             except (EOFError, OSError):
-                return f"the grading process died: it was {'running' if self._ready else 'loading'} {self._name}"
+                return (
+                    f"the grading process died: it exited while {'running' if self._ready else 'loading'} {self._name}"
+                )
             limit, grace = (
                 (self._longest_job_limit_seconds(), GRACE_PERIOD) if self._ready else (self.settings.start_timeout, 0.0)
             )
@@ -154,8 +155,8 @@ class GradingProcess:
             return self.settings.timeout * max((len(samples) for samples, _ in self._pending.values()), default=1)
 
     def _fail_oldest(self, reason: str) -> None:
-        """Fail the oldest pending job, which the process was grading when it hung or died; the restarted process gets
-        the others.
+        """Fail the oldest pending job, which the process was grading when it hung or died; the other jobs are sent to
+        the restarted process.
 
         If the process never became ready, it is not restarted, and all jobs fail.
         """
@@ -163,7 +164,8 @@ class GradingProcess:
             self._fail_all(
                 PluginError(
                     f"the grading process of {self._name} did not start: {reason}. The reward must load within "
-                    f"--reward-start-timeout {self.settings.start_timeout:g} s and must not exit: see its output above"
+                    f"--reward-start-timeout {self.settings.start_timeout:g} s and must not exit: see the "
+                    "reward's output in the log above"
                 )
             )
             return

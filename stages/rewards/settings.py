@@ -45,13 +45,14 @@ class RewardSettings:
     rm_url: str | None = None  # server of remote_rm
     rm_model_path: str | None = None  # constructor argument of a class at custom_rm_path
     arguments: dict[str, Any] = field(default_factory=dict)  # attributes of the `args` of a user-defined function
-    allow_row_code: str | None = None  # package whose functions rows may name as reward; None: no row may
+    allow_row_code: str | None = None  # package whose functions rows may name as rewards; None: rows may name none
     evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
     required_package: str | None = None  # package that must define the function at custom_rm_path
 
     @classmethod
     def from_options(cls, options: RewardOptions, arguments: dict[str, Any] | None = None) -> RewardSettings:
-        """Return the settings that `options` (a rollout's configuration) define; `arguments`: see the field."""
+        """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
+        of user-defined functions."""
         return cls(
             rm_type=options.rm_type,
             custom_rm_path=options.custom_rm_path,

@@ -32,7 +32,7 @@ Job = tuple[int, list[Sample]]  # job number, samples
 
 
 def main() -> None:
-    """Grade jobs from the parent process until the parent exits."""
+    """Grade the samples that the parent process sends, until the parent exits."""
     if sys.platform == "linux":  # elsewhere `_start_receiver` detects the parent's exit, unless C code holds the GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))
@@ -71,7 +71,7 @@ def _load_reward(settings: RewardSettings) -> tuple[str, RewardCall | None, bool
 
 
 def _serve(connection: Connection, settings: RewardSettings, name: str, call: RewardCall | None) -> None:
-    """Grade jobs one after another; the parent kills this process if a job exceeds its time limit."""
+    """Grade jobs one after another, until this process is killed: at a job's time limit, or when the parent exits."""
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     _start_receiver(connection, jobs.put)
     while True:

@@ -21,7 +21,7 @@ class PromptConfig(StageConfig):
     """Options of the prompts: files and columns, order, and number per rollout."""
 
     # "schedule" (may change on resume): files may move, and rows may be appended; prompts/source.py checks by hash that
-    # the rows seen by the run have not changed.
+    # the rows that the files had in earlier rounds have not changed.
     prompt_data: list[str] = option(default_factory=list, mutability="schedule")
     """Files with prompts: JSONL or Parquet, local path or fsspec URI. A glob pattern (`shards/*.jsonl`) names all
     matching files, in natural order of their names; the suffix `@[a:b]` selects rows a to b - 1. Rows and files may be
@@ -38,7 +38,8 @@ class PromptConfig(StageConfig):
     """Column with the label that the reward function compares the response with."""
 
     metadata_key: str = option("metadata")
-    """Column with a dictionary (or JSON text) that becomes the sample's metadata; default: no metadata."""
+    """Column with a dictionary (or JSON text) that becomes the sample's metadata. Rows without the column have
+    no metadata."""
 
     tool_key: str | None = option(None)
     """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template. Default: `tools`; '':
@@ -200,8 +201,8 @@ class RolloutConfig(GenerationConfig):
     returned to the data source."""
 
     max_waves: int = option(100, mutability="placement", ge=1)
-    """Maximum number of sampling batches per rollout. If the dynamic sampling filter keeps too few of their groups, the
-    rollout fails."""
+    """Maximum number of sampling batches (--over-sampling-batch-size) per rollout. If the dynamic sampling filter keeps
+    too few of their groups, the rollout fails."""
 
     partial_rollout: bool = option(False)
     """Continue aborted responses in a later round, with the policy of that round. Without this option, their tokens are
@@ -245,13 +246,14 @@ class RolloutConfig(GenerationConfig):
     PACKAGE.module:name). Without this option, rows that name one are an error."""
 
     rm_evaluated_integers: bool = option(False)
-    """Rewards math and deepscaler: if the label is an integer, accept 391 as the answer, but not 17\\cdot 23."""
+    """Rewards math and deepscaler: if the label is an integer, the answer must be a number, not an expression: for the
+    label 391, accept 391 but not 17\\cdot 23."""
 
     group_rm: bool = option(False)
     """Call the user-defined reward as `f(args, samples)` with all samples of a prompt; ignored in evaluations."""
 
     rm_model_path: str | None = option(None)
-    """Model path passed to the constructor of a reward class, if the constructor takes an argument."""
+    """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number
@@ -364,7 +366,7 @@ class RolloutConfig(GenerationConfig):
         if self.allow_row_code is not None and not all(part.isidentifier() for part in self.allow_row_code.split(".")):
             raise OptionError(
                 f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: "
-                "write package or package.part"
+                "give an importable name, e.g. my_rewards or my_rewards.math"
             )
         if self.rm_type and self.custom_rm_path:
             raise OptionError(

@@ -57,7 +57,7 @@ async def run_with_deadline(
         background: coroutines to run until `work` returns.
         progress: estimates whether `work` would finish within the grace period of a stop request.
         time_limit: maximum seconds for `work` (`--rollout-timeout`).
-        stop: polled for a stop request; None: no stop is ever requested.
+        stop: polled for a stop request (preemption); None: no stop is ever requested.
 
     Raises:
         TimeoutError: `work` takes longer than `time_limit`.

@@ -80,7 +80,7 @@ class Journal:
                 self._finished.setdefault(group_id, samples)
 
     def find_finished_group(self, group: Group) -> Group | None:
-        """Return the group that an earlier attempt finished for the samples of `group`, or None."""
+        """Return `group` with the responses that an earlier attempt wrote to the journal; None if there are none."""
         finished = self._finished.get(group[0].group_id)
         return finished if finished and _has_response_for_each_sample(finished, group) else None
 
@@ -165,7 +165,8 @@ class Journal:
 
 
 def _has_response_for_each_sample(finished: Group, group: Group) -> bool:
-    """Return whether `finished` has a completed or truncated response for each sample of `group`, and no others."""
+    """Return whether `finished` has the same trajectories as `group` (ids, prompt, label, metadata, first tokens), each
+    with a completed or truncated response."""
     origins = {sample.trajectory_id: sample for sample in group}
     if {sample.trajectory_id for sample in finished} != origins.keys():
         return False

@@ -123,7 +123,8 @@ def rollout_stage(
     num_prompts: int | None = None,
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
-    """Generate, grade and commit one round, and return its commit. If the round is already committed, only return it.
+    """Generate, grade and commit one round, and return its commit. If the round is already committed, only return
+    its commit.
 
     Args:
         context: inputs, engines and store.
@@ -135,8 +136,9 @@ def rollout_stage(
 
     Raises:
         ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
-        RuntimeError, ConnectionError: the engines failed, all samples failed, or nearly all groups were dropped.
-        TimeoutError, Preempted: it took longer than `config.rollout_timeout`, or than the grace period after a stop.
+        RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter kept too few groups.
+        TimeoutError: the round took longer than `config.rollout_timeout`.
+        Preempted: a stop was requested, and the round would take longer than the grace period.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -268,9 +270,9 @@ async def collect_groups(
                 if groups.num_batches == max_batches:
                     reasons = ", ".join(f"{n} for {reason!r}" for reason, n in groups.drop_reasons.most_common(3))
                     raise RuntimeError(
-                        f"after {max_batches} sampling batches the filter has kept only {len(groups.kept)} of "
-                        f"{num_groups} groups (dropped: {reasons}): use prompts that the policy solves only sometimes, "
-                        "use a less strict filter, or raise --max-waves"
+                        f"after {max_batches} sampling batches the dynamic sampling filter has kept only "
+                        f"{len(groups.kept)} of {num_groups} groups (dropped: {reasons}): use prompts that the policy "
+                        "solves only sometimes, use a less strict filter, or raise --max-waves"
                     )
                 groups.num_batches += 1
                 running |= {tasks.create_task(runner.run(group)) for group in next_groups(batch_size)}

@@ -65,8 +65,8 @@ class TrainActor:
     # ---- ownership ---------------------------------------------------------------------------------------------------
 
     def call(self, owner: str, method: str, *args: Any) -> Any:
-        """Call a method of this rank for the driver with the token `owner`; first move the state that the method needs
-        back to the device.
+        """Call a method of this rank for the driver with the token `owner`; before that, move the offloaded state
+        (weights, gradients, optimizer) that the method needs back to the device.
 
         Raises:
             FencedError: another driver has taken over this rank.
@@ -111,7 +111,7 @@ class TrainActor:
         return self._state
 
     def info(self) -> RankInfo:
-        """Return this rank's number, build hash, Ray node, process id and log path."""
+        """Return this rank's number, Ray node, process id, log path, and the hash of its options and code (`Build`)."""
         import ray
 
         return RankInfo(
@@ -130,7 +130,8 @@ class TrainActor:
         return Path(path).exists()
 
     def open_rendezvous(self) -> str:
-        """Open the rendezvous socket, on the address of this node only, and return its URL (tcp://host:port)."""
+        """Open the socket for torch.distributed's rendezvous, on this node's address only, and return its URL
+        (tcp://host:port)."""
         from penstock.engines.network import join_address, node_address
         from penstock.engines.rendezvous import listen_at
 
@@ -233,7 +234,7 @@ class TrainActor:
         from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
         from penstock.stages.train.build import save_models
 
-        assert self._state.clean, f"asked to save, but this rank holds {self._state}"
+        assert self._state.clean, f"asked to save, but the weights of this rank are incomplete: {self._state}"
         with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
             save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
@@ -245,13 +246,14 @@ class TrainActor:
 
         Args:
             urls: addresses of the engines.
-            version: the version that the engines report afterwards, that of the policy or `reference:` and that.
+            version: the version that the engines report afterwards: `<run>/<policy version>`, with the prefix
+                `reference:` for weights that are loaded only for a comparison.
             transport: how the weights are transferred.
             keys: URL -> API key.
 
         Returns:
-            The error of an engine to which this rank makes the requests, or None. It is returned, not raised, because
-            it leaves this rank's models intact.
+            The error of an engine to which this rank sends requests, or None. The error is returned, not raised,
+            because this rank's models are still intact.
         """
         from penstock.engines.backends import connect
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
@@ -274,8 +276,8 @@ class TrainActor:
         return None
 
     def offload(self, keep: tuple[StateKind, ...]) -> None:
-        """Move the state of policy and critic to host memory, except the kinds `keep` of the policy. Gradients are
-        discarded. Later calls move the state that they need back to the device."""
+        """Move weights and optimizer state of policy and critic to host memory, and discard gradients, except the kinds
+        `keep` of the policy. Later calls move the state that they need back to the device."""
         self._memory_switches += self.models.offload(keep)
 
     def memory_use(self) -> tuple[int, int]:
@@ -285,7 +287,7 @@ class TrainActor:
         return device_and_host_bytes_used()
 
     def take_memory_switches(self) -> list[MemorySwitch]:
-        """Return the measurements of all offloads and onloads since the last call of this method."""
+        """Return time and memory use of each offload and onload since the last call of this method."""
         switches, self._memory_switches = self._memory_switches, []
         return switches
 

@@ -69,7 +69,7 @@ class AlgorithmConfig(StageConfig):
     """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
 
     opd_kl_coef: float = option(1.0, ge=0)
-    """Coefficient of the log-ratio of --use-opd."""
+    """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
 
     opd_teacher_load: str | None = option(None)
     """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes."""
@@ -101,7 +101,7 @@ class AlgorithmConfig(StageConfig):
     """Coefficient of the entropy bonus."""
 
     use_opsm: bool = option(False)
-    """Off-policy sequence masking: mask samples with negative advantage whose probability fell (--opsm-delta)."""
+    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
 
     opsm_delta: float = option(1e-4)
     """--use-opsm masks samples whose mean of old minus current log-probs is above this value."""
@@ -121,10 +121,10 @@ class AlgorithmConfig(StageConfig):
     """Weight the loss by the ratio of the trainer's to the engine's probabilities (truncated importance sampling)."""
 
     tis_clip: float = option(2.0, gt=0)
-    """Upper bound of the ratio of --use-tis."""
+    """Upper bound of the trainer/engine probability ratio with --use-tis."""
 
     tis_clip_low: float = option(0.0, ge=0)
-    """Lower bound of the ratio of --use-tis."""
+    """Lower bound of the trainer/engine probability ratio with --use-tis."""
 
     tis_mode: Literal["truncate", "mask"] = option("truncate")
     """Ratios out of bounds are clamped to the bound (truncate: TIS) or set to 0 (mask: IcePop)."""
@@ -136,10 +136,10 @@ class AlgorithmConfig(StageConfig):
     """Mask samples in which the trainer/engine probability ratio of any token is below this value."""
 
     custom_tis_function_path: str | None = option(None)
-    """User-defined correction, in place of that of --use-tis, as file.py:name or pkg.module:name."""
+    """User-defined importance weights, in place of the built-in ones of --use-tis (file.py:name or pkg.module:name)."""
 
     get_mismatch_metrics: bool = option(False)
-    """Report the metrics of the --use-tis correction without applying it."""
+    """Report the metrics of --use-tis without applying its importance weights."""
 
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
@@ -171,7 +171,8 @@ class AlgorithmConfig(StageConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset_policy_loss(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `policy_loss` if it is None, so that records and hashes equal those of releases without this option."""
+        """Omit `policy_loss` from the dumped config if it is None, so that recorded configs and their hashes equal
+        those of releases without this option."""
         dumped: dict[str, Any] = handler(self)
         if dumped.get("policy_loss", ...) is None:
             del dumped["policy_loss"]
@@ -209,7 +210,7 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Path, default name in a bare file.py, and argument names of every configured user-defined function."""
+        """Path, default function name (for a path without one), and argument names of each user-defined function."""
         for name, (default_name, arguments) in PLUGINS.items():
             if path := getattr(self, name):
                 yield path, default_name, arguments
@@ -272,7 +273,8 @@ class AlgorithmConfig(StageConfig):
         )
         yield (
             self.custom_tis_function_path and not (self.use_tis or self.get_mismatch_metrics),
-            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics: add one of the two",
+            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics: add --use-tis, or "
+            "--get-mismatch-metrics to report metrics only",
         )
         yield (
             self.tis_clip_low > self.tis_clip,
@@ -287,8 +289,8 @@ class AlgorithmConfig(StageConfig):
         )
         yield (
             (self.ref_load or self.ref_update_interval) and not self.uses_reference,
-            "--ref-load and --ref-update-interval have no effect without --use-kl-loss or --kl-coef: add one of these "
-            "two",
+            "--ref-load and --ref-update-interval have no effect without a KL to the reference: add --use-kl-loss or "
+            "--kl-coef",
         )
         yield (
             self.num_critic_only_steps and not self.uses_critic,

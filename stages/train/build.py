@@ -53,8 +53,8 @@ class Models:
         self.reference, self.refreshed = self.policy.snapshot_weights(), True
 
     def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
-        """Move the state of policy and critic to host memory, except the kinds `keep` of the policy; see
-        `MegatronEngine.offload`. Return the measurements. Reference and teacher are always in host memory."""
+        """Move weights and optimizer state of policy and critic to host memory, and discard gradients, except the kinds
+        `keep` of the policy. Return time and memory use. Reference and teacher are always in host memory."""
         switches = [self.policy.offload([kind for kind in STATE_KINDS if kind not in keep])]
         if self.critic is not None:
             switches.append(self.critic.offload(STATE_KINDS))
@@ -62,7 +62,7 @@ class Models:
 
     def onload(self, kinds: Collection[StateKind], *, critic: bool = True) -> list[MemorySwitch]:
         """Move these kinds of state of the policy, and of the critic if `critic` is True, back to the device. Return
-        the measurements."""
+        time and memory use of each move."""
         switches = [self.policy.onload(kinds)]
         if critic and self.critic is not None:
             switches.append(self.critic.onload(kinds))
@@ -106,8 +106,8 @@ def load_initial(models: Models, directory: Path) -> None:
 
 
 def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
-    """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic, a refreshed reference, and
-    `step_state`. Collective."""
+    """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic; the reference model if it
+    was replaced during training (--ref-update-interval); and `step_state` (run and policy version). Collective."""
     models.policy.save(directory, step_state)  # first, because Megatron warns if the directory is not empty
     if models.critic is not None:
         models.critic.save(directory / "critic", step_state)
@@ -120,7 +120,8 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
     """Load a checkpoint that `save_models` has written, and return its `step_state`. The parallel layout may differ.
     Collective.
 
-    If a fork of the run added the critic, so that the checkpoint has none, the critic starts from the policy's weights.
+    If the checkpoint has no critic (this run was forked from a run without one), the critic starts from the policy's
+    weights.
     """
     if (directory / "reference").is_dir():
         load_auxiliary_model(models, "reference", directory / "reference")

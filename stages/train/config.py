@@ -26,7 +26,7 @@ class TrainConfig(AlgorithmConfig):
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     global_batch_size: int | None = option(None, ge=1)
-    """Samples per optimizer step; default: rollout batch x samples per prompt / --num-steps-per-rollout."""
+    """Samples per optimizer step; default: --rollout-batch-size x --n-samples-per-prompt / --num-steps-per-rollout."""
 
     num_steps_per_rollout: int | None = option(None, ge=1)
     """Optimizer steps per rollout; default: derived from --global-batch-size if that is given, else 1."""
@@ -35,7 +35,7 @@ class TrainConfig(AlgorithmConfig):
     """Fill micro-batches up to --max-tokens-per-gpu; default: on, unless --micro-batch-size is given."""
 
     max_tokens_per_gpu: int = option(8192, mutability="placement", ge=1)
-    """Maximum tokens of a micro-batch, x --context-parallel-size; a longer sample gets its own micro-batch."""
+    """Maximum tokens of a micro-batch per context-parallel rank; a longer sample gets its own micro-batch."""
 
     micro_batch_size: int | None = option(None, mutability="placement", ge=1)
     """Samples per micro-batch, instead of filling micro-batches up to --max-tokens-per-gpu."""

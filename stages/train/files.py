@@ -17,7 +17,7 @@ def open_commit_files(store: Store, commit: Commit, machine: str) -> Iterator[Pa
     """Yield a local directory with the verified files of `commit`. Collective over all ranks: the first rank of each
     machine (`machine` is an id of this rank's machine) downloads the files.
 
-    If the download fails, the other ranks wait in the collective until the driver kills the group.
+    If the download fails, the other ranks wait in the collective until the driver kills all ranks.
     """
     machines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(machines, machine)

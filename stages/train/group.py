@@ -67,7 +67,7 @@ class TrainerGroup:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
-        # Called, with `lock` held, before ranks start or onload more than the weights: release other device memory.
+        # Called, with `lock` held, before ranks start or onload optimizer state: frees the engines' device memory.
         self.before_onload: Callable[[], None] = lambda: None
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
@@ -78,7 +78,8 @@ class TrainerGroup:
     # ---- start and end -----------------------------------------------------------------------------------------------
 
     def ensure_started(self) -> None:
-        """Keep the running ranks; else take over those of an earlier driver; else start ranks with random weights."""
+        """Make sure that ranks are running: keep those of this driver, else take over those that the run's previous
+        driver left running, else start ranks with random weights."""
         with self.lock:
             if self._actors or self._take_over_ranks():
                 return
@@ -143,8 +144,9 @@ class TrainerGroup:
         return False
 
     def _take_over_ranks(self) -> bool:
-        """Take over the ranks of an earlier driver if all answer and have the same build; otherwise kill them. Return
-        whether they were taken over. Raises FencedError if another driver has taken over this driver's ranks."""
+        """Take over the ranks of the run's previous driver if all answer and have this driver's options, size and code
+        (`Build`); otherwise kill them. Return whether they were taken over. Raises FencedError if another driver has
+        taken over this driver's ranks."""
         import ray
 
         if self._fenced is not None:
@@ -267,8 +269,8 @@ class TrainerGroup:
             raise errors[0]
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
-        """Move the state of all ranks to host memory, except the kinds `keep` of the policy, if ranks are running.
-        Later calls move the state that they need back to the device."""
+        """If ranks are running, move their weights and optimizer state to host memory and discard gradients, except the
+        kinds `keep` of the policy. Later calls move the state that they need back to the device."""
         with self.lock:
             if self._actors:
                 self._call("offload", keep)
@@ -280,14 +282,14 @@ class TrainerGroup:
             return self._call("memory_use", ranks=1)[0] if self._actors else (0, 0)
 
     def take_memory_switches(self) -> list[MemorySwitch]:
-        """Return the measurements of all offloads and onloads since the last call, of the rank whose device was used
-        most; [] if no ranks are running."""
+        """Return time and memory use of each offload and onload since the last call of this method, on the rank that
+        used the most device memory; [] if no ranks are running."""
         with self.lock:
             ranks: list[list[MemorySwitch]] = self._call("take_memory_switches") if self._actors else [[]]
         return max(ranks, key=lambda switches: max((switch.device_bytes_before for switch in switches), default=0))
 
     def places(self) -> list[ProcessPlace]:
-        """Return where each rank runs."""
+        """Return the Ray node, GPU ids and process id of each rank."""
         return [ProcessPlace(rank.node, rank.gpu_ids, rank.pid) for rank in self._ranks]
 
     # ---- internals ---------------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ class TrainerGroup:
         with self.lock:
             actors = self._actors
             if not actors:  # another thread has killed the ranks since the caller started them
-                raise RankDied(f"the trainer's ranks were killed before the call of {method!r}")
+                raise RankDied(f"cannot call {method!r}: the trainer's ranks were killed after an earlier error")
             if "optimizer" in NEEDED_ON_DEVICE.get(method, ()):
                 self.before_onload()
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
@@ -374,7 +376,7 @@ def _actor_name(rank: int) -> str:
 
 @cache
 def _source_hash() -> str:
-    """Return a hash of the source files that a rank runs, so that ranks with other code are not taken over."""
+    """Return a hash of the source files that a rank runs; running ranks are not taken over if it has changed."""
     root = Path(__file__).parents[2]
     digest = xxhash.xxh3_64()
     for package in ("engines", "stages/train", "storage"):

@@ -95,7 +95,7 @@ def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
     if num_trajectories % num_steps:
         raise OptionError(
             f"--num-steps-per-rollout {num_steps} does not divide the {num_trajectories} trajectories of the rollout: "
-            "choose a divisor of rollout batch x samples per prompt"
+            "choose a divisor of --rollout-batch-size x --n-samples-per-prompt"
         )
     return split_into_steps(batch.trajectory_index, num_trajectories // num_steps)
 
@@ -111,7 +111,7 @@ def split_into_steps(trajectory_index: np.ndarray, global_batch_size: int) -> li
     if num_trajectories == 0 or num_trajectories % global_batch_size:
         raise OptionError(
             f"--global-batch-size {global_batch_size} does not divide the {num_trajectories} trajectories of the "
-            "rollout: choose a divisor of rollout batch x samples per prompt"
+            "rollout: choose a divisor of --rollout-batch-size x --n-samples-per-prompt"
         )
     step_of_row = trajectory_index // global_batch_size
     return [np.flatnonzero(step_of_row == step) for step in range(num_trajectories // global_batch_size)]

@@ -260,7 +260,7 @@ def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
 
 
 def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
-    """Return the reference to a step commit."""
+    """Return the StepRef (store key, rollout id, policy version) of a step commit."""
     return StepRef(
         key=commit_key(keys.step_prefix(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
     )
@@ -296,7 +296,7 @@ def _describe_weight_difference(committed: Commit, trained: TrainResult) -> str:
 
 
 def _describe_metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return the first metric that differs in any bit, or ""; times and speeds are not compared."""
+    """Describe the first metric, by name, that differs in any bit, or return ""; perf/ metrics are not compared."""
     names = sorted(name for name in before.keys() | after.keys() if not name.startswith("perf/"))
     for name in names:
         old, new = before.get(name), after.get(name)
@@ -306,7 +306,7 @@ def _describe_metric_difference(before: Mapping[str, float], after: Mapping[str,
 
 
 def _describe_metric_beyond_tolerance(committed: Commit, trained: TrainResult) -> str:
-    """Return the first metric that differs by more than `TOLERANCE`, or ""."""
+    """Describe the first metric that differs from the committed value by more than `TOLERANCE`, or return ""."""
     for name in (name for name in TOLERANCE if name in committed.summary):
         (absolute, relative), before, after = TOLERANCE[name], committed.summary[name], trained.metrics[name]
         if not math.isclose(before, after, rel_tol=relative, abs_tol=absolute):
@@ -323,7 +323,7 @@ def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -
 
 
 def _drop_models_absent_from(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:
-    """Return `digest` without the entries of a critic or reference that `other` lacks: a fork may add or drop these
-    models."""
+    """Return `digest` without the hashes of critic or reference if `other` has none of this model: a forked run may
+    have added or dropped these models."""
     parts = tuple(part for part in ("critic.", "reference.") if not any(name.startswith(part) for name in other))
     return {name: bits for name, bits in digest.items() if not name.startswith(parts)}

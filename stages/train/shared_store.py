@@ -11,12 +11,12 @@ from penstock.storage.store import Store
 
 
 def check_store_is_shared(store: Store, exists: Callable[[str], Sequence[bool]], nodes: Sequence[str]) -> None:
-    """Check that every rank sees a store in a local directory; an object store needs no check.
+    """Check that a store in a directory is visible at the same path on every rank's node; skip object stores.
 
     Args:
         store: the run's store.
         exists: returns for each rank whether a path exists on its machine.
-        nodes: Ray's id of each rank's node, for the message.
+        nodes: Ray's id of each rank's node, for the error message.
 
     Raises:
         OptionError: a rank does not see the directory of the store.

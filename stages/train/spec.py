@@ -44,8 +44,8 @@ class TrainerSpec(BaseModel):
 
 
 class Build(BaseModel):
-    """Everything that determines the results of a group of ranks. A new driver may take over running ranks that have
-    the same build."""
+    """Options, models, size and code of a group of trainer ranks. A new driver takes over running ranks only if these
+    are equal to its own."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,7 +56,8 @@ class Build(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Return the hash that identifies this build."""
+        """Hash of all fields (options, models, number of ranks, threads, code): a new driver takes over running ranks
+        only if their hash equals its own."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 

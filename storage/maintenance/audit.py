@@ -58,9 +58,9 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
 
     Args:
         store: the run's store.
-        keys: of the run.
-        verify_hashes: check the hashes of models, checkpoints and exports; else only their sizes. Hashes of sample
-            shards are always checked.
+        keys: the run's keys in the store.
+        verify_hashes: check sizes and hashes of models, checkpoints and exports; False: only their sizes. Hashes of
+            sample shards are always checked.
 
     Raises:
         RunError: the run does not exist.
@@ -104,8 +104,8 @@ class _RunAudit:
         return {}
 
     def read_commits(self) -> dict[str, Commit]:
-        """Return all readable commits of the run and of the models it started with, by prefix; report damaged
-        records."""
+        """Return the readable commits of the run and of the models that it started with, by their prefix in the store;
+        report damaged commit records as problems."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
         origins = {name: data for name in ORIGINS if (data := store.read(keys.origin_key(name)))}
@@ -144,7 +144,8 @@ class _RunAudit:
         return commits
 
     def read_tombstones(self) -> dict[str, Tombstone]:
-        """Return the tombstones of expired checkpoints by the key of the deleted commit record."""
+        """Return the tombstones (records of the deletion) of expired checkpoints, by the key of the deleted commit
+        record."""
         tombstones: dict[str, Tombstone] = {}
         for version in expired_versions(self.store, self.keys):
             prefix = self.keys.checkpoint_prefix(version)
@@ -190,7 +191,8 @@ class _RunAudit:
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
 
     def check_inputs_exist(self, commits_by_prefix: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
-        """Check that every input of a commit is an existing commit record or that of an expired checkpoint."""
+        """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an
+        expired checkpoint."""
         known = {commit_key(prefix) for prefix in commits_by_prefix} | tombstones.keys()
         for prefix, commit in commits_by_prefix.items():
             for role, key in commit.inputs.items():
@@ -198,7 +200,10 @@ class _RunAudit:
                     continue
                 tombstone = tombstone_key(key.removesuffix(commit_key("")))
                 if self.store.read(key) is None and self.store.read(tombstone) is None:
-                    self.add_problem(f"{commit_key(prefix)} has the {role} {key} as input, which does not exist")
+                    self.add_problem(
+                        f"{commit_key(prefix)} has the {role} {key} as input, which does not exist: "
+                        f"restore {key} from a backup"
+                    )
 
     def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
@@ -251,7 +256,7 @@ class _RunAudit:
             # The step is read again, since the run may have committed it during the audit.
             if last > num_trained and self.store.read(commit_key(self.keys.step_prefix(last - 1))) is None:
                 self.add_problem(
-                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} rounds"
+                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained rounds"
                 )
 
     def check_sample_ids_and_prompts(self, run_record: dict[str, Any], commits_by_prefix: dict[str, Commit]) -> None:

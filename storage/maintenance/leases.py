@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseStore(Protocol):
-    """The store operations that leases use. `Store` implements them; store.py imports this module, not vice versa."""
+    """The store operations that leases need. `Store` implements them; it is not imported here, since store.py imports
+    this module."""
 
     is_local: bool
     root: str
@@ -64,7 +65,8 @@ class LeaseStore(Protocol):
 
 
 class Lease:
-    """A lease file in the store that a background thread renews until `stop_renewing` or `release` is called.
+    """A file in the store that shows that its creator (a writer or a driver) is alive. A background thread renews the
+    file until `stop_renewing` or `release` is called.
 
     Raises:
         StoreError, OSError: the lease cannot be written.
@@ -125,8 +127,8 @@ def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None
     """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
 
     Args:
-        store: of the lease.
-        key: of the lease.
+        store: the store that contains the lease.
+        key: key of the lease file.
         now: the current time by the store's clock (`store_time`).
     """
     modified, data = store.modified(key), store.read(key)
@@ -148,7 +150,8 @@ def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None
 
 
 def store_time(store: LeaseStore) -> float:
-    """Return the current time by the store's clock, in seconds since the epoch. Falls back to the local clock."""
+    """Return the current time by the clock that sets the modification times of files in the store, in seconds since the
+    epoch. Falls back to the local clock if the store is not writable."""
     try:
         if store.is_local:
             os.utime(store.root)  # works on a full disk; on a network file system it sets the server's time
@@ -185,25 +188,26 @@ def _process_start_time(pid: int) -> str:
 
 
 def lease_key(attempt: str) -> str:
-    """Return the key of the lease that the writer of an attempt holds."""
+    """Return the key of the lease file that shows that the writer of an attempt is alive."""
     return f"{attempt}.lease"
 
 
 def claim_key(attempt: str) -> str:
-    """Return the key of an attempt's claim, which is created by its writer or by `gc`."""
+    """Return the key of an attempt's claim: the file that its writer creates before the commit, or `penstock gc` before
+    deleting the attempt; only one of the two can create it."""
     return f"{attempt}.claim"
 
 
 def needs_lease(attempt: str) -> bool:
-    """Return whether an attempt needs a lease and a claim. `gc` never deletes journals of unfinished rounds and
-    directories with user-defined names, so these need neither."""
+    """Return whether `penstock gc` may delete the directory `attempt` while its commit is missing, so that its writer
+    must protect it with a lease and a claim. False for journals, and for directories not named `attempt-*`."""
     return attempt.rpartition("/")[2].startswith("attempt-") and ".journal/" not in attempt
 
 
 @contextmanager
 def writer_lease(store: LeaseStore, attempt: str) -> Iterator[None]:
-    """Hold the lease of an attempt during the block. After the block the lease is no longer renewed, but it remains, so
-    that it protects the files until the commit. An exception releases it."""
+    """Hold the lease of an attempt during the block, so that `penstock gc` keeps its files. After the block the lease
+    is not renewed, but protects the files for TTL seconds more, until the commit. An exception deletes the lease."""
     if not needs_lease(attempt):
         yield
         return
@@ -218,7 +222,8 @@ def writer_lease(store: LeaseStore, attempt: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seal:
-    """The SEALED claim of a writer that is about to commit its attempt; `penstock gc` keeps a sealed attempt."""
+    """The claim file (`claim_key`) with the content SEALED, created by a writer right before it commits its attempt;
+    `penstock gc` keeps a sealed attempt."""
 
     store: LeaseStore
     attempt: str
@@ -228,7 +233,8 @@ class Seal:
         """Raise StoreError if the seal is older than SEAL_LIMIT / 2 (`penstock gc` ignores it after SEAL_LIMIT)."""
         if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
             raise StoreError(
-                f"{self.attempt} was not committed in time, since this process was suspended: rerun the stage"
+                f"{self.attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created, since "
+                "this process was suspended: rerun the stage"
             )
 
     def release(self) -> None:
@@ -237,10 +243,11 @@ class Seal:
 
 
 def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
-    """Create the SEALED claim of the commit's attempt, and check that the files of the commit still exist.
+    """Claim the commit's attempt (claim file with the content SEALED), so that `penstock gc` cannot delete it, and
+    check that the files of the commit still exist.
 
     Raises:
-        StoreError: `gc` has claimed the attempt first, or has deleted a file; the stage must be rerun.
+        StoreError: `penstock gc` has claimed the attempt first, or has deleted a file; the stage must be rerun.
     """
     attempt = commit.attempt
     assert attempt is not None
@@ -268,14 +275,14 @@ def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
 
 
 def try_claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
-    """Claim an attempt for deletion. Return False if its writer holds a lease or has sealed it in the last SEAL_LIMIT
-    s.
+    """Claim an attempt for deletion by `penstock gc`. Return False if its writer holds a lease, or sealed it
+    (`seal_attempt_against_deletion`) less than SEAL_LIMIT seconds ago.
 
     The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
     call `withdraw_deletion_claim` instead of deleting.
 
     Args:
-        store: of the attempt.
+        store: the store that contains the attempt.
         attempt: key of the attempt.
         now: the current time by the store's clock.
     """

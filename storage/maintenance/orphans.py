@@ -92,10 +92,11 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
 
 
 def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
-    """Delete an orphan, unless it has come into use since `find_orphans`. Return whether it was deleted.
+    """Delete an orphan (files that no record needs), unless a process has begun to use it since `find_orphans`. Return
+    whether it was deleted.
 
     Args:
-        store: of the orphan.
+        store: the store that contains the orphan.
         orphan: from `find_orphans`.
         now: the current time by the store's clock (`leases.store_time`, which is called if not given).
 
@@ -142,9 +143,10 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
 
 
 def _committed_files(store: Store, prefix: str) -> set[str]:
-    """Return the files that the commit of `prefix` lists; for the prefix `models`, the files of all models.
+    """Return the keys of the files that the commit of `prefix` lists; for the prefix `models`, of all converted models.
 
-    The key of a model contains its fingerprint, which is unknown before the commit.
+    The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
+    that is only known after the conversion.
     """
     names = [name for name in store.list(prefix) if name.endswith(_COMMIT)] if prefix == "models" else []
     prefixes = [f"{prefix}/{name.removesuffix(_COMMIT)}" for name in names] or [prefix]
@@ -153,7 +155,8 @@ def _committed_files(store: Store, prefix: str) -> set[str]:
 
 
 class _Contents:
-    """All files of a store, with the sets of committed, expired and unfinished ones that its records define."""
+    """All files of a store, and which of them its records mark as committed, as expired checkpoints or as unfinished
+    forks."""
 
     def __init__(self, store: Store) -> None:
         self.files = files = {file.key: file for file in store.walk("")}

@@ -45,7 +45,8 @@ class ServedRound:
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
-    """Read the samples of one commit, and check everything that does not depend on other rounds."""
+    """Read the samples of a rollout or evaluation, and check what needs no other commit: sample ids, group sizes,
+    policy versions and metrics."""
     problems: list[str] = []
     ids: list[str] = []
     served: dict[int, Source] = {}
@@ -64,15 +65,16 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                 match = issue_number.fullmatch(row["group_id"])
                 if match is None:
                     problems.append(
-                        f"{prefix}: sample {row['sample_id']} has group {row['group_id']!r}, "
-                        "which is not an issue number"
+                        f"{prefix}: sample {row['sample_id']} has the group_id {row['group_id']!r}, which is not a "
+                        "prompt number (at least 9 digits; in an evaluation after 'eval-<policy version>-<data set>-')"
                     )
                     continue
                 issue, metadata = int(match[1]), json.loads(row["metadata"])
                 if not _matches_commit(row, metadata, commit):
                     problems.append(
-                        f"{prefix}: sample {row['sample_id']} has rollout {row['rollout_id']} and policy versions "
-                        f"{row['policy_versions']}; its commit has {commit.index} and {[commit.policy_version] * 2}"
+                        f"{prefix}: sample {row['sample_id']} has rollout_id {row['rollout_id']} and policy_versions "
+                        f"{row['policy_versions']}; its commit has rollout_id {commit.index} and policy version "
+                        f"{commit.policy_version}"
                     )
                 siblings[issue].add(row["trajectory_id"])
                 if served.setdefault(issue, _prompt_origin(metadata)) != _prompt_origin(metadata):
@@ -160,8 +162,8 @@ def _describe_summary_problems(
 
 @dataclass
 class EpochCursor:
-    """The position in a sequence of prompts with its own epochs: all files together, or one of several weighted
-    files."""
+    """A run's position in its prompt data: one position for all files together, or with --prompt-data-weights one per
+    file, since each file then has its own epochs."""
 
     epoch: int = 0
     cursor: int = 0  # prompts of this epoch that were issued or skipped
@@ -202,24 +204,31 @@ class PromptAudit:
         if wrong := arrived.keys() ^ expected:
             problem = "missing" if min(wrong) in expected else "unexpected"
             return [
-                f"{prefix} must contain prompts {issues.start} to {issues.stop - 1}; number {min(wrong)} is {problem}"
+                f"{prefix} must contain prompts {issues.start} to {issues.stop - 1} and those that the previous round "
+                f"buffered; prompt {min(wrong)} is {problem}"
             ]
         if after["segments"][: len(before["segments"])] != before["segments"]:
-            return [f"{commit_key(prefix)} lacks data segments of earlier rounds"]
+            return [
+                f"{commit_key(prefix)} lacks data segments (`state.data_source.segments`) that the previous round's "
+                "commit has"
+            ]
         sources = {**round.served, **round.buffered, **round.dropped}
         issued = {issue: source for issue, source in sources.items() if issue in issues and source[1] != _NO_FILE}
         problems = self._advance_and_compare_cursors(prefix, before, after, issued)
         self.num_epochs = self._past_epochs + max(cursor.epoch for cursor in self._cursors.values()) + 1
         num_rows = sum(segment["rows"] for segment in after["segments"])
         if one_epoch and (after["epoch"], len(self._cursors[0].rows)) != (0, num_rows):
-            problems.append(f"{prefix} has scored {len(self._cursors[0].rows)} of the data set's {num_rows} prompts")
+            problems.append(
+                f"{prefix} has samples of {len(self._cursors[0].rows)} of the data set's {num_rows} prompts; it must "
+                "have each once"
+            )
         return problems[:3]
 
     def _advance_and_compare_cursors(
         self, prefix: str, state_before: dict[str, Any], state_after: dict[str, Any], issued: dict[int, Source]
     ) -> list[str]:
-        """Advance the cursors by the issued prompts, and return how they differ from the data source's
-        `state_after`."""
+        """Advance the expected data positions (`_cursors`) by the prompts `issued` in a round. Return their differences
+        from `state_after`, the data source's state in the round's commit."""
         weighted = state_after.get("places") or []
         if weighted and not state_before.get("places"):
             self._cursors = _split_cursor_by_file(self._cursors.get(0, EpochCursor()), state_before["segments"])
@@ -235,7 +244,8 @@ class PromptAudit:
             )
         if num_skipped != self._num_skipped and not problems:
             problems.append(
-                f"{commit_key(prefix)} records {num_skipped} skipped prompts, but {self._num_skipped} were not issued"
+                f"{commit_key(prefix)} records {num_skipped} skipped prompts, but its samples leave out "
+                f"{self._num_skipped} prompts of the data"
             )
         return problems
 
@@ -249,8 +259,8 @@ class PromptAudit:
         *,
         may_skip: bool,
     ) -> list[str]:
-        """Advance one cursor by the prompts `served`, and return how it differs from `expected_state`. Prompts that are
-        missing before the end of an epoch, or before `expected_state`, count as skipped."""
+        """Advance one data position by the prompts `served`, and return its differences from `expected_state`. With
+        `may_skip`, prompts missing before the end of an epoch or before `expected_state` count as skipped."""
         problems = []
         num_rows = sum(segment["rows"] for segment in segments)
         for issue in sorted(served):
@@ -259,7 +269,7 @@ class PromptAudit:
                 self._skip_prompts(cursor, num_rows - cursor.cursor)
                 if len(cursor.rows) + cursor.skipped != num_rows:
                     problems.append(
-                        f"{prefix}: epoch {cursor.epoch} ended with {len(cursor.rows)} of {num_rows} prompts served"
+                        f"{prefix}: epoch {cursor.epoch} ended with {len(cursor.rows)} of {num_rows} prompts used"
                     )
                 cursor.epoch, cursor.cursor, cursor.rows, cursor.skipped = cursor.epoch + 1, 0, set(), 0
             cursor.cursor += 1
@@ -271,14 +281,14 @@ class PromptAudit:
             if not any(s["file"] == file and s["start"] <= row < s["start"] + s["rows"] for s in segments):
                 problems.append(f"{where}, which is not in the run's data")
             if (file, row) in cursor.rows:
-                problems.append(f"{where}, served before in epoch {cursor.epoch}")
+                problems.append(f"{where}, which was already used in epoch {cursor.epoch}")
             cursor.rows.add((file, row))
         if may_skip and expected_state["epoch"] == cursor.epoch and expected_state["cursor"] > cursor.cursor:
             self._skip_prompts(cursor, expected_state["cursor"] - cursor.cursor)
         if (cursor.epoch, cursor.cursor) != (expected_state["epoch"], expected_state["cursor"]):
             problems.append(
-                f"{commit_key(prefix)} has epoch {expected_state['epoch']}, prompt {expected_state['cursor']}; "
-                f"its samples give epoch {cursor.epoch}, prompt {cursor.cursor}"
+                f"{commit_key(prefix)} records that the data source is at epoch {expected_state['epoch']}, prompt "
+                f"{expected_state['cursor']}; its samples give epoch {cursor.epoch}, prompt {cursor.cursor}"
             )
         return problems
 
@@ -288,7 +298,12 @@ class PromptAudit:
 
 
 def _split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
-    """Return one cursor per file, for a run resumed with --prompt-data-weights: each file keeps its position."""
+    """Split the position in all prompt files together into one per file, for a run resumed with --prompt-data-weights.
+
+    Args:
+        cursor: the position in all files together; it is not modified.
+        segments: `segments` of the data source's state: blocks of rows, in the order in which the run visits them.
+    """
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor
     for segment in segments:

@@ -43,19 +43,20 @@ class Tombstone(Frozen):
 
 
 def tombstone_key(prefix: str) -> str:
-    """Return the key of the tombstone of the checkpoint under `prefix`."""
+    """Return the key of the tombstone (the record that marks a checkpoint as deleted) of the checkpoint under
+    `prefix`."""
     return f"{prefix}.expired.json"
 
 
 def read_tombstone(store: Store, prefix: str) -> Tombstone | None:
-    """Return the tombstone of a checkpoint, or None."""
+    """Return the tombstone of the checkpoint under `prefix`, or None if the checkpoint has not expired."""
     key = tombstone_key(prefix)
     data = store.read(key)
     return None if data is None else decode_record(Tombstone, key, data)
 
 
 def expired_versions(store: Store, keys: RunKeys) -> list[int]:
-    """Return the policy versions whose checkpoints have a tombstone, ascending."""
+    """Return the policy versions whose checkpoints have expired, ascending. Their files may not be deleted yet."""
     matches = (_TOMBSTONE.fullmatch(name) for name in store.list(f"{keys.prefix}/checkpoints"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -74,7 +75,7 @@ def expire_checkpoints(
         store: the run's store.
         keys: of the run.
         num_to_keep: number of newest checkpoints to keep, at least one.
-        best_metric: metric of the evaluations (`eval/addition`); the checkpoint with the highest value is kept.
+        best_metric: an evaluation metric, for instance `eval/addition`; the checkpoint with its highest value is kept.
         keep_versions: further policy versions to keep.
 
     Returns:
@@ -99,7 +100,8 @@ def expire_checkpoints(
 
 
 def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
-    """Finish the deletion of checkpoints with a tombstone after a kill. Return their policy versions."""
+    """Finish deletions of expired checkpoints that a kill interrupted. Return the policy versions of these
+    checkpoints."""
     names = set(store.list(f"{keys.prefix}/checkpoints"))
     unfinished = [
         version
@@ -114,7 +116,8 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
 
 
 def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
-    """Return the policy version with the highest `metric`, the newest of equal ones, or None if none was evaluated."""
+    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of equal ones, or
+    None if no evaluation of these versions has the metric."""
     scores: dict[int, float] = {}
     for version in versions:
         directory = f"{keys.prefix}/evals/{version:06d}"
@@ -129,7 +132,7 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return the policy versions of the checkpoints from which this run's forks, or the run itself as a fork, start.
+    """Return those of `versions`, the run's checkpoints, from which its forks, or the run itself as a fork, start.
 
     For a fork at round N this is the newest checkpoint up to version N.
     """

@@ -36,7 +36,7 @@ class ExpertsFormat:
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype("<i2")
 
     def encode(self, chosen: np.ndarray, num_tokens: int) -> bytes:
-        """Return the expert ids reported by an engine as bytes.
+        """Encode the expert ids that an engine reported for a sample, and return the bytes.
 
         Args:
             chosen: expert ids, [num_tokens * num_layers * top_k]; those of dense layers are ignored.
@@ -56,8 +56,9 @@ class ExpertsFormat:
             ordered[..., 0].min() < 0 or ordered.max() >= self.num_experts or not np.diff(ordered).all()
         ):
             raise EngineError(
-                f"the engine returned ids that are not {self.top_k} different ones of {self.num_experts} experts: "
-                "use another release of SGLang, or --use-routing-replay instead of --use-rollout-routing-replay"
+                f"the engine returned routed expert ids that are not {self.top_k} different ones of {self.num_experts} "
+                "experts per token: use another release of SGLang, or --use-routing-replay instead of "
+                "--use-rollout-routing-replay"
             )
         return routed.astype(self._dtype).tobytes()
 
@@ -78,8 +79,8 @@ class ExpertsFormat:
             if remainder or num_known > num_tokens:
                 raise RunError(
                     f"routed_experts has {numbers.size} expert ids for a sample of {num_tokens} tokens, which does not "
-                    f"match {len(self.routed_layers)} layers and {self.top_k} experts per token: the rollout was "
-                    "generated with another model"
+                    f"match {len(self.routed_layers)} MoE layers and {self.top_k} experts per token: use the model "
+                    "that generated the rollout"
                 )
             chosen[:num_known] = numbers.reshape(num_known, -1, self.top_k)
         return chosen

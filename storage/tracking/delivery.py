@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunTracking:
-    """Records the commits and metrics of one run, and delivers them to the tracker.
+    """Appends the commits and metrics of one run to an outbox, and delivers them to the tracker in a background thread.
 
     Args:
         run: name of the run.
@@ -66,14 +66,15 @@ class RunTracking:
         self._thread.start()
 
     def record_commit(self, key: str, commit: Commit) -> bool:
-        """Append a commit to the outbox under its key in the store. Return False if it was recorded before."""
+        """Append a commit to the outbox. Return False if the outbox already contains `key`, the key of the commit's
+        record in the store."""
         return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
 
     def record_missing_commits(self, store: Store, keys: RunKeys) -> int:
-        """Record those commits of the run that are not in the outbox, and return their number.
+        """Append those commits of the run to the outbox that it does not contain, and return their number.
 
-        A commit is not in the outbox if the driver was killed between committing and `record`, or if the run has moved
-        to another machine.
+        The outbox lacks a commit if the driver was killed between committing and `record_commit`, or if the run has
+        moved to another machine.
         """
         prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
         missing = [(commit_key(prefix), commit) for prefix in prefixes if (commit := store.committed(prefix))]
@@ -81,12 +82,12 @@ class RunTracking:
         return sum(self.record_commit(key, commit) for key, commit in missing)
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
-        """Append metrics without a commit to the outbox. Return False if `key`, unique in the run, was recorded
-        before."""
+        """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
+        `key`, which must be unique in the run."""
         return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
-        """Record the end of the run, and deliver records for at most `timeout` seconds.
+        """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds.
 
         Returns:
             The number of records that were not delivered. The next start of the run delivers them.
@@ -115,19 +116,21 @@ class RunTracking:
             self._wake.clear()
             try:
                 if not self._outbox.try_lock():
-                    raise BlockingIOError("another process delivers the records of this run")
+                    raise BlockingIOError("another process is delivering this run's outbox")
                 if tracker is None:
                     tracker, lineage, position = self._tracker_class(self.tracking_uri, self.run), Lineage(), 0
                 position = self._deliver(tracker, lineage, position)
                 if self.problem is not None:
-                    logger.warning("%s is available again; all records were delivered", tracker.name)
+                    logger.warning("%s is available again; all waiting records were delivered", tracker.name)
                 self.problem, self.page, wait = None, tracker.page, 1.0
             except Exception as error:  # clients have their own error types
                 reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_MAX_PROBLEM]
                 if self.problem is None:
                     name = self._tracker_class.name
                     logger.warning(
-                        "records could not be sent to %s (%s); they are kept in the outbox, retrying", name, reason
+                        "commits and metrics could not be sent to %s (%s); they stay in the outbox, retrying",
+                        name,
+                        reason,
                     )
                 self.problem, tracker = reason, None
                 self._closing.wait(wait)
@@ -141,8 +144,8 @@ class RunTracking:
         self._outbox.unlock()
 
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
-        """Deliver the undelivered lines of the outbox, read from the byte `offset` on. Return the offset of the end of
-        the last line."""
+        """Read the outbox from the byte `offset` on, add its commits to `lineage`, and deliver the undelivered lines.
+        Return the byte offset after the last line that was read."""
         delivered = self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):

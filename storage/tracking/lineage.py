@@ -31,7 +31,8 @@ class Lineage:
             self._evals[key] = commit
 
     def child_run_name(self, key: str, commit: Commit) -> str:
-        """Return the name of the tracker's child run that shows a commit, or "" for the run itself."""
+        """Return the name of the tracker's child run in which the commit at `key` is logged, or "" if it is logged in
+        the parent run."""
         match commit.kind:
             case "rollout" | "step":
                 return ""
@@ -58,13 +59,13 @@ class Lineage:
         return {index for index, (_, commit) in self._commits["rollout"].items() if commit.state["shown"]}
 
     def training_rewards(self) -> dict[int, float]:
-        """Return rollout index -> mean reward."""
+        """Return the mean reward of each rollout that has one, by rollout index."""
         rollouts = sorted(self._commits["rollout"].items())
         rewards = {index: commit.summary.get("rollout/raw_reward") for index, (_, commit) in rollouts}
         return {index: reward for index, reward in rewards.items() if reward is not None}
 
     def eval_curves(self) -> dict[str, dict[int, float]]:
-        """Return evaluated data set -> policy version -> mean reward."""
+        """Return the mean rewards of all evaluations: data set -> policy version -> mean reward."""
         curves: dict[str, dict[int, float]] = defaultdict(dict)
         for commit in sorted(self._evals.values(), key=lambda commit: commit.index):
             for task, reward in eval_rewards(commit).items():
@@ -90,7 +91,8 @@ def eval_metrics(key: str, commit: Commit) -> dict[str, float]:
 
 
 def eval_rewards(commit: Commit) -> dict[str, float]:
-    """Return evaluated data set -> mean reward: the metrics `eval/<task>`, but not `eval/<task>-pass@4` and similar."""
+    """Return the mean reward of each data set that `commit` evaluated: its metrics `eval/<task>`, but not
+    `eval/<task>-pass@4` and similar."""
     names = [name for name in commit.summary if name.startswith("eval/") and name.count("/") == 1]
     tasks = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
     return {name.removeprefix("eval/"): commit.summary[name] for name in tasks}

@@ -95,7 +95,7 @@ class MlflowTracker:
             self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
     def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return whether MLflow will refuse the record again if it is resent."""
+        """Return whether `error`, raised by `deliver`, means that MLflow would refuse the same record again."""
         return getattr(error, "error_code", None) in _FINAL
 
     # ---- runs --------------------------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class MlflowTracker:
     # ---- commits -----------------------------------------------------------------------------------------------------
 
     def _log_commit(self, key: str, commit: Commit, lineage: Lineage) -> list[Metric]:
-        """Log a commit. Return its metrics for the main run, which the caller logs together with those of other
-        commits."""
+        """Log a commit, except for its metrics in the main run. Return these; the caller logs them together with those
+        of other commits."""
         main_run = self._find_or_create_main_run(commit.created_at)
         text = commit.model_dump_json(indent=1)
         part = lineage.child_run_name(key, commit)

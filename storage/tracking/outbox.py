@@ -88,13 +88,13 @@ class Outbox:
         temporary.replace(self._delivered)
 
     def record_refused_line(self, line: dict[str, Any], reason: str) -> None:
-        """Append a line that the tracker refused, and the reason, to refused.jsonl. The queue continues after the
-        line."""
+        """Append a line that the tracker refused, and the reason, to refused.jsonl. The caller then marks the
+        line as delivered, so that it is not sent again."""
         with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
     def num_waiting(self) -> int:
-        """Return the number of lines that the tracker has not received yet."""
+        """Return the number of lines that are not marked as delivered."""
         return sum(1 for _ in self.lines_from(self.delivered_offset))
 
     def try_lock(self) -> bool:

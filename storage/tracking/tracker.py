@@ -112,7 +112,8 @@ class Tracker(Protocol):
         """
 
     def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return whether the tracker will refuse the record again if it is resent; the caller then skips it."""
+        """Return whether `error`, raised by `deliver`, means that the tracker would refuse the same record again; the
+        caller then skips the record."""
 
 
 def tracker_class(uri: str) -> type[Tracker]:

@@ -79,7 +79,7 @@ def test_tensor_of_the_index_without_a_file_is_named(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"]["g"] = "model-00001-of-00006.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"model-00001-of-00006\.safetensors has g"):
+    with pytest.raises(ModelError, match=r"tensor g in model-00001-of-00006\.safetensors"):
         HFWeights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match="index"):

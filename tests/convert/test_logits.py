@@ -30,7 +30,7 @@ def test_logits_are_compared_once_and_recorded(tmp_path: Path, monkeypatch: pyte
     ref = convert_hf(store, source, check_logits=True)
     commit = commit_of(store, ref)
     assert 0 < commit.summary["convert/logits_difference"] < TOLERANCE / 10 and "logits" in commit.seconds
-    assert "through the whole model differ by at most" in commit.state["logits"]
+    assert "computed with the whole model, differ by at most" in commit.state["logits"]
     monkeypatch.setattr(logits, "compare_logits", lambda *_: pytest.fail("compared again"))
     assert verify_existing(store, commit, source).logits == commit.state["logits"]
     assert convert_hf(store, source, check_logits=True) == ref
@@ -107,7 +107,7 @@ def test_part_of_a_real_model_is_small(name: str) -> None:
 def test_part_larger_than_memory_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_family(tmp_path / "hf", "qwen2")
     monkeypatch.setattr(logits.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert str(compare_logits(tmp_path, source)).startswith("not compared: it takes 0.0 GB of memory")
+    assert str(compare_logits(tmp_path, source)).startswith("not compared: the comparison takes 0.0 GB of memory")
 
 
 def test_config_refused_by_transformers_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ cluster.stop()
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[2]
     )
     assert result.returncode == 0, result.stderr
-    assert "the cluster has 4 GPUs, but 5 are needed" in result.stdout
+    assert "the cluster has 4 GPUs, but the run needs 5" in result.stdout
 
 
 @pytest.mark.integration

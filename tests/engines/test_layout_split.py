@@ -62,7 +62,7 @@ def test_error_suggests_flags_that_work(num_layers: int, pipeline: int, virtual:
     suggested = re.findall(r"use ((?:--decoder-\w+-pipeline-num-layers \d+ ?)+)", text)
     if suggested:
         check_pipeline(shape, pipeline, virtual, options_of(suggested[0]))
-    elif sizes := re.search(r"use one of ([\d, ]+) stages", text):
+    elif sizes := re.search(r"set --pipeline-model-parallel-size to one of ([\d, ]+)", text):
         for size in sizes[1].split(", "):
             check_pipeline(shape, int(size), virtual)
     else:

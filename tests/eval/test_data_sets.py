@@ -89,7 +89,7 @@ SET = '[[datasets]]\nname = "a"\npath = "p"\n'
         (f"{SET}n_samples = 1", "did you mean n_samples_per_eval_prompt"),
         (
             f"{SET}[defaults]\nxyz = 1",
-            r"\[defaults\] has the unknown setting 'xyz'.*it may have n_samples_per_eval_prompt, temperature",
+            r"\[defaults\] has the unknown setting 'xyz'.*the settings are n_samples_per_eval_prompt, temperature",
         ),
         (f"dataset = 1\n{SET}", "the file has the unknown setting 'dataset'.*did you mean datasets"),
         (f"{SET}top_p = 2", r"data set a has top_p = 2: input should be less"),

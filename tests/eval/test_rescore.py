@@ -40,7 +40,9 @@ def scored_again(store: Store, version: int) -> list[str]:
 def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     before = {found.key: store.read(found.key) for found in store.walk("")}
     problems = audit_run(store, RunKeys("r")).problems
-    assert problems == ["eval 20 has a policy version that was not trained: the run has 0 rounds"], "by construction"
+    assert problems == ["eval 20 has a policy version that was not trained: the run has 0 trained rounds"], (
+        "by construction"
+    )
     assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0
     shown = capsys.readouterr().out
     assert {key: store.read(key) for key in before} == before, "nothing that was committed has changed"
@@ -127,9 +129,9 @@ def test_scoring_without_evaluated_integers_keeps_its_name() -> None:
         (["--eval-rm-type", "dapo"], "--reward-key"),
         (["--temperature", "0"], "unknown flag --temperature"),
         (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on scoring"),
-        (["--version", "7"], "has no such evaluation (it has: 0 sums, 20 sums)"),
+        (["--version", "7"], "has no evaluation that matches --version and --dataset (it has: 0 sums, 20 sums)"),
         (["--version", "x"], "--version takes an integer"),
-        (["--dataset", "aime"], "has no such evaluation"),
+        (["--dataset", "aime"], "has no evaluation that matches"),
         (["--eval-rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
         (["--custom-rm-path", "none.py"], "none.py does not exist"),
     ],
@@ -158,7 +160,7 @@ def test_a_reward_that_fails_for_every_sample_commits_nothing(
     reward = tmp_path / "mine.py"
     reward.write_text("def reward_func(args, sample):\n    return sample.nothing\n")
     assert command(store, "--version", "0", "--custom-rm-path", str(reward)) == 2
-    assert "all 7 samples failed, the first with" in capsys.readouterr().err
+    assert "grading of all 7 samples failed, the first with" in capsys.readouterr().err
     assert scored_again(store, 0) == []
 
 

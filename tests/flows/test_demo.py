@@ -64,4 +64,4 @@ def test_each_metric_has_one_point_a_step(finished: tuple[Store, str]) -> None:
 def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:
     _, shown = finished
     assert f"round {ROUNDS}/{ROUNDS}  reward " in shown and "evaluated after 0 rounds: heldout" in shown
-    assert "What the curve means" in shown and "make up" in shown and "Traceback" not in shown
+    assert "What the reward curve means" in shown and "make up" in shown and "Traceback" not in shown

@@ -115,7 +115,7 @@ def test_summary_sums_the_seconds_of_all_commits() -> None:
     rows = summary_rows(commits, [0.5, 0.25], "s3://bucket")
     assert rows["rounds"] == "3"
     assert rows["reward"] == "0.250 in round 1, 0.750 in round 3"
-    assert rows["eval heldout"] == "0.000 after 0, 0.900 after 3"
+    assert rows["eval heldout"] == "0.000 after 0 rounds, 0.900 after 3 rounds"
     assert rows["checkpoint"] == "s3://bucket/runs/r1/checkpoints/000003/attempt-x"
     assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
 

@@ -129,7 +129,7 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
         command(store, "r", "--at", "3", "--name", "f")
     store.create(unfinished_fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
     store.delete([RunKeys("f").record])
-    with pytest.raises(ValueError, match="run 'f' is another unfinished fork"):
+    with pytest.raises(ValueError, match="run 'f' is an unfinished fork with another origin"):
         command(store, "r", "--at", "3", "--name", "f")
 
 

@@ -15,7 +15,7 @@ from penstock.flows.runtime import signals
 from penstock.storage.errors import StoreError
 
 ROOT = Path(__file__).parents[2]
-ADVICE = "; add --verbose for the traceback, and please report it"
+ADVICE = "; add --verbose for the traceback, and please report this bug"
 PROGRAM = [sys.executable, "-m", "penstock"]
 
 

@@ -122,7 +122,7 @@ def test_invalid_rollout_functions_are_refused(good, tmp_path: Path, capsys) -> 
         ("--rollout-generate-func-path", "gone", "has no function 'gone'"),
         ("--dynamic-sampling-filter-path", "one", "but is called with (args, samples)"),
         ("--data-source-path", "Empty", "has no get_samples"),
-        ("--buffer-filter-path", "many", "takes other arguments"),
+        ("--buffer-filter-path", "many", "has the wrong parameters"),
         ("--rollout-sample-hook-path", "one", "but is called with (args, sample)"),
         ("--rollout-sample-filter-path", "one", "but is called with (args, groups)"),
     ):

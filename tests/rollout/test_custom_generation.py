@@ -278,7 +278,7 @@ MISTAKES = {
     "await engine.generate(sample, temperature=0.3)": "raises PluginError: temperature 0.3",
     "raise KeyError('tool')": "raises KeyError: 'tool'",
     "raise SystemExit(3)": "raises SystemExit: 3",
-    "raise asyncio.CancelledError": "it was cancelled",
+    "raise asyncio.CancelledError": "the call was cancelled",
     "return None": "returned NoneType: return the sample, or a list of samples",
     "return []": "returned an empty list: return the sample",
     "return [sample, 'x']": "returned str: return",
@@ -289,7 +289,7 @@ MISTAKES = {
     "await engine.generate(sample); sample.metadata['x'] = {1j}; return sample": "cannot be written as JSON",
     "await engine.generate(sample); sample.reward = float('nan'); return sample": "the reward function returned nan",
     "sample.response = 'text alone'; return sample": "has no response tokens",
-    "sample.status = 'failed'; return sample": "says that the sample has failed",
+    "sample.status = 'failed'; return sample": "returned the sample with status failed",
     "sample.status = 'failed'; sample.metadata['error'] = 'my own words'; return sample": "my own words",
     "await asyncio.sleep(60)": "takes more than 0.4 s",
 }
@@ -320,7 +320,7 @@ def test_list_function_that_drops_a_sample_fails_it(bench: Bench) -> None:
     """
     samples = bench.run(code)
     assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED]
-    assert "returned nothing for this sample" in samples[1].metadata["error"]
+    assert "returned no sample with trajectory_id" in samples[1].metadata["error"]
     (sample,) = bench.run(code.replace("samples[:1]", "samples[0]"), n=1)
     assert "returned UserSample: return the list of samples" in sample.metadata["error"]
 

@@ -104,7 +104,7 @@ def test_changed_or_removed_rows_raise() -> None:
     changed.files[1][0] = b'["other","",{}]'
     with pytest.raises(ValueError, match="rows 0 to 2 of file 2"):
         changed.restore(saved)
-    with pytest.raises(ValueError, match=r"4 rows; .* 5"):
+    with pytest.raises(ValueError, match=r"4 rows, .* 5"):
         source_of(4, 3).restore(saved)
     with pytest.raises(ValueError, match=r"file 2 of --prompt-data .*0 rows"):
         source_of(5).restore(saved)

@@ -172,7 +172,7 @@ def test_an_agent_that_never_calls_has_failed(bench: Any) -> None:
     b = bench()
     (sample,) = b.samples()
     assert sample is b.sample and sample.status is Status.FAILED
-    assert sample.metadata["error"] == "the agent got no answer of the model: it made no call"
+    assert sample.metadata["error"] == "the agent got no answer of the model: it sent no request"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_engine_failure_ends_round(bench: Any) -> None:
         b.say(user("1"))
     assert isinstance(b.handle.fault, ConnectionError)
     (sample,) = b.samples()
-    assert "its last call failed: no engine answered" in sample.metadata["error"]
+    assert "its last request failed: no engine answered" in sample.metadata["error"]
 
 
 def test_cancelled_call_leaves_no_trace(bench: Any) -> None:

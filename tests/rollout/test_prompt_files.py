@@ -43,7 +43,7 @@ def test_pattern_lists_files_in_numeric_order(tmp_path: Path) -> None:
     assert texts(tmp_path / "shard-*.jsonl") == ["1:0", "1:1", "2:0", "2:1", "10:0", "10:1"]
     pq.write_table(pa.table({"input": ["p"]}), tmp_path / "shard-3.parquet")
     assert texts(tmp_path / "shard-[23].*") == ["2:0", "2:1", "p"]
-    with pytest.raises(ValueError, match=r"no file matches .*none-\*\.jsonl"):
+    with pytest.raises(ValueError, match=r"no prompt file matches .*none-\*\.jsonl"):
         rows_of(tmp_path / "none-*.jsonl")
     (tmp_path / "shard-4.txt").write_text("")
     with pytest.raises(ValueError, match=r"shard-4\.txt is neither JSONL"):

@@ -144,7 +144,7 @@ TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
     ("rollouts/000002", lambda r: r.update(index=3), "rollouts/000002.commit.json contains rollout 3 of run"),
     ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is not a valid record (kind"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples give"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "number 9 is missing"),
+    ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "prompt 9 is missing"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "lacks data segments"),
     ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "steps/000003.commit.json was modified"),
     ("steps/000003", lambda r: r.update(seconds={"x": 1.0}), "steps/000003.commit.json was modified"),
@@ -204,15 +204,15 @@ def served_again(samples: list) -> list:
 
 
 BROKEN: list[tuple[Callable[[list], list], str]] = [
-    (lambda samples: samples[SAMPLES:], "number 6 is missing"),
+    (lambda samples: samples[SAMPLES:], "prompt 6 is missing"),
     (lambda samples: samples[1:], "groups have 1 to 2 samples"),
     (lambda samples: [*samples, samples[0]], "sample ids are not unique"),
     (renamed, "sample ids are used more than once"),
-    (served_again, "served before in epoch 1"),
-    (lambda samples: [replace(samples[0], policy_versions=(1, 2)), *samples[1:]], "policy versions [1, 2]"),
-    (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "has rollout 7"),
+    (served_again, "already used in epoch 1"),
+    (lambda samples: [replace(samples[0], policy_versions=(1, 2)), *samples[1:]], "policy_versions [1, 2]"),
+    (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "has rollout_id 7"),
     (lambda samples: [replace(sample, metadata={}) for sample in samples], "which is not in the run's data"),
-    (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is not an issue number"),
+    (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is not a prompt number"),
 ]
 
 
@@ -234,7 +234,7 @@ def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
         keys.eval_prefix(4, "sums"),
         lambda record: record["state"]["data_source"].update(issued=ROWS - 1, cursor=ROWS - 1),
     )
-    assert any("has scored 4 of the data set's 5 prompts" in problem for problem in audit_run(store, keys).problems)
+    assert any("has samples of 4 of the data set's 5 prompts" in problem for problem in audit_run(store, keys).problems)
 
 
 def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureFixture[str]) -> None:

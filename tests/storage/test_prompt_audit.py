@@ -63,7 +63,7 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
                 served[issue] = first
                 follow = PromptAudit(set())
                 assert any(
-                    "served before" in line
+                    "already used in epoch" in line
                     for commit, s in rounds
                     for line in follow.check_round("p", commit, round_of(s))
                 ), trial

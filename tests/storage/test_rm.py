@@ -52,7 +52,7 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
     (Path(store.root) / "runs/empty/rollouts/000000/attempt-x").mkdir(parents=True)
     assert command(store, "empty") == 0
     assert not (Path(store.root) / "runs/empty").exists()
-    with pytest.raises(RunError, match="confirm with --yes r"):
+    with pytest.raises(RunError, match="confirm its removal with --yes r"):
         command(store, "r")
     with pytest.raises(OptionError, match="--yes other"):
         command(store, "r", "--yes", "other")

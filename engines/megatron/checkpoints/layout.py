@@ -57,8 +57,8 @@ class ShardSlice:
         return len(self.sizes) - len(self.part)
 
     def toggle_layer_stacking(self, num_layers: int) -> ShardSlice:
-        """Return this slice as stored in the other form of checkpoint: one tensor per layer instead of a tensor that
-        stacks all layers, or vice versa."""
+        """Return this slice converted from a tensor that stacks all `num_layers` layers to one tensor per layer, or
+        vice versa. A slice that is in no layer is returned unchanged."""
         match = LAYER.match(self.key)
         if match is None:
             return self
@@ -105,7 +105,8 @@ class CheckpointLayout:
 
     def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
-        TransformerEngine, layers stacked or one tensor per layer. Slices that are missing there stay unchanged.
+        TransformerEngine, layers stacked or one tensor per layer. Slices whose tensor is not in the checkpoint stay
+        unchanged.
 
         Args:
             stored_keys: keys of the checkpoint's tensors.
@@ -128,9 +129,9 @@ class CheckpointLayout:
         may have extra state.
 
         Args:
-            names: whose keys this layout has. Local modules need one object per projection. TransformerEngine's also
-                need one per norm and attention module, depending on the version: all of them are returned, because the
-                loader ignores superfluous objects.
+            names: whether this layout has the keys of Megatron's local modules ("local"), which need one object per
+                projection, or of TransformerEngine's ("te"), which depending on the version also need one per norm and
+                attention module: all of them are returned, because the loader ignores superfluous objects.
         """
         keys = set()
         for piece in self.all_slices():

@@ -1,5 +1,5 @@
-"""Read the pickled files of a torch_dist checkpoint (`.metadata`, `common.pt`, byte entries) without executing code
-that they may contain.
+"""Read the pickled parts of a torch_dist checkpoint (`.metadata`, `common.pt`, and objects stored beside the tensors)
+without executing code that they may contain.
 
 A pickle contains names of classes and functions that unpickling calls. This module only builds torch's tensor metadata,
 plain containers and `argparse.Namespace`. Objects of other classes that training scripts store (such as Megatron's
@@ -61,8 +61,8 @@ class _StandIn:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint directory, except that the tensor index is loaded by `read_metadata` of this
-    module."""
+    """torch's reader of a checkpoint directory, except that the tensor index (`.metadata`) is unpickled by
+    `read_metadata`, which executes no code of the file."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)
@@ -116,8 +116,8 @@ def read_common(directory: str | Path) -> dict[str, Any]:
 
 
 def read_object(stream: IO[bytes], where: str | Path) -> Any:
-    """Return the object that `torch.save` wrote to a stream. It may consist of numbers, strings, containers, tensors
-    and stand-ins.
+    """Return the object that `torch.save` wrote to a stream. It may consist of numbers, strings, containers and
+    tensors; objects of Megatron's and other known classes become `_StandIn`s, which only store their state.
 
     Args:
         stream: positioned at the first byte of the object.
@@ -142,7 +142,8 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata` that accepts only classes that a tensor index needs, dtypes, and stand-ins."""
+    """Unpickler of `.metadata` that accepts only dtypes and classes that a tensor index needs; other known classes
+    (`_needs_stand_in`) become stand-ins without behaviour, and any other name raises ModelError."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
@@ -161,13 +162,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _needs_stand_in(name: str) -> bool:
-    """Return whether objects of the class with this full name are replaced by stand-ins."""
+    """Return whether unpickling replaces objects of the class with this full name by `_StandIn`s, which only store
+    their state."""
     return name in STAND_IN_CLASSES or name.startswith(STAND_IN)
 
 
 def _stand_in_class(name: str) -> type[_StandIn]:
-    """Return a new stand-in class for the class `name`. Every name needs its own, because torch registers safe globals
-    by class."""
+    """Return a new stand-in class for the class `name`. Every name needs a class of its own, because torch registers
+    safe globals by class."""
     return type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__})
 
 

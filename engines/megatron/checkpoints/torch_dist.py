@@ -138,7 +138,7 @@ class RankState:
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
-        directory, or each to its own.
+        directory, or each to its own. `step_state` are JSON values of the caller, which `load` returns.
 
         The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
         `metadata.json`. `load` needs the files of all ranks in one directory.
@@ -170,7 +170,8 @@ class RankState:
         common = read_common(directory)
         if "step_state" not in common:
             raise ModelError(
-                f"{directory} has model weights but no optimizer state (a converted model): load it with `load_weights`"
+                f"{directory} has model weights but no optimizer state (a converted model): load it "
+                "with `load_weights` instead of `load`"
             )
         state = self._training_state(is_loading=True)
         same_layout = common["random_layout"] == self._describe_ranks_and_devices()
@@ -260,7 +261,9 @@ class RankState:
         for key, chunk in self._chunks_by_key().items():
             missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
             missing = [name for name in missing if not name.endswith("_extra_state")]
-            assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
+            assert not missing and not unexpected, (
+                f"the loaded state dict does not fit the model: weights missing {missing}, unexpected {unexpected}"
+            )
             chunk.zero_vocab_padding()  # the checkpoint may have less vocabulary padding
 
     def _describe_ranks_and_devices(self) -> str:

@@ -1,4 +1,4 @@
-"""Estimate the activations that one layer keeps for its backward pass. Does not import torch.
+"""Estimate the activation memory that one layer keeps for its backward pass. Does not import torch.
 
 The formulas are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (sections 4 and 5), adapted to the layers of `model/`: no dropout, RMSNorm, SwiGLU with a fused activation,
@@ -32,20 +32,20 @@ class LayerActivations:
 
     stored: float  # kept from the forward pass to the backward pass
     recomputed: float  # additional peak while a part of the layers is recomputed
-    largest: float  # of the layer with the most activations, without recomputation
+    largest: float  # activations of the layer that has most, without recomputation
 
 
 def layer_activations(
     shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
 ) -> LayerActivations:
-    """Return the activations of the layers of a pipeline stage.
+    """Return the activation memory of the layers of a pipeline stage, per token.
 
     Args:
         shape: shape of the model.
         layers: indices of the layers.
         layout: parallel sizes.
         bytes_per_element: bytes of an activation's element.
-        megatron: Megatron's options under the names of their fields; those of recomputation are used.
+        megatron: Megatron options by dataclass field name; only the recomputation options are used.
     """
     parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
@@ -67,8 +67,9 @@ def layer_activations(
 def activation_bytes_by_module(
     shape: ModelShape, layer: int, layout: ParallelLayout, bytes_per_element: int
 ) -> dict[str, float]:
-    """Return the activations of one layer by the module of --recompute-modules that recomputes them ("input" and
-    "attention": none does), in bytes per token."""
+    """Return the activation memory of one layer in bytes per token, by module. Keys that are values of
+    --recompute-modules ("core_attn", "mlp", ...) can be recomputed selectively; the other keys ("input", "attention",
+    ...) cannot, except "router" as a part of "moe"."""
     residual = bytes_per_element * shape.hidden_size / _sequence_ranks(layout)
     parts = {"input": residual, "residual": residual, "layernorm": 2 * residual}
     if shape.sandwich_norms:
@@ -84,7 +85,7 @@ def activation_bytes_by_module(
 
 
 def _attention_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activations of grouped-query attention, in bytes per token."""
+    """Return the activation memory of grouped-query attention, in bytes per token, by module."""
     query = shape.num_attention_heads * shape.head_dim / layout.tensor
     key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
     stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
@@ -94,8 +95,8 @@ def _attention_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_elemen
 
 
 def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activations of latent attention, in bytes per token. Flash attention pads values to the width of
-    queries and keys."""
+    """Return the activation memory of latent attention, in bytes per token, by module. Flash attention pads values to
+    the width of queries and keys."""
     latent, heads = shape.latent, shape.num_attention_heads / layout.tensor
     assert latent is not None
     width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
@@ -110,7 +111,8 @@ def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: 
 
 
 def _expert_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activations of a mixture of experts, in bytes per token, if all experts get equally many tokens."""
+    """Return the activation memory of a mixture of experts, in bytes per token, by module, if all experts get equally
+    many tokens."""
     experts, sequence = shape.experts, _sequence_ranks(layout)
     assert experts is not None
     ranks = layout.expert_tensor or layout.tensor

@@ -140,8 +140,8 @@ class OptimizerOffload:
     # ---- reading and writing between steps ---------------------------------------------------------------------------
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state dict, except for moments in host memory, which torch would move to the device. Megatron copies a
-        checkpoint's moments into them afterwards (`write_state`)."""
+        """Load a state dict into the torch optimizer, except for moments in host memory, which torch would move to the
+        device. Megatron sets those moments from the checkpoint afterwards (`write_state`)."""
         params = [param for group in self.inner.param_groups for param in group["params"]]
         for index, param in enumerate(params):
             if param in self.moments:
@@ -151,7 +151,8 @@ class OptimizerOffload:
             self.inner.state[param] |= moments
 
     def read_state(self, model_param: Tensor) -> dict[str, Tensor]:
-        """Return main parameter ("param"), moments and step count of a model parameter, where they are."""
+        """Return main parameter ("param"), moments and step count of a model parameter: the tensors themselves, in host
+        memory if they are offloaded."""
         state: dict[str, Tensor] = self._read_state(model_param)
         return state | {"param": self.main_params.get(state["param"], state["param"])}
 
@@ -164,7 +165,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """Copy the main parameters on the device to the weights; `step` has copied the others."""
+        """Copy the main parameters on the device to the weights; `step` has already copied the offloaded ones."""
         for main, weight in self._weights.items():
             if main not in self.main_params:
                 weight.copy_(main)
@@ -213,8 +214,8 @@ def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def _host_tensors(params: list[Tensor]) -> list[Tensor]:
-    """Return a tensor in host memory for each parameter, fp32 of the same shape, pinned if there is a GPU. Small ones
-    are views of common buffers."""
+    """Return a tensor in host memory for each parameter, fp32 of the same shape, pinned if there is a GPU. Small
+    tensors are views of common buffers."""
     pinned, tensors = torch.cuda.is_available(), []
     buffer, remaining = torch.empty(0), sum(param.numel() for param in params)
     for param in params:

@@ -1,8 +1,8 @@
 """Estimate the GPU memory of a trainer's rank before a run starts: weights, gradients, optimizer and activations.
 
-Parameters are counted from the family's tensor table, so weights, gradients and optimizer states are exact but for the
-padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated (`activations.py`). Does
-not import torch, because preflight uses this module.
+Parameters are counted from the tensor shapes of the model family, so weights, gradients and optimizer states are exact
+except for the padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated
+(`activations.py`). Does not import torch, because preflight uses this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrainerOptions:
     dtype: Literal["fp32", "bf16"] = "bf16"
     max_tokens: int = 8192  # of a micro-batch, on one rank
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
-    critic: bool = False  # whether a second, trained model is on every rank
+    critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
     megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's options, in any spelling
 
@@ -51,17 +51,17 @@ class TrainerMemory:
     optimizer: int
     activations: int  # of all micro-batches in flight
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
-    update: int  # peak of the optimizer step above `fixed`: fp32 copies of bf16 gradients, chunks of offloaded state
+    update: int  # peak of the optimizer step above resident_bytes: fp32 copies of gradients, chunks of offloaded state
     host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are in use all the time."""
+        """Return the GPU bytes that are in use all the time: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of a training step: of the backward pass, or of the optimizer step after it."""
+        """Return the GPU bytes in use at the peak of a training step: in the backward pass or in the optimizer step."""
         return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
 
     def host_bytes(self, offload_train: bool) -> int:
@@ -72,7 +72,7 @@ class TrainerMemory:
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
-    """Return the memory of the rank that needs most.
+    """Return the estimated memory of the trainer rank that needs most.
 
     Args:
         shape: shape of the model.
@@ -81,7 +81,7 @@ def estimate_trainer_memory(
         options: further options of the trainer.
 
     Raises:
-        LayoutError: the ranks cannot be divided by the parallel sizes.
+        LayoutError: `num_ranks` cannot be divided into replicas of the parallel sizes.
         OptionError: a Megatron option is unknown.
     """
     layout.data_parallel_size(num_ranks)  # raises LayoutError
@@ -96,8 +96,9 @@ def estimate_trainer_memory(
 def estimate_stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
-    """Return the memory of a rank of one pipeline stage. Optimizer state is sharded over data- and context-parallel
-    ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of its weights."""
+    """Return the estimated memory of a rank of one pipeline stage. Optimizer state is sharded over data- and
+    context-parallel ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of
+    its weights."""
     megatron, size = normalize_megatron_args(options.megatron), BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
     models = [count_stage_parameters(shape, layout, layers, stage)]
@@ -172,7 +173,7 @@ def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, An
     Args:
         num_layers: number of layers of the model.
         layout: parallel sizes.
-        megatron: Megatron's options under the names of their fields.
+        megatron: Megatron options by dataclass field name.
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline or 1
     first, last = (megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
@@ -219,7 +220,7 @@ def activation_bytes(
 def colocated_peak_bytes(
     trainer: TrainerMemory, engine_bytes: int, *, offload_train: bool = False, offload_rollout: bool = False
 ) -> int:
-    """Return the peak in bytes of a GPU that trainer and engine share.
+    """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
 
     Args:
         trainer: memory of the trainer's rank.

@@ -2,7 +2,7 @@
 
 An offload copies the storages to host memory and resizes them to 0 bytes, so all views of them (parameters, gradient
 shards, communication buckets) stay valid: a reload resizes the storages again and copies the content back. Reading a
-view while its storage is empty crashes the process; callers check with `require`.
+view while its storage is empty crashes the process; callers check with `require_on_device`.
 
 On a CPU the same code runs with ordinary host memory, so its effects can be tested there.
 """
@@ -40,19 +40,19 @@ class DeviceMemory:
         self._name, self._optimizer = name, optimizer
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._host: dict[StateKind, list[Tensor]] = {}  # allocated at the first offload and kept; uint8
-        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # with their sizes in bytes
+        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # emptied; with their sizes in bytes
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
-        """Move these kinds of state to host memory; the content of gradients is discarded. Return the measurement, or
-        None if all of them were offloaded before."""
+        """Move these kinds of state to host memory; the content of gradients is discarded. Return the duration and
+        memory use of the move, or None if all these kinds were offloaded before."""
         return self._move_and_measure(
             "offload", [kind for kind in kinds if kind not in self._offloaded], self._move_to_host
         )
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
-        """Move these kinds of state back to the device; gradients are zero afterwards. Return the measurement, or None
-        if none of them was offloaded."""
+        """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
+        use of the move, or None if none of these kinds was offloaded."""
         return self._move_and_measure(
             "onload", [kind for kind in kinds if kind in self._offloaded], self._move_to_device
         )
@@ -120,7 +120,8 @@ class DeviceMemory:
         self._stream.synchronize()
 
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
-        """Return the storages of a kind of state, each once, without those that are empty or hold weights as well."""
+        """Return the storages of a kind of state, each once. Empty storages are left out, and for the optimizer also
+        storages that hold model weights."""
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers}
         if kind == "weights":
             tensors = [buffer.param_data for buffer in self._buffers]
@@ -139,8 +140,8 @@ class DeviceMemory:
     def _device_and_host_bytes(
         self, kind: StateKind, storages: list[tuple[UntypedStorage, int]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of the storages, in order, with their place in host memory: (device, host), both uint8 [n].
-        A storage may lie in several host buffers."""
+        """Yield the bytes of the storages, in order, paired with the host memory to which they are copied: (device,
+        host), both uint8 [n]. A storage may span several host buffers and is then yielded in pieces."""
         buffers, offset = self._host_buffers(kind, sum(num_bytes for _, num_bytes in storages)), 0
         for storage, _ in storages:
             rest = _view_as_bytes(storage)
@@ -151,7 +152,8 @@ class DeviceMemory:
                 rest, offset = rest[count:], offset + count
 
     def _host_buffers(self, kind: StateKind, num_bytes: int) -> list[Tensor]:
-        """Return the host buffers of a kind of state, uint8: all of BUFFER_BYTES but the last."""
+        """Return the host buffers for a kind of state of `num_bytes` bytes in total: uint8 tensors of BUFFER_BYTES;
+        the last one may be shorter."""
         if sum(map(len, self._host.setdefault(kind, []))) != num_bytes:
             self._host[kind] = [
                 torch.empty(

@@ -71,7 +71,8 @@ def transformer_config(
         shape: shape of the model.
         layout: parallel sizes; None means that all are 1.
         dtype: "fp32" or "bf16".
-        overrides: user-defined `megatron` options; options that are not fields of Megatron's configuration are ignored.
+        overrides: user-defined Megatron options, in any of Megatron's spellings; those that are not fields of this
+            configuration are ignored.
 
     Raises:
         LayoutError: the model cannot be sharded with the parallel sizes.
@@ -86,7 +87,9 @@ def transformer_config(
         overrides.pop(name, None)  # checked above
     for (name, value), reason in UNSUPPORTED.items():
         if overrides.get(name) == value:
-            raise OptionError(f"megatron option {name} = {value!r} is not supported, because it {reason}: drop it")
+            raise OptionError(
+                f"megatron option {name} = {value!r} is not supported, because it {reason}: drop the option"
+            )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
     fixed = {
@@ -113,8 +116,8 @@ def merge_overrides(
     for name, value in overrides.items():
         if name in fixed and value != fixed[name]:
             raise OptionError(
-                f"megatron option {name} = {value!r} contradicts {fixed[name]!r}, which the checkpoint or Penstock's "
-                "own options determine: drop it"
+                f"megatron option {name} = {value!r} contradicts {fixed[name]!r}, the value that the checkpoint or "
+                "Penstock's own options determine: drop the option"
             )
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}

@@ -111,7 +111,7 @@ def normalize_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         OptionError: the installed megatron-core does not have an option (the message suggests the closest one), or
-            moe_layer_freq is not a layer pattern.
+            moe_layer_freq is not a layer pattern like `([0]*3+[1]*58)`.
     """
     known, out = megatron_flags(), {}
     for spelling, value in args.items():

@@ -44,7 +44,7 @@ def check_model_options(shape: ModelShape, megatron_options: dict[str, Any]) -> 
         if name in expected and value != expected[name] and (value or expected[name]):
             raise OptionError(
                 f"megatron option {name} = {value!r}, but the {shape.architecture} of this checkpoint, as Penstock "
-                f"trains it, has {expected[name]!r}: drop the option or give the checkpoint that it describes"
+                f"trains it, has {expected[name]!r}: drop the option, or use a checkpoint for which it is right"
             )
 
 

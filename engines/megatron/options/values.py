@@ -36,7 +36,7 @@ NEEDED_PACKAGES = {  # (option, value) -> package that the value needs; Penstock
 UNSUPPORTED = {  # (option, value) -> reason, for "... is not supported, because it <reason>"
     ("moe_router_load_balancing_type", "sinkhorn"): "selects other experts than the checkpoint's router",
     ("use_precision_aware_optimizer", True): "needs TransformerEngine's Adam, which Penstock does not use",
-    ("moe_token_dispatcher_type", "allgather"): "needs packs of equal length on all ranks, but their lengths differ",
+    ("moe_token_dispatcher_type", "allgather"): "needs micro-batches of equal length, but their lengths differ",
 }
 TYPE_TEXTS = {  # type in an annotation -> its name in error messages
     "Any": "any value",
@@ -54,7 +54,7 @@ TYPE_TEXTS = {  # type in an annotation -> its name in error messages
 
 
 def check_option_values(options: dict[str, Any]) -> None:
-    """Check the types and values of user-defined `megatron` options.
+    """Check the types and values of user-defined Megatron-core options.
 
     Args:
         options: option -> value; the options may be in any of Megatron's spellings.
@@ -83,7 +83,7 @@ def check_option_values(options: dict[str, Any]) -> None:
                 "drop the option"
             )
         if reason := UNSUPPORTED.get((name, value)):
-            raise OptionError(f"{_to_flag(name)} {value} is not supported, because it {reason}: drop it")
+            raise OptionError(f"{_to_flag(name)} {value} is not supported, because it {reason}: drop the option")
     for is_violated, message in _option_rules(normalized):
         if is_violated:
             raise OptionError(message)
@@ -99,7 +99,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         raise _unknown_choice(name, value, choices)
     if not all(kind in TYPE_TEXTS for kind in alternatives):
         raise OptionError(
-            f"{_to_flag(name)} takes {annotation}, which cannot be written on a command line or in TOML: drop it"
+            f"{_to_flag(name)} takes {annotation}, which cannot be given on a command line or in TOML: drop the option"
         )
     types = " or ".join(TYPE_TEXTS[kind] for kind in alternatives if kind != "None")
     raise OptionError(f"{_to_flag(name)} takes {types}; found {_shorten(value)}")
@@ -147,11 +147,12 @@ def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     yield (
         granularity != "full" and (method is not None or layers is not None),
         "--recompute-method and --recompute-num-layers have an effect only with --recompute-granularity full: "
-        "add it, or drop them",
+        "add this option, or drop both",
     )
     yield (
         modules and granularity != "selective",
-        "--recompute-modules has an effect only with --recompute-granularity selective: add it, or drop the option",
+        "--recompute-modules has an effect only with --recompute-granularity selective: add this option, or drop "
+        "--recompute-modules",
     )
     unknown = next((module for module in modules if module not in RECOMPUTABLE_MODULES), None)
     yield (

@@ -57,7 +57,8 @@ def header_hash(directory: Path) -> str:
 
 
 def assets_hash(directory: Path) -> str:
-    """Return a hash of config, tokenizer and chat template and, for a converted model, of its `CARRIED` tensors."""
+    """Return a hash of config, tokenizer and chat template and of a converted model's multi-token prediction tensors
+    (`CARRIED`)."""
     digest = xxhash.xxh3_128()
     for path in [*asset_files(directory), *directory.glob(CARRIED)]:
         digest.update(f"{path.name} {hash_file(path)}\n".encode())

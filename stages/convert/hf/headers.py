@@ -64,8 +64,8 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
         for name, entry in header.items():
             if name in tensors:
                 raise ModelError(
-                    f"{tensors[name].location.path} and {path} both have {name}: remove one of these files, or "
-                    "download both again"
+                    f"{tensors[name].location.path} and {path} both contain the tensor {name}: remove one of these "
+                    "files, or download both again"
                 )
             tensors[name] = StoredTensor(
                 TensorLocation(path, start + entry["data_offsets"][0], entry["dtype"]), tuple(entry["shape"])
@@ -76,8 +76,8 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
         name for name, file in listed.items() if name not in tensors or tensors[name].location.path.name != file
     ):
         raise ModelError(
-            f"{index} says that {listed[lost[0]]} has {lost[0]}, but that file does not have it ({len(lost)} such "
-            "tensors): download both files again"
+            f"{index} lists the tensor {lost[0]} in {listed[lost[0]]}, but {listed[lost[0]]} does not contain this "
+            f"tensor ({len(lost)} tensors are missing): download both files again"
         )
     return tensors
 
@@ -281,7 +281,7 @@ def _parse_json(data: bytes) -> Any:
 
     def refuse_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) < len(pairs):
-            raise ValueError("duplicate name")
+            raise ValueError("a JSON object has duplicate keys")
         return dict(pairs)
 
     try:

@@ -169,7 +169,7 @@ class HFWeights:
 
     def _pop_fp8_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
         """Remove the scales of fp8 weights from `info`, and return their dtype, shape and location by weight name.
-        Raises ModelError for other quantizations."""
+        Raises ModelError for any quantization but block-quantized fp8."""
         quantized = [name for name, location in self.locations.items() if location.dtype not in DTYPES]
         for name in quantized:
             location, shape, scales = self.locations[name], self.info[name].shape, self.info.get(name + SCALE)
@@ -177,8 +177,9 @@ class HFWeights:
                 raise unsupported_dtype_error(location, name)
             if scales.shape != scale_shape(shape, block):
                 raise ModelError(
-                    f"{location.path}: {name + SCALE} has shape {list(scales.shape)}, but {list(shape)} in blocks of "
-                    f"{list(block)} needs {list(scale_shape(shape, block))}: correct weight_block_size in config.json"
+                    f"{location.path}: {name + SCALE} has shape {list(scales.shape)}, but a weight of shape "
+                    f"{list(shape)} in blocks of {list(block)} needs scales of shape "
+                    f"{list(scale_shape(shape, block))}: correct weight_block_size in config.json"
                 )
         return {name: (self.info.pop(name + SCALE), self.locations[name + SCALE]) for name in quantized}
 

@@ -10,7 +10,7 @@ _END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</s>|
 
 
 def strip_end_tokens(text: str) -> str:
-    """Remove end tokens such as <|im_end|> or </s> from the end of a response, which has them by default."""
+    """Remove end tokens such as <|im_end|> or </s>, with the spaces around them, from the end of a response."""
     kept = len(text)
     end = _start_of_spaces_before(text, kept)
     while token := _END_TOKEN.search(text, max(0, end - _MAX_TOKEN_LENGTH), end):

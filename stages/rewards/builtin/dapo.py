@@ -63,7 +63,7 @@ def to_minerva_form(answer: str) -> str:
 
 
 def to_minerva_number(label: str) -> str:
-    """Return a label in the form of `to_minerva_form`, with 34.0 as 34. Raises RewardError if it is not a number."""
+    """Normalize a label like `to_minerva_form`, with 34.0 as 34. Raises RewardError if the label is not a number."""
     text = to_minerva_form(label)
     try:
         value = Decimal(text)

@@ -38,7 +38,7 @@ class _Options:
 
 def gpqa(sample: Sample) -> float:
     """Return 1 if the response chooses the letter of the correct option or, if it chooses no letter, contains the
-    option's text, else 0."""
+    text of the correct option, else 0."""
     options = _read_options(sample)
     text = answer_text(sample.response)
     chosen = chosen_letter(text, options.letters)

@@ -34,7 +34,9 @@ def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any
     """Return (instruction id, arguments) of each instruction in a row's metadata. Raises RewardError like `ifbench`."""
     names = [str(name).strip() for name in metadata.get("instruction_id_list") or []]
     if not names:
-        raise RewardError("the metadata has no `instruction_id_list`: ifbench needs it, together with `kwargs`")
+        raise RewardError(
+            "the row's metadata has no `instruction_id_list`, which the reward ifbench needs: add it, with its `kwargs`"
+        )
     kwargs = metadata.get("kwargs") or {}
     per_instruction = kwargs if isinstance(kwargs, list) else [kwargs] * len(names)
     per_instruction = [*per_instruction, *[{}] * (len(names) - len(per_instruction))]
@@ -45,17 +47,17 @@ def _read_arguments(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Select from `kwargs` the arguments of the instruction `name`. Raises RewardError."""
     if name in _NEEDS_MODEL:
         raise RewardError(
-            f"instruction {name!r} needs {_NEEDS_MODEL[name]}, which Penstock does not include: remove such rows"
+            f"instruction {name!r} needs {_NEEDS_MODEL[name]}, which Penstock does not include: remove rows with it"
         )
     if name not in CHECKS:
         matches = difflib.get_close_matches(name, CHECKS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "remove such rows; docs/rewards.md lists the known ones"
+        hint = f"did you mean {matches[0]}?" if matches else "remove rows with it; docs/rewards.md lists the known ids"
         raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
     parameters = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
     for parameter in parameters:
         if kwargs.get(parameter) is None:
             raise RewardError(
-                f"instruction {name!r} needs the argument {parameter!r}, which its `kwargs` lack: add the argument, "
+                f"instruction {name!r} needs the argument {parameter!r}, which the row's `kwargs` do not give: add it, "
                 "or remove the row"
             )
     arguments = {parameter: kwargs[parameter] for parameter in parameters}

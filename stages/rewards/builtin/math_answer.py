@@ -36,7 +36,8 @@ def grade_math(solution: str, label: str, evaluated_integers: bool = False) -> f
 
 
 def same_answer(answer: str, label: str, evaluated_integers: bool = False) -> bool:
-    """Return whether an answer equals the label, both in LaTeX or plain text; see also `grade_math`."""
+    """Return whether an answer equals the label, both in LaTeX or plain text. With `evaluated_integers`, an integer
+    label requires a number as the answer: 391, but not 17 * 23."""
     answer, label = answer.strip(), label.strip()
     if not label or not answer or max(len(answer), len(label)) > MAX_LENGTH:
         return bool(label) and answer == label
@@ -47,7 +48,7 @@ def same_answer(answer: str, label: str, evaluated_integers: bool = False) -> bo
 
 
 def normalize_answer(text: str) -> str:
-    """Return an answer in a canonical spelling; a text longer than MAX_LENGTH is returned unchanged."""
+    """Return an answer in canonical LaTeX, without evaluating it; if longer than MAX_LENGTH, return it unchanged."""
     if len(text) > MAX_LENGTH:
         return text
     parts = []

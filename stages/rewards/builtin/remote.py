@@ -37,7 +37,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     Raises:
         RuntimeError: the server rejected the request, sent invalid JSON, or failed until retries or time ran out.
     """
-    # Stop before the sample's time limit, because the message of that timeout would not contain the server's error.
+    # Stop before --reward-timeout cancels this call: the timeout's message would not contain the server's error.
     deadline = time.monotonic() + 0.95 * args.reward_timeout
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in range(1, MAX_ATTEMPTS + 1):

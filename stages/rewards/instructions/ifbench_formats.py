@@ -35,7 +35,7 @@ _STRAIGHT = str.maketrans("“”„‘’", '"""\'\'')
 
 @register_check("format:parentheses")
 def _has_five_nested_brackets(text: str) -> bool:
-    """Check that the text has brackets nested at least five levels deep, the innermost of them closed."""
+    """Check that the text has brackets nested at least five levels deep, of which at least the innermost is closed."""
     opened: list[str] = []
     deepest = 0
     for mark in re.findall(r"[()\[\]{}]", text):
@@ -69,7 +69,8 @@ def _has_three_nested_quotes(text: str) -> bool:
 
 @register_check("format:options")
 def _is_one_option(text: str, options: str) -> bool:
-    """Check that the text is one of the options; options that are letters must match exactly, brackets included."""
+    """Check that the text is one of the options, such as "yes/no/maybe". Case and outer punctuation count only for
+    lettered options, such as "(a), (b), (c)"."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     allowed = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", options):
@@ -101,7 +102,7 @@ def _has_increasing_indent(text: str) -> bool:
 
 @register_check("format:quote_unquote")
 def _has_text_after_each_quote(text: str) -> bool:
-    """Check that no quotation directly follows another quotation, and that none ends the text."""
+    """Check that no quotation directly follows another quotation, and that the text does not end with a quotation."""
     text = "".join(text.translate(_STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.strip("".join(set(EDGES) - {'"'}) + "0123456789").endswith('"')
 
@@ -197,7 +198,7 @@ def _has_four_growing_questions(text: str) -> bool:
 
 @register_check("custom:reverse_newline")
 def _lists_countries_in_reverse(text: str) -> bool:
-    """Check that the lines from Zimbabwe on are at least 52 and in descending alphabetical order."""
+    """Check that the line with Zimbabwe starts a list of at least 52 lines in descending alphabetical order."""
     lines = [_to_ascii(bare) for line in text.split("\n") if (bare := line.strip(EDGES))]
     begin = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     countries = lines[begin:]

@@ -22,7 +22,7 @@ from penstock.stages.rewards.instructions.text import (
     words_without_punctuation,
 )  # fmt: skip
 
-_NAMES = (  # the person names that the instruction lists
+_NAMES = (  # the names that the instruction count:person_names lists
     "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin "
     "Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
     "Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella "

@@ -21,7 +21,7 @@ _FENCE = re.compile(r"^```(?:json)?(.*?)(?:```)?$", re.IGNORECASE | re.DOTALL)
 
 def _satisfies_relation(number: int, relation: str, limit: int) -> bool:
     if relation not in ("less than", "at least"):
-        raise RewardError(f"relation {relation!r} is unknown: write 'less than' or 'at least'")
+        raise RewardError(f"relation {relation!r} in the row's `kwargs` is unknown: write 'less than' or 'at least'")
     return number < limit if relation == "less than" else number >= limit
 
 
@@ -55,7 +55,7 @@ def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relati
 def _is_in_language(text: str, language: str) -> bool:
     if language not in LANGUAGES:
         raise RewardError(
-            f"language {language!r} cannot be detected; known languages: {', '.join(LANGUAGES)}; remove such rows"
+            f"language {language!r} cannot be detected (only {', '.join(LANGUAGES)}): remove rows with this language"
         )
     return language_of(text) == language
 
@@ -72,7 +72,8 @@ def _has_number_of_words(text: str, num_words: int, relation: str) -> bool:
 
 @register_check("length_constraints:number_paragraphs")
 def _has_number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Check the number of paragraphs, which are separated by ***; an empty first or last one does not count."""
+    """Check the number of paragraphs, which are separated by ***. An empty first or last paragraph does not count; any
+    other empty paragraph fails the check."""
     paragraphs = [part.strip() for part in text.split("***")]
     if not all(paragraphs[1:-1]):
         return False
@@ -113,7 +114,7 @@ def _has_allowed_answer(text: str) -> bool:
 
 @register_check("detectable_format:number_highlighted_sections")
 def _has_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Check the number of *single* and **double** highlights; a double one is not also counted as single."""
+    """Check that the text has at least `num_highlights` nonempty highlights; *single* and **double** count as one."""
     single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
     double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part[2:-2].strip()]
     return len(single) + len(double) >= num_highlights

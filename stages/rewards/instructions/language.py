@@ -27,7 +27,7 @@ _LANGUAGE_OF_SCRIPT = {
     "hangul": "ko", "thai": "th", "bengali": "bn", "tamil": "ta", "telugu": "te", "kannada": "kn", "gujarati": "gu",
     "gurmukhi": "pa", "malayalam": "ml", "hebrew": "he", "greek": "el",
 }  # fmt: skip
-# Words that are in nearly every sentence of the language, and rare in similar languages.
+# Language code -> words that are in nearly every sentence of the language, and rare in similar languages.
 _COMMON_TEXT = {
     "en": (
         "the and of to in is that it for was with as are this be have from not you by an at which or but will can "

@@ -66,7 +66,7 @@ def count_occurrences(word: str, text: str) -> int:
 
 
 def count_syllables(word: str) -> int:
-    """Estimate the number of syllables: groups of vowels, without a silent e at the end."""
+    """Estimate the number of syllables: groups of vowels, except for a final silent e, ed or es."""
     word = word.lower()
     count = len(_VOWELS.findall(word))
     silent = re.search(r"(?:[^aeiouyl]e|[aeiouy]le|[^aeiouytd]ed|[^aeiouysxzhcg]es)$", word)
@@ -74,6 +74,6 @@ def count_syllables(word: str) -> int:
 
 
 def is_increasing(numbers: Iterable[int]) -> bool:
-    """Return whether every number is greater than the one before."""
+    """Return whether every number is greater than the previous number."""
     numbers = list(numbers)
     return all(left < right for left, right in itertools.pairwise(numbers))

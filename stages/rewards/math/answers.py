@@ -29,8 +29,8 @@ class ParsedAnswer:
 
     kind: "value", "list" (unordered, also a set), "tuple" (also an interval), "matrix" or "relation".
     brackets: the brackets of a tuple, or the number of rows of a matrix.
-    name: tokens of the name that the answer gives: x in `x = 5` and `x \\in S`.
-    operators: the operators of a relation, between the items.
+    name: tokens of the variable or function to which the answer assigns the value: x in `x = 5` and `x \\in S`.
+    operators: the operators between the sides of a relation or of `x = 5`.
     """
 
     kind: str
@@ -113,7 +113,8 @@ def _parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
 
 
 def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> ParsedAnswer:
-    """Parse `parts` and return them as a list, with nested lists flattened; one item is returned as it is."""
+    """Parse `parts` and return them as an answer of kind "list", with nested lists flattened; a single item is returned
+    without a list around it."""
     items: list[ParsedAnswer] = []
     for part in parts:
         if part:
@@ -126,7 +127,7 @@ def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> Par
 
 
 def _parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
-    """Parse `x = 5` as the value 5 with the name x, and all other relations as a relation of two or more sides."""
+    """Parse `x = 5` as the value 5 with the name x, and every other relation (`a < b = c`) as kind "relation"."""
     sides = _split_outside_brackets(tokens, _RELATIONS)
     operators = tuple(token for depth, token in _with_bracket_depth(tokens) if depth == 0 and token in _RELATIONS)
     if not all(sides):
@@ -140,7 +141,7 @@ def _parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
 
 
 def _can_name_answer(tokens: tuple[str, ...]) -> bool:
-    """Return whether the tokens can be the name of an answer: x, f(x), a_n, (x, y), \\angle ABC, Area."""
+    """Return whether the tokens can be the name in `name = answer`: x, f(x), a_n, (x, y), \\angle ABC, Area."""
     if tokens in (("e",), ("i",)):
         return False
     for index, token in enumerate(tokens):
@@ -246,7 +247,7 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _to_text(tokens: Sequence[str]) -> str:
-    """Return the tokens as text in lower case, without brackets and punctuation."""
+    """Join the tokens to a text in lower case, without brackets and punctuation."""
     return "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}[].,'").lower()
 
 
@@ -308,8 +309,8 @@ def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
 
 
 def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether two relations have equal steps in any order. A step such as a < b is compared as a - b < 0, up to
-    a constant factor. Congruences (\\equiv) are equal if their sides are equal."""
+    """Return whether two relations have equal steps in any order: a < b < c has the steps a < b and b < c. A step is
+    compared as a - b < 0, up to a constant factor. Congruences (\\equiv) are equal if their sides are equal."""
     if r"\equiv" in left.operators or r"\equiv" in right.operators:
         return left.operators == right.operators and all(map(_equal_parsed, left.items, right.items))
     return _equal_unordered(
@@ -329,8 +330,8 @@ def _equal_up_to_factor(left: list[str], right: list[str], operator: str) -> boo
 
 
 def _differences_of_relation_steps(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
-    """Return (operator, difference) for each step of a chain such as a < b < c, where the operator (> is turned into <)
-    compares the difference of the step's sides with zero."""
+    """Return (operator, tokens of the difference) for each step of a relation: a < b < c gives ("<", a - b) and
+    ("<", b - c). A step a > b is read as b < a."""
     steps = []
     for operator, low, high in zip(answer.operators, answer.items, answer.items[1:]):
         a, b = (high, low) if operator in _FLIPPED else (low, high)

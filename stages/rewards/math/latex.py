@@ -1,7 +1,8 @@
-"""Parse mathematical expressions from tokens (tokens.py) by recursive descent. `eval` would execute the model's text.
+"""Parse mathematical expressions from tokens (tokens.py) by recursive descent, not with Python's `eval`, which would
+execute text of the model.
 
 sum      = product (("+" | "-") product)*
-product  = sign (("·" | "/" | nothing) sign)*
+product  = sign (("·" | "/" | nothing) sign)*      (nothing: 2x is 2 · x)
 sign     = ("+" | "-")* power
 power    = factor ("!" | "°")* ("^" argument)? "!"*
 factor   = number | symbol | group | |sum| | \\frac argument argument | \\binom argument argument
@@ -43,7 +44,7 @@ def parse_expression(tokens: list[str]) -> Node:
     parser = _Parser(tokens)
     node = parser.parse_expression()
     if parser.peek_token() is not None:
-        raise ExpressionError(parser.peek_token())
+        raise ExpressionError(f"unexpected token {parser.peek_token()!r} after the expression")
     return node
 
 
@@ -65,7 +66,7 @@ class _Parser:
     def next_token(self) -> str:
         token = self.peek_token()
         if token is None:
-            raise ExpressionError("unexpected end")
+            raise ExpressionError("the expression ends where a number, symbol or group is needed")
         self.position += 1
         return token
 
@@ -95,10 +96,11 @@ class _Parser:
                 return node
 
     def parse_implicit_product(self, node: Node) -> Node:
-        """Parse a factor that follows `node` without an operator: 2x is a product; 2\\frac{1}{3} and 2 1/3 are sums."""
+        """Parse a factor that follows `node` without an operator: 2x is a product; 2\\frac{1}{3} and 2 1/3 are mixed
+        numbers."""
         is_fraction = self.peek_token() == r"\frac"
         if self.at_number() and not self.at_plain_fraction():
-            raise ExpressionError("two adjacent numbers")
+            raise ExpressionError("two adjacent numbers without an operator")
         if self.at_number():
             top, _, bottom = (self.tokens[self.position + offset] for offset in range(3))
             self.position += 3
@@ -156,7 +158,7 @@ class _Parser:
         if token == "|":
             node = self.parse_sum()
             if not self.accept_token("|"):
-                raise ExpressionError("| is not closed")
+                raise ExpressionError("| has no closing |")
             return ("abs", node)
         if token == r"\frac":
             braced = self.peek_token() == "{"
@@ -178,7 +180,7 @@ class _Parser:
             self.position += 1
             digits = self.read_subscript()
             if not digits.isdigit():
-                raise ExpressionError(digits)
+                raise ExpressionError(f"\\overline{{{digits}}} after {token} must contain the repeating digits")
             places = len(token) - token.index(".") - 1
             return ("number", Fraction(token + "0") + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
         value = Fraction(token + "0" if token.endswith(".") else token)
@@ -187,7 +189,7 @@ class _Parser:
     def parse_group(self, opening: str) -> Node:
         node = self.parse_expression()
         if not self.accept_token(_CLOSING[opening]):
-            raise ExpressionError(f"{opening} is not closed")
+            raise ExpressionError(f"{opening} has no closing {_CLOSING[opening]}")
         return node
 
     def parse_function(self, name: str) -> Node:
@@ -218,11 +220,11 @@ class _Parser:
         if not (name.isalpha() or (name.startswith("\\") and name not in _NOT_SYMBOLS)) or (
             token.startswith(WORD) and len(name) > 1
         ):
-            raise ExpressionError(token)
+            raise ExpressionError(f"{token!r} is not a symbol of an expression")
         if token in (r"\overline", r"\vec", r"\hat", r"\overrightarrow"):
             name += self.read_subscript()
         if token.startswith((r"\begin", r"\end")):
-            raise ExpressionError(token)
+            raise ExpressionError(f"{token!r} is not supported inside an expression")
         if self.accept_token("_"):
             name += "_" + self.read_subscript()
         return ("symbol", name)

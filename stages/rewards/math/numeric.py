@@ -1,8 +1,8 @@
 """Compare two expressions by value: exactly if the values are rational, else to 50 digits.
 
 Expressions with variables are compared at fixed rational points (Schwartz-Zippel). A point at which only one of the two
-values is real is skipped: \\ln x^2 and 2\\ln x at a negative x. The work is bounded: an operation that would give a
-number of more than MAX_BITS bits raises ExpressionError.
+values is real is skipped, so that \\ln x^2 and 2\\ln x are equal although they differ at a negative x. The work is
+bounded: an operation that would give a number of more than MAX_BITS bits raises ExpressionError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Value = Any  # Fraction, mpf or mpc
 
 
 def same_value(left: Node, right: Node) -> bool:
-    """Return whether two expressions are equal at all test points where both have a value."""
+    """Return whether two expressions are equal at all test points at which both are defined (at least _MIN_POINTS, if
+    they have variables)."""
     names = variable_names(left) | variable_names(right)
     num_points = 0
     for a, b in _values_at_test_points(left, right, names):
@@ -59,7 +60,7 @@ def sign_of_constant_ratio(left: Node, right: Node) -> int:
 
 
 def variable_names(node: Node) -> set[str]:
-    """Return the names of the variables in an expression, without constants such as e and i."""
+    """Return the names of the variables in an expression; the symbols e, i, \\pi and \\infty are constants."""
     if node[0] == "symbol":
         return set() if node[1] in _CONSTANTS else {node[1]}
     return set().union(*(variable_names(part) for part in node[1:] if isinstance(part, tuple)))
@@ -111,7 +112,7 @@ def evaluate(node: Node, point: dict[str, Fraction]) -> Value:
     except (ValueError, OverflowError, TypeError) as error:
         raise ZeroDivisionError(str(error)) from None
     if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ExpressionError("too large")
+        raise ExpressionError(f"the result of {operation!r} needs more than {MAX_BITS} bits")
     if not isinstance(value, Fraction) and mpmath.isnan(value):
         raise ZeroDivisionError
     return value
@@ -166,16 +167,16 @@ def power(base: Value, exponent: Value) -> Value:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) if abs(base) != 1 else 0
         if bits * abs(exponent.numerator) > MAX_BITS:
-            raise ExpressionError("too large")
+            raise ExpressionError(f"the power needs more than {MAX_BITS} bits")
         return base ** (exponent.numerator if bits else exponent.numerator % 2)
     base, exponent = _to_float(base), _to_float(exponent)
     if abs(exponent) * (abs(mpmath.log(abs(base), 2)) + 1) > MAX_BITS:
-        raise ExpressionError("too large")
+        raise ExpressionError(f"the power needs more than {MAX_BITS} bits")
     return base**exponent
 
 
 def root(value: Value, degree: Value) -> Value:
-    """Return the root of `value`; for a negative value and an odd degree, the real root."""
+    """Return `value` to the power 1 / `degree`; for a negative value and an odd integer degree, the real root."""
     if _is_zero(degree):
         raise ZeroDivisionError
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree.numerator % 2 == 1
@@ -186,7 +187,7 @@ def root(value: Value, degree: Value) -> Value:
 
 def factorial(value: Value) -> Value:
     if abs(value) > _MAX_FACTORIAL:
-        raise ExpressionError("too large")
+        raise ExpressionError(f"the operand of a factorial is larger than {_MAX_FACTORIAL}")
     if isinstance(value, Fraction) and value.denominator == 1 and value >= 0:
         return Fraction(math.factorial(value.numerator))
     return mpmath.gamma(_to_float(value) + 1)
@@ -194,7 +195,7 @@ def factorial(value: Value) -> Value:
 
 def binomial(n: Value, k: Value) -> Value:
     if max(abs(n), abs(k)) > _MAX_FACTORIAL:
-        raise ExpressionError("too large")
+        raise ExpressionError(f"an operand of a binomial coefficient is larger than {_MAX_FACTORIAL}")
     if all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in (n, k)):
         return Fraction(math.comb(n.numerator, k.numerator))
     return mpmath.binomial(_to_float(n), _to_float(k))
@@ -216,7 +217,7 @@ def call_mpmath_function(name: str, value: Value) -> Value:
     """Call a function of mpmath by its LaTeX name."""
     value = _to_float(value)
     if abs(value) > MAX_BITS:
-        raise ExpressionError("too large")
+        raise ExpressionError(f"the argument of {name} is larger than {MAX_BITS}")
     return getattr(mpmath, name.replace("arc", "a"))(value)
 
 

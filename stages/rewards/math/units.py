@@ -52,7 +52,8 @@ def split_unit(tokens: list[str]) -> tuple[list[str], str]:
 
 
 def _is_unit(suffix: list[str]) -> bool:
-    """Return whether the tokens are one unit: words with exponents and slashes, but not `hours 30 minutes`."""
+    """Return whether the tokens after a number are one unit: `cm^2` or `m/s`, but not the `hours 30 minutes` of
+    `2 hours 30 minutes`."""
     for before, token in zip(["", *suffix], suffix):
         is_exponent = token.isdigit() and (before in ("^", "-") or before == "{")
         if not (
@@ -93,7 +94,7 @@ def _normalize_unit(suffix: list[str]) -> str:
 def same_quantity(left: Node, left_unit: str, right: Node, right_unit: str) -> bool:
     """Return whether two values with units are equal.
 
-    The units must be the same, or missing on one side; 50 % is equal to 50 and to 0.5.
+    The units must be the same, or one value must have no unit; 50 % is equal to 50 and to 0.5.
     """
     if left_unit and right_unit and left_unit != right_unit:
         return False

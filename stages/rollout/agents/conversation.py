@@ -52,7 +52,7 @@ class Conversation:
         self.tools, self.template_options = list(tools or ()), dict(template_options or {})
         self.messages: list[Message] = []  # all messages so far, including replies
         self.turns: list[Turn] = []
-        self.num_inherited = 0  # number of turns shared with the conversation from which this one was forked
+        self.num_inherited = 0  # number of turns copied from the conversation of which this is a fork
         self._num_opening = 0  # number of messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
@@ -97,12 +97,12 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation that starts with the first `num_turns` turns of this conversation. The shared turns
-        are trained on only in this conversation, not in the new one.
+        """Return a new conversation that starts with the first `num_turns` turns of this conversation. In the new one,
+        these turns are part of the prompt and not trained on.
 
         Args:
             num_turns: number of turns to share, at least one.
-            blank: sample without a response, for the new conversation; the shared turns become its prompt.
+            blank: sample without a response, for the new conversation; its prompt is replaced by the shared turns.
         """
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)

@@ -1,5 +1,6 @@
 """Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
-and the list of models. Agents need not know about training; session.py turns their requests into samples.
+and the list of models. An agent needs no code for training: session.py turns its requests
+into samples.
 
 The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
 the server. Every session has an API key that each request must send, because the URL may be visible in a command line;
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MODEL = "policy"  # model name in GET /models; requests may give any model name
 MAX_REQUEST_BYTES = 64 * 2**20
-# Ignored request parameters -> their default. A request with another value than the default or None logs a warning.
+# Ignored request parameters -> their default. Any value except the default and None logs a warning.
 IGNORED = {
     "seed": None,
     "presence_penalty": 0,
@@ -76,7 +77,7 @@ class OpenAIEndpoint:
         """
         with self._lock:
             if self._closed:
-                raise SessionClosed("the round is over: start no further agent")
+                raise SessionClosed("the endpoint is closed, because the round is over: do not start more agents")
             if self._thread is None:
                 self._start_server()
         name = secrets.token_urlsafe(16)
@@ -87,7 +88,7 @@ class OpenAIEndpoint:
         return session
 
     def end(self, trajectory_id: str) -> None:
-        """Close all sessions of a trajectory; further requests of the agent are refused."""
+        """Close all sessions of a trajectory; later requests of its agent get HTTP status 503."""
         for session in list(self._sessions.values()):
             if session.trajectory_id == trajectory_id:
                 session.close()
@@ -166,7 +167,7 @@ class OpenAIEndpoint:
 
     def _check_access(self, request: web.Request) -> None:
         """Check the Host header (HTTP 403 if it is wrong) and the session's API key (HTTP 401 if it is wrong). A
-        session that is unknown or closed is reported later, by the handler of the request."""
+        session that is unknown or closed is reported by the handler of the request (HTTP 503)."""
         if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
             raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
         session = self._sessions.get(request.match_info.get("session", ""))
@@ -175,7 +176,7 @@ class OpenAIEndpoint:
             scheme == "Bearer" and secrets.compare_digest(key.encode(), session.api_key.encode())
         ):
             raise web.HTTPUnauthorized(
-                reason="the API key is missing or belongs to another session: give the client session.api_key"
+                reason="the API key is missing or not the key of this session: give the client session.api_key"
             )
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -185,7 +186,7 @@ class OpenAIEndpoint:
 
     def _session_of(self, request: web.Request) -> AgentSession:
         if (session := self._sessions.get(request.match_info["session"])) is None:
-            raise SessionClosed("unknown session: the session is closed, or the URL is not its session.base_url")
+            raise SessionClosed("unknown session: the session is closed, or the URL is not the base_url of a session")
         return session
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -193,7 +194,7 @@ class OpenAIEndpoint:
         try:
             body = await request.json()
         except json.JSONDecodeError as error:
-            raise ValueError(f"the request is not JSON ({error})") from None
+            raise ValueError(f"the body of the request is not JSON ({error}): send a JSON object") from None
         messages = _parse_messages_of_request(body)
         self._warn_of_ignored_parameters(body)
         sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under SGLang's names
@@ -221,7 +222,7 @@ class OpenAIEndpoint:
             ):
                 self._logged.add(name)
                 logger.warning(
-                    "an agent requested %s=%s; using the setting of the run instead (logged once per parameter)",
+                    "an agent requested %s=%s; ignored, because agents cannot set it (logged once per parameter)",
                     name,
                     str(body[name])[:80],
                 )

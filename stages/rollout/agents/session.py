@@ -33,7 +33,7 @@ class ContextLengthError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply of the model, with the conversation to which it was appended and its position there (turn)."""
+    """A reply of the model, the conversation to which the reply was appended, and the recorded turn of the reply."""
 
     message: Message
     conversation: Conversation
@@ -129,8 +129,9 @@ class AgentSession:
     def samples(self) -> list[UserSample]:
         """Close the session, and return one sample per conversation in order of creation. Thread-safe.
 
-        If the round aborted a request, return only the original sample, with status ABORTED. If no request was
-        answered, return only the original sample, with status FAILED and the reason in `metadata["error"]`.
+        If a request was aborted because the round is over, return only the sample with which the session was created,
+        with status ABORTED. If no request was answered, return only that sample, with status FAILED and the reason in
+        `metadata["error"]`.
         """
         self.close()
         answered = [
@@ -139,7 +140,7 @@ class AgentSession:
         if self._sample.status is Status.ABORTED:
             return [self._sample]
         if not answered:
-            reason = f"its last call failed: {self._last_error}" if self._last_error else "it made no call"
+            reason = f"its last request failed: {self._last_error}" if self._last_error else "it sent no request"
             self._sample.status = Status.FAILED
             self._sample.metadata["error"] = f"the agent got no answer of the model: {reason}"
             return [self._sample]
@@ -187,8 +188,8 @@ class AgentSession:
 
 
 def _message_comparison_key(message: Message) -> tuple[str, ...]:
-    """Return a key for comparing messages: agents may trim the white space of replies and reformat the arguments of
-    tool calls, which does not change the key."""
+    """Return a key that is equal for equal messages, also if an agent trimmed the white space of a reply or reformatted
+    the JSON arguments of a tool call."""
     text = content_as_text(message)
     calls = [
         (call["function"]["name"], _normalize_arguments(call["function"].get("arguments")))

@@ -63,14 +63,14 @@ def load_generate_function(path: str) -> GenerateFunction:
     """Load the user-defined generate function that `path` names.
 
     Raises:
-        PluginError: the function cannot be loaded, or its signature is none of those in the module docstring.
+        PluginError: the function cannot be loaded, or its signature is not supported (docs/generation.md, Forms).
     """
     function = load_function(
         path, default_name="generate", is_candidate=lambda value: value.__name__ == "custom_generate"
     )
     name = describe_function(function, path)
     if inspect.isclass(function):
-        raise PluginError(f"{name} is a class: name a function")
+        raise PluginError(f"{name} is a class: name a function with --custom-generate-function-path")
     parameters = inspect.signature(function).parameters.values()
     positional = [
         parameter
@@ -108,7 +108,7 @@ class CustomGeneration:
         round: the round for which samples are generated.
 
     Raises:
-        PluginError: the function does not load, or has none of the supported forms.
+        PluginError: the function does not load, or its signature is not supported (docs/generation.md, Forms).
     """
 
     def __init__(
@@ -208,7 +208,8 @@ class CustomGeneration:
         ]
 
     def _sample_for_function(self, sample: Sample) -> UserSample:
-        """Return a copy of `sample` for the function, without a response that the function cannot continue."""
+        """Return a copy of `sample` for the user-defined function. The tokens of an aborted response are removed if the
+        function cannot continue it (`continues_partial`)."""
         view = UserSample.of(sample, sample.metadata.get("num_prompt_tokens"))
         view.metadata.pop("num_prompt_tokens", None)
         if any(view.loss_mask) and not self.function.continues_partial:
@@ -227,7 +228,7 @@ class CustomGeneration:
             return [list(listed)]
         return [
             [part for part in listed if part.trajectory_id == sample.trajectory_id]
-            or f"{self.name} returned nothing for this sample"
+            or f"{self.name} returned no sample with trajectory_id {sample.trajectory_id!r}: return one or more for it"
             for sample in origins
         ]
 
@@ -248,7 +249,8 @@ class CustomGeneration:
         return samples
 
     def _checked_part(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
-        """Check a sample that the function returned; return a plain Sample with the ids of `origin`.
+        """Check a sample that the function returned for `origin`; return it as a plain Sample with id `sample_id`, and
+        group, trajectory, round and label of `origin`.
 
         Raises:
             PluginError: the sample cannot be trained on.
@@ -263,7 +265,7 @@ class CustomGeneration:
             label=origin.label,
         )
         if sample.status is Status.FAILED:
-            sample.metadata.setdefault("error", f"{self.name} says that the sample has failed")
+            sample.metadata.setdefault("error", f"{self.name} returned the sample with status failed")
             return sample
         if getattr(part, "aborted", False) or sample.status is Status.ABORTED:
             sample.status = Status.ABORTED

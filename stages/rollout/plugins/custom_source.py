@@ -47,11 +47,13 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
         method = getattr(cls, name, None)
         if method is not None and not accepts_arguments(method, None, *arguments):
             raise PluginError(
-                f"--data-source-path {path}: the method {name} takes other arguments: write def {name}(self, "
+                f"--data-source-path {path}: the method {name} has the wrong parameters: write def {name}(self, "
                 f"{parameters})"
             )
     if not hasattr(cls, "get_samples") and base is RolloutDataSource:
-        raise PluginError(f"--data-source-path {path} has no get_samples: write def get_samples(self, num_samples)")
+        raise PluginError(
+            f"--data-source-path {path}: the class has no get_samples: write def get_samples(self, num_samples)"
+        )
     return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
 
 
@@ -64,7 +66,7 @@ def load_buffer_filter(path: str) -> BufferFilter:
     function = load_function(path, default_name="buffer_filter")
     if not (accepts_arguments(function, None, 0, [], 0) or accepts_arguments(function, None, [], 0)):
         raise PluginError(
-            f"--buffer-filter-path {path} takes other arguments: write def "
+            f"--buffer-filter-path {path} has the wrong parameters: write def "
             f"{function.__name__}(args, rollout_id, buffer, num_samples)"
         )
     return function
@@ -91,9 +93,10 @@ def open_data_source(
         source.__init__(*([config] if accepts_arguments(cls.__init__, source, config) else []))  # type: ignore[misc]
     except Exception as error:
         raise PluginError(
-            f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; fix it"
+            f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; correct "
+            "__init__"
         ) from error
     if isinstance(source, RolloutDataSourceWithBuffer):
-        source.buffer = getattr(source, "buffer", [])  # a user-defined __init__ may not set it
+        source.buffer = getattr(source, "buffer", [])  # a user-defined __init__ need not set `buffer`
         source.filter = buffer_filter
     return source

@@ -1,5 +1,5 @@
-"""Define the `engine` argument of user-defined generate functions: generation by turns, chats, and an OpenAI-compatible
-endpoint. Example:
+"""Define the `engine` argument of user-defined generate functions: text generation turn by turn, chats, and an
+OpenAI-compatible endpoint. Example:
 
 async def generate(args, sample, sampling_params, engine):
     for _ in range(args.max_turns):

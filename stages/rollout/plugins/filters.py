@@ -31,7 +31,7 @@ class DynamicFilterOutput:
     """Decision of a filter: whether to train on a group, and the drop reason if not.
 
     If `keep` is False and `keep_when_insufficient` is True, the group is kept anyway if dropping the group would
-    require another sampling batch.
+    require sampling another batch of prompts.
     """
 
     keep: bool
@@ -52,8 +52,8 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group if its rewards differ, or if dropping the group would require another sampling batch. The function
-    name is slime's."""
+    """Keep a group if its rewards differ, or if dropping the group would require sampling another batch of
+    prompts. The function name is slime's."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -72,7 +72,7 @@ def load_filter(path: str, args: Any) -> Filter:
 
     Raises:
         PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
-            the filter raises, exceeds the timeout, or returns no truth value.
+            the filter raises, exceeds the timeout, or returns neither a truth value nor a DynamicFilterOutput.
     """
     plugin = Plugin(path, ("args", "samples"), default_name="check", timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:

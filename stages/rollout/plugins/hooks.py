@@ -5,7 +5,7 @@
                                                   are not trained on
     def process_all(args, groups, data_source)    gets all groups of a round, also dropped ones; changes are ignored
 
-Hooks may be `async`. They get copies of the samples (user_sample.py), whose fields also have slime's names; changes are
+Hooks may be `async`. They get copies of the samples (user_sample.py), with slime's field names as aliases; changes are
 checked and then applied. A sample with `remove_sample` keeps its reward, which still counts in its group's mean. A hook
 blocks the calling thread for up to `--reward-timeout` seconds; from an event loop, use `asyncio.to_thread`.
 """
@@ -30,7 +30,7 @@ _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXE
 
 
 class Hooks:
-    """Calls the user-defined hooks that `config` names. The method for a hook that is not named does nothing.
+    """Calls the user-defined hooks that `config` names. The method for a hook that `config` does not name does nothing.
 
     Raises:
         PluginError: a hook does not load or has the wrong signature.
@@ -73,7 +73,8 @@ class Hooks:
         _check_returns_nothing(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
         if arguments != views:
             raise PluginError(
-                f"{self._sample_filter.name} changes the list of samples: set `remove_sample` on samples instead"
+                f"{self._sample_filter.name} adds, removes or reorders groups or samples: to exclude a sample from "
+                "training, set its `remove_sample` to True"
             )
         pairs = [pair for group, seen in zip(groups, views) for pair in zip(group, seen)]
         _apply_changes(pairs, self._sample_filter)
@@ -93,9 +94,11 @@ def _copy_groups(groups: list[Group]) -> list[list[UserSample]]:
 
 
 def _check_returns_nothing(value: Any, argument: Any, plugin: Plugin) -> None:
-    """Raise PluginError if a hook returned a value other than None or its argument; it would be ignored."""
+    """Raise PluginError if a hook returned a value other than None or its argument; the value would be ignored."""
     if value is not None and value is not argument:
-        raise PluginError(f"{plugin.name} returned {type(value).__name__}: change its argument, and return nothing")
+        raise PluginError(
+            f"{plugin.name} returned {type(value).__name__}: modify the argument in place and return None"
+        )
 
 
 def _apply_changes(samples_and_changed: list[tuple[Sample, UserSample]], plugin: Plugin) -> None:
@@ -106,7 +109,7 @@ def _apply_changes(samples_and_changed: list[tuple[Sample, UserSample]], plugin:
             if new.reward is not None and not (isinstance(new.reward, int | float) and math.isfinite(new.reward)):
                 raise PluginError(f"the sample's reward is {new.reward!r:.100}: set a finite number, or None")
     except ValueError as error:
-        raise PluginError(f"{plugin.name} leaves a sample that cannot be used: {error}") from error
+        raise PluginError(f"{plugin.name} makes a sample invalid: {error}") from error
     for sample, new in changed:
         for name in _CHANGEABLE:
             setattr(sample, name, getattr(new, name))

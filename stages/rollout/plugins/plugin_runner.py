@@ -71,7 +71,8 @@ class PluginRunner:
                     and not await loop.responds_within(min(limit_seconds, PATIENCE))
                 ):
                     loop.abandon_and_restart_calls(
-                        call, f"{self.name} blocks its event loop: `await` slow operations, or leave out `async`"
+                        call,
+                        f"{self.name} blocks its event loop: `await` slow operations, or define it without `async`",
                     )
                 if not call.result.done():
                     raise PluginError(
@@ -152,7 +153,7 @@ class _Call:
             self.set_result_once(await value if inspect.isawaitable(value) else value)
         except BaseException as error:
             self.set_result_once(
-                error=RuntimeError("it was cancelled") if isinstance(error, asyncio.CancelledError) else error
+                error=RuntimeError("the call was cancelled") if isinstance(error, asyncio.CancelledError) else error
             )
 
     def _cancel_task(self) -> None:

@@ -50,7 +50,7 @@ class UserSample(Sample):
 
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
-        # If these are still the same objects later, the user-defined function has set neither.
+        # A field that is still the same object after the call was not set by the user-defined function.
         self._untouched = (self.loss_mask, self.rollout_logprobs)
 
     @classmethod
@@ -91,7 +91,7 @@ class UserSample(Sample):
             log_probs: log-prob of every token; ignored if the tokens are not trainable.
             trainable: whether the model generated the tokens.
             meta_info: `meta_info` of SGLang's response; the finish reason and weight version in it are used.
-            text: text of the tokens, appended to `response`. If `response` is never set, it is decoded.
+            text: text of the tokens, appended to `response`. An empty `response` is later decoded from the tokens.
 
         Raises:
             PluginError: `trainable` is true, and the number of log-probs differs from the number of tokens.

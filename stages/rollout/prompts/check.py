@@ -110,8 +110,8 @@ def check_rendered_rows(
 
 
 def read_first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """Return (file and row for messages, prompt, label, metadata) of the first 64 rows of each entry of --prompt-data.
-    Chat messages are returned as JSON text."""
+    """Return the first 64 rows of each entry of --prompt-data as (file and row for error messages, prompt, label,
+    metadata). A prompt that is a list of chat messages is returned as JSON text."""
     config = config.model_copy(update={"streaming_data": False})
     rows = []
     for path in config.prompt_data:
@@ -138,7 +138,7 @@ def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, need
     if needs_labels and config.label_key is None:
         columns = ", ".join(map(repr, column_names(entry.name)))[:120]
         raise DataError(
-            f"{entry.name} is read without labels, but the reward needs them: name the column of labels with "
+            f"{entry.name} is read without labels, but the reward needs a label: name the column of labels with "
             f"--label-key; it has {columns}"
         )
     if needs_labels and unlabelled is not None:
@@ -157,5 +157,6 @@ def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig
         raise OptionError(
             f"--rollout-max-response-len {config.rollout_max_response_len} and the prompt of {num_tokens} tokens in "
             f"{where} exceed the model's maximum sequence length of {max_seq_len} tokens: reduce "
-            f"--rollout-max-response-len, or give --rollout-max-context-len {max_seq_len}"
+            f"--rollout-max-response-len, or give --rollout-max-context-len {max_seq_len} (long prompts then get "
+            "shorter responses)"
         )

@@ -94,7 +94,8 @@ def copy_sample(sample: Sample) -> Sample:
 
 
 def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
-    """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists."""
+    """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists of
+    samples."""
     groups: dict[str, Group] = {}
     for entry in samples:
         for sample in [entry] if isinstance(entry, Sample) else entry:
@@ -109,7 +110,7 @@ class Dataset:
     """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`.
 
     Args:
-        config: number of samples per prompt.
+        config: `n_samples_per_prompt` is the number of samples per group.
         prompts: the rows of --prompt-data and their order.
         tokenizer: renders and tokenizes the prompts.
         round: the round for which samples are created.
@@ -164,8 +165,8 @@ class RolloutDataSource:
         return self.dataset.sample(num_samples)
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Take back groups that the round requested but did not use (for example, aborted groups). This class drops
-        them."""
+        """Take back groups that the round requested but did not use (for example, aborted groups). By default they are
+        dropped; a subclass may keep them for later rounds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the data source as a JSON-serializable dictionary. A subclass that adds entries must
@@ -176,13 +177,14 @@ class RolloutDataSource:
         """Restore the position of the data source from `state`; {}: start of the data.
 
         Raises:
-            DataError: rows that the run has already used have changed.
+            DataError: rows of --prompt-data changed since an earlier round (see `PromptSource.restore`).
         """
         own = {key: value for key, value in state.items() if key in SourceState.model_fields}
         self.dataset.state = self.dataset.prompts.restore(own or None)
 
     def buffered_samples(self) -> list[Sample]:
-        """Return the samples of all groups in the buffer: handed back, and not used since."""
+        """Return the samples of all buffered groups (taken back by `add_samples` and not used since), to be stored in
+        the round's commit. By default there is no buffer."""
         return []
 
     def restore_buffer(self, samples: Sequence[Sample]) -> None:
@@ -246,7 +248,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     """Return `num_groups` groups from `source.get_samples`, after checking that every group has all its samples and was
-    issued by the Dataset.
+    created by `source.dataset`.
 
     Raises:
         PluginError: `get_samples` raises or returns an invalid value; the message names the class of the data source.
@@ -264,7 +266,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
     groups = group_by_group_id(samples)
     if len(groups) != num_groups:
-        raise PluginError(f"{name} returned {len(groups)} groups: return num_samples ({num_groups})")
+        raise PluginError(f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups")
     num_samples = source.args.n_samples_per_prompt
     for group in groups:
         group_id, ids = group[0].group_id, {sample.sample_id for sample in group}
@@ -276,8 +278,9 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         number = group_id.removeprefix(source.dataset.round.id_prefix)
         if not number.isdigit() or int(number) >= source.dataset.state.issued:
             raise PluginError(
-                f"{name} returned group {group_id!r}, which the data set has not issued: create samples with "
-                "self.dataset.sample(n), or self.dataset.issue(content, label, metadata) for a prompt without a file"
+                f"{name} returned group {group_id!r}, which self.dataset did not create: create groups with "
+                "self.dataset.sample(n), or with self.dataset.issue(content, label, metadata) for prompts that are not "
+                "in --prompt-data"
             )
         for sample in group:
             sample.check()

@@ -108,8 +108,8 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
 
 def _check_not_empty(entry: PromptEntry) -> PromptEntry:
     if not entry.rows:
-        problem = "selects no row" if _SLICE.fullmatch(entry.name) else "is empty"
-        raise DataError(f"prompt file {entry.name} {problem}: give --prompt-data at least one row")
+        problem = "selects no row: correct @[a:b]" if _SLICE.fullmatch(entry.name) else "is empty: add rows to the file"
+        raise DataError(f"prompt file {entry.name} {problem}")
     return entry
 
 
@@ -127,8 +127,8 @@ class _Files:
             fs, inner = fsspec.core.url_to_fs(path)
         except (ValueError, ImportError) as error:  # unknown protocol, or the package for the protocol is not installed
             raise DataError(
-                f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec supports (its "
-                "package must be installed)"
+                f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec supports, and "
+                "install the package for its protocol"
             ) from None
         files = [(path, inner)]
         with _translate_file_errors(path):
@@ -139,7 +139,7 @@ class _Files:
                     for name in sorted(fs.glob(inner), key=natural_sort_key)
                 ]
         if not files:
-            raise DataError(f"no file matches {path}: give --prompt-data JSONL or Parquet files")
+            raise DataError(f"no prompt file matches {path}: correct the pattern, or create the files")
         for name, _ in files:
             if not _without_compression(name).endswith((*JSONL, ".parquet")):
                 raise DataError(
@@ -181,7 +181,7 @@ def _translate_file_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError):
-        raise DataError(f"prompt file {path} does not exist: give --prompt-data JSONL or Parquet files") from None
+        raise DataError(f"prompt file {path} does not exist: correct the path, or create the file") from None
     except PermissionError:
         raise DataError(f"prompt file {path} is not readable by this user: change its permissions") from None
 

@@ -42,8 +42,9 @@ class LengthFilter:
             if length > self.limit and not self._logged:
                 self._logged = True
                 logger.warning(
-                    "row %d of %s has %d tokens, more than the limit of %d; all prompts above the limit are skipped "
-                    "(counted in rollout/num_skipped_prompts)",
+                    "row %d of %s has %d tokens, more than the prompt limit of %d (--rollout-max-prompt-len, or "
+                    "--rollout-max-context-len - 1); skipping all prompts above this limit (counted in "
+                    "rollout/num_skipped_prompts)",
                     prompt.row,
                     self.config.prompt_data[prompt.file],
                     length,

@@ -14,7 +14,7 @@ _ROUNDS = 6  # rounds of the Feistel network
 
 
 def permutation(seed: int, epoch: int, segment: int, rows: int) -> np.ndarray:
-    """Return a random permutation of 0 .. rows - 1. [rows], uint32 (4 bytes per row)."""
+    """Return a random permutation of 0 .. rows - 1, seeded with (seed, epoch, segment). [rows], uint32."""
     # RandomState, not Generator: NumPy guarantees that RandomState's stream never changes (NEP 19). Shuffled in place:
     # RandomState.permutation returns the same order, but with 8 bytes per row.
     order = np.arange(rows, dtype=np.uint32)
@@ -23,7 +23,8 @@ def permutation(seed: int, epoch: int, segment: int, rows: int) -> np.ndarray:
 
 
 def permuted_index(position: int, seed: int, epoch: int, segment: int, rows: int) -> int:
-    """Return element `position` of a random permutation of 0 .. rows - 1 without computing the whole permutation.
+    """Return element `position` of a random permutation of 0 .. rows - 1 without computing the whole permutation. It is
+    not the permutation that `permutation` returns.
 
     A Feistel network permutes all numbers of 2 x `half` bits. While the result is `rows` or more, the network is
     applied to the result again (cycle walking: Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
@@ -50,8 +51,8 @@ def weights_to_shares(weights: Sequence[float]) -> list[int]:
 
 
 def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Return the source index for each of the next `count` prompts, and the credit of every source after these prompts
-    (smooth weighted round robin).
+    """Return the source (index of an entry of --prompt-data) for each of the next `count` prompts, and the credit of
+    every source after these prompts (smooth weighted round robin).
 
     For every prompt, the credit of each source grows by its share; the source with the highest credit provides the
     prompt, and its credit falls by WHOLE. So every source provides its share of the prompts as evenly as possible. If

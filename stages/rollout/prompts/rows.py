@@ -46,7 +46,7 @@ class JsonLines:
         return len(self.lines)
 
     def select_rows(self, start: int, stop: int | None) -> JsonLines:
-        """Return rows `start` to `stop` of this block."""
+        """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
         return JsonLines(self.path, self.numbers[start:stop], self.lines[start:stop])
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -79,7 +79,7 @@ class ParquetRows:
         return int(self.batch.num_rows)
 
     def select_rows(self, start: int, stop: int | None) -> ParquetRows:
-        """Return rows `start` to `stop` of this block."""
+        """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
         length = (len(self) if stop is None else min(stop, len(self))) - start
         return ParquetRows(self.path, self.first + start, self.batch.slice(start, length))
 
@@ -107,8 +107,8 @@ FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_unlabelled")
 
 
 def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows, num_before: int) -> None:
-    """Fill row numbers (FIRST_ROW_KEYS) in `first_row_numbers` that are still None from `part`, whose rows follow
-    `num_before` earlier rows."""
+    """Set the entries of `first_row_numbers` (keys: FIRST_ROW_KEYS) that are still None from `part`. Row 0 of `part` is
+    row `num_before` of the whole entry."""
     for key in FIRST_ROW_KEYS:
         if first_row_numbers[key] is None and (number := getattr(part, key)) is not None:
             first_row_numbers[key] = num_before + number

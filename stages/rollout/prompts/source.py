@@ -4,9 +4,9 @@ PromptSource itself has no position. The position is an immutable value, `Source
 and the state after them. The state after round r is stored in the commit of round r, so a retry of a failed round takes
 the same prompts again: no prompt is lost or served twice.
 
-Rows can only be appended. A run records the rows that it has seen as segments (file, first row, number of rows, hash of
-the content). Rows or files that are appended later form new segments with separate permutations, visited at the end of
-the epoch; the permutations of existing segments never change.
+Rows can only be appended. The state lists all rows of --prompt-data as segments (file, first row, number of rows, hash
+of the content). Rows or files appended before a resume form new segments with separate permutations, visited at the end
+of the epoch; the permutations of existing segments never change.
 
 Without weights, an epoch visits the entries of --prompt-data one after another; with weights, every entry counts its
 own epochs. files.py reads the rows, order.py computes the permutations.
@@ -101,10 +101,10 @@ class PromptSource:
 
     def restore(self, saved: dict[str, Any] | None) -> SourceState:
         """Return the position to continue from: the start of the data if `saved` is None, else `saved` plus new
-        segments for rows appended since then.
+        segments for rows appended since `saved` was written.
 
         Raises:
-            DataError: rows that the run has seen were removed or changed, or --prompt-data-weights was removed.
+            DataError: rows recorded in `saved` were removed or changed, or --prompt-data-weights was removed.
         """
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
@@ -227,7 +227,7 @@ class PromptSource:
             self._orders[index] = (epoch, order)
         return int(order[cursor])
 
-    # ---- rows seen by earlier rounds ---------------------------------------------------------------------------------
+    # ---- rows of earlier rounds --------------------------------------------------------------------------------------
 
     def _positions_of_weighted_entries(self, state: SourceState) -> tuple[SourcePosition, ...]:
         """Return the position in each weighted entry of --prompt-data; () without weights. If earlier rounds had no
@@ -235,8 +235,8 @@ class PromptSource:
         if not self.shares:
             if state.places:
                 raise DataError(
-                    "earlier rounds of this run used --prompt-data-weights, but it is missing: give "
-                    "--prompt-data-weights (the weights may differ from the earlier ones), or fork the run"
+                    "earlier rounds of this run used --prompt-data-weights, but the flag is missing: give the flag "
+                    "(its values may change), or restart the data in a fork (penstock fork ... --prompt-data ...)"
                 )
             return ()
         places = list(state.places)
@@ -272,11 +272,12 @@ class PromptSource:
         num_rows = len(self.files[segment.file]) if segment.file < len(self.files) else 0
         if num_rows < stop:
             raise DataError(
-                f"file {segment.file + 1} of --prompt-data has {num_rows} rows; earlier rounds of this run saw {stop}: "
-                "restore the rows, or fork the run"
+                f"file {segment.file + 1} of --prompt-data has {num_rows} rows, but had {stop} in an earlier round: "
+                "restore the rows, or use the new data in a fork (penstock fork ... --prompt-data ...)"
             )
         if self._hash_rows(segment.file, segment.start, stop) != segment.digest:
             raise DataError(
                 f"rows {segment.start} to {stop - 1} of file {segment.file + 1} of --prompt-data have changed since an "
-                "earlier round of this run, but rows may only be appended: restore the rows, or fork the run"
+                "earlier round, but rows may only be appended: restore the rows, or use the new data in a fork "
+                "(penstock fork ... --prompt-data ...)"
             )

@@ -2,8 +2,8 @@
 row).
 
 Rows in canonical JSON are written once, one per line, to a file in the cache directory, even if the source is
-compressed, columnar or remote. Any row can then be fetched with one small read. A later start reuses the cached file if
-the source files have not changed.
+compressed, columnar or remote. Any row can then be fetched with one small read. Later starts, also of other
+runs, reuse the cached file if the source files have not changed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SpooledRows(Sequence[bytes]):
             if not piece:
                 raise RuntimeError(
                     "a file in the prompt cache (--data-cache) was truncated while it was in use: delete the "
-                    "directory and resume the run"
+                    "cache directory and resume the run"
                 )
             pieces.append(piece)
             offset, length = offset + len(piece), length - len(piece)
@@ -199,7 +199,7 @@ class _Cache:
             raise DataError(
                 f"{self.directory} cannot store the prompts of --streaming-data "
                 f"({'no space left' if full else error.strerror or error}): "
-                "name a directory on a larger disk with --data-cache, or leave out --streaming-data"
+                "name a writable directory with enough space with --data-cache, or leave out --streaming-data"
             ) from error
 
 

@@ -1,5 +1,5 @@
-"""Define the data position of a run, which every rollout commit stores. Commits of older versions must stay
-readable."""
+"""Define the data position of a run, which every rollout commit stores. Commits written by older versions of
+Penstock must stay readable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock.storage.refs import Frozen
 
 
 class Segment(Frozen):
-    """Consecutive rows of one entry of --prompt-data that a run first saw at the same time."""
+    """Consecutive rows of one entry of --prompt-data that were added together: the rows that the entry had in the run's
+    first round, or the rows appended to it before a later round."""
 
     file: int  # index of the entry in --prompt-data (paths may change, the order of the entries must not)
     start: int  # number of the first row
@@ -21,8 +22,8 @@ class Segment(Frozen):
 
     @model_serializer(mode="wrap")
     def _omit_default_order(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without `order` if it has its default value, so that segments equal those in commits older than
-        this field."""
+        """Serialize without `order` if it has its default value, as in commits that were written before
+        `order` existed."""
         return {key: value for key, value in plain(self).items() if (key, value) != ("order", "stored")}
 
 
@@ -35,16 +36,17 @@ class SourcePosition(Frozen):
 
 
 class SourceState(Frozen):
-    """The data position of a run: the epoch, the rows already visited, and the rows that the run has seen."""
+    """The data position of a run: the epoch, the number of prompts already visited in it, and all rows of --prompt-data
+    when the position was recorded."""
 
     epoch: int = 0  # current epoch without weights; with weights, see `places`
     cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
     issued: int = 0  # number of prompts issued in the run
     skipped: int = 0  # number of prompts skipped in the run because they were too long
-    segments: tuple[Segment, ...]  # all rows that the run has seen
+    segments: tuple[Segment, ...]  # all rows of --prompt-data when this state was recorded
     places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
 
     @property
     def num_rows(self) -> int:
-        """Number of prompts in an epoch without weights."""
+        """Number of prompts in an epoch that takes each row once (without --prompt-data-weights)."""
         return sum(segment.rows for segment in self.segments)

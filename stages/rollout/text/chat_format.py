@@ -29,7 +29,8 @@ PLACEHOLDER = f"placeholder-{secrets.token_hex(16)}"
 
 @functools.cache
 def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
-    """Return the ChatFormat of a tokenizer; cached, so that the warning about dropped reasoning is logged once."""
+    """Return the ChatFormat of a tokenizer; cached, so that its warning, that the chat template drops the reasoning of
+    earlier replies, is logged once per tokenizer."""
     return ChatFormat(tokenizer)
 
 
@@ -53,7 +54,7 @@ class ChatFormat:
     def render_opening(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
     ) -> str:
-        """Render the messages before the first reply, including the generation prompt.
+        """Render the messages before the model's first reply, including the generation prompt.
 
         Args:
             messages: messages in OpenAI's format.
@@ -73,8 +74,8 @@ class ChatFormat:
         tools: Sequence[Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
-        """Return two texts: the text that closes a reply (ends its turn), and the whole text from the end of the reply
-        to the start of the next reply, which begins with the closing text.
+        """Return (closing text, between text). The closing text is what the template writes to end the turn of `reply`.
+        The between text begins with the closing text, and goes on to the start of the model's next reply.
 
         Args:
             opening: the messages before the first reply; messages between the first reply and `reply` are not rendered.
@@ -104,7 +105,7 @@ class ChatFormat:
         return closing, _text_after_placeholder(render([*opening, plain, *messages], open_reply=True))
 
     def encode_between_replies(self, closing_text: str, between_text: str, last_reply_token: int | None) -> list[int]:
-        """Return the token ids of `between_text`, without the end-of-turn token if the reply already ends with one.
+        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one.
 
         Args:
             closing_text: first text returned by `render_between_replies`.
@@ -125,10 +126,11 @@ class ChatFormat:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
-        """Render the messages, with tool calls in the first of CALL_FORMS that the template accepts.
+        """Render the messages. Tool calls are written in the first form that the template accepts: arguments as a
+        dictionary or as JSON text, content null or "" (CALL_FORMS).
 
         Raises:
-            TemplateError: the template accepts none of the forms.
+            TemplateError: the template accepts no form.
         """
         first: TemplateError | None = None
         for form in CALL_FORMS:
@@ -141,7 +143,7 @@ class ChatFormat:
             first = first or text
             if isinstance(text, RenderLimitError):
                 break
-        assert first is not None, "there is at least one form"
+        assert first is not None, "CALL_FORMS is empty"
         raise type(first)(
             f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
             f"({str(first)[:120]}): send messages that it accepts, or use another template"
@@ -156,8 +158,8 @@ class ChatFormat:
             return  # the first real conversation will raise an error
         if PLACEHOLDER not in text:
             logger.warning(
-                "the chat template drops the reasoning of earlier replies; recorded conversations keep it, because a "
-                "sample must hold exactly the tokens that the model has seen and generated"
+                "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
+                "because a sample must hold exactly the tokens that the model has seen and generated"
             )
 
 
@@ -165,14 +167,15 @@ def _text_after_placeholder(text: str) -> str:
     _, placeholder, after = text.rpartition(PLACEHOLDER)
     if not placeholder:
         raise TemplateError(
-            f"the chat template does not write the assistant's messages (it renders {after[-80:]!r}): use another "
+            f"the chat template omits the assistant's messages (its output ends with {after[-80:]!r}): use another "
             "template"
         )
     return after
 
 
 def convert_tool_calls(message: Message, call_form: tuple[bool, str | None]) -> Message:
-    """Return `message` with its tool calls in `call_form`, one of CALL_FORMS."""
+    """Return `message` with its tool calls in `call_form`, an entry of CALL_FORMS: (whether arguments are JSON text,
+    the content of a message that has only tool calls)."""
     as_text, no_content = call_form
     out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
     if not out["content"] and message.get("tool_calls"):

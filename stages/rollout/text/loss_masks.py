@@ -1,10 +1,10 @@
 """Locate the assistant turns in the rendered text of a conversation: the spans that SFT trains on.
 
 If the chat template encloses the assistant turns in `{% generation %}` blocks, these blocks are the spans. With any
-other template, each assistant message is located by rendering the conversation again with random marks around the texts
-of the message. The text before the first mark must be the start of the unmarked text, the text after the last mark must
-be its end, and the text between may differ only in the marks and white space; otherwise the row is rejected. So the
-loss mask is exact even if a template renders earlier turns differently once a conversation continues (Qwen3 drops
+other template, each assistant message is located by rendering the conversation again with a random string (`MARK`)
+around each text of the message. The text before the first mark must be the start of the unmarked text, the text after
+the last mark its end, and the text between may differ only in marks and white space; otherwise the row is rejected. So
+the loss mask is exact even if a template renders earlier turns differently once a conversation continues (Qwen3 drops
 reasoning). A span has this start and end:
 
     start   the end of the prompt of this assistant message, as rendered for generation
@@ -37,7 +37,7 @@ _TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 
 
 def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
-    """Return the rendered text of a conversation, split into trained and untrained pieces.
+    """Return the rendered text of a conversation, split into pieces (text, whether SFT trains on it).
 
     Args:
         messages: messages of the conversation; an assistant message with `step_loss_mask` 0 is not trained.
@@ -90,7 +90,8 @@ class _Conversation:
 
     @cached_property
     def text(self) -> str:
-        """Rendered text of the whole conversation, with tool calls in the first form that the template accepts."""
+        """Rendered text of the whole conversation. Tool calls that the template rejects as given are converted to the
+        first of CALL_FORMS (arguments as dictionary or JSON text) that it accepts."""
         first: TemplateError | None = None
         forms = [self.messages]
         if any(
@@ -103,17 +104,19 @@ class _Conversation:
                 self.messages = form
                 return text
             first = first or text
-        assert first is not None, "there is at least one form"
+        assert first is not None, "the conversation was not rendered in any form"
         raise type(first)(
             f"the chat template fails ({str(first)[:150]}): repair the row, or use another template"
         ) from first
 
     def generation_block_spans(self, trained: Sequence[int]) -> list[Span]:
-        """Return the spans of the template's `{% generation %}` blocks for the messages with the indices `trained`."""
+        """Return the spans in `text` of the `{% generation %}` blocks of the messages with the indices `trained`."""
         text = self.text
         marked = self._render_or_raise(self.messages, mark=MARK).split(MARK)
         if "".join(marked) != text:
-            raise _cannot_locate_error("marks around its {% generation %} blocks change the text of the conversation")
+            raise _cannot_locate_error(
+                "random strings inserted around the {% generation %} blocks change the rest of the text"
+            )
         ends = [0]
         for part in marked:
             ends.append(ends[-1] + len(part))
@@ -124,11 +127,11 @@ class _Conversation:
         if len(trained) == len(answers):
             return spans
         raise _cannot_locate_error(
-            f"it writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
+            f"the template writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
         )
 
     def trained_span(self, index: int) -> Span:
-        """Return the trained span of the assistant message `messages[index]`."""
+        """Return the span in `text` of the assistant message `messages[index]` that SFT trains on."""
         return self._span_start(index), self._span_end(index)
 
     def _span_start(self, index: int) -> int:
@@ -153,7 +156,7 @@ class _Conversation:
         if shared == gap or any(token in shared for token in self._added_tokens):
             return content  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
         raise _cannot_locate_error(
-            f"the text before message {index + 1} differs from the prompt that it renders for generation"
+            f"the text before message {index + 1} differs from the prompt rendered to generate this message"
         )
 
     def _span_end(self, index: int) -> int:
@@ -180,8 +183,8 @@ class _Conversation:
         )
 
     def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
-        """Return the assistant message `messages[index]` with marks around its texts, and the start and end of these
-        texts in the rendered text."""
+        """Return the assistant message `messages[index]` with MARK around its texts, and the start and end of these
+        texts in the rendered text without marks (`text`)."""
         marked = _mark_texts(self.messages[index])
         try:
             return marked, *self._locate_marks(index, marked)
@@ -190,7 +193,8 @@ class _Conversation:
             return marked, *self._locate_marks(index, marked)
 
     def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
-        """Return the positions of the first and last mark of message `marked`, in terms of the unmarked text."""
+        """Render the conversation with message `index` replaced by `marked`, the same message with MARKs. Return where
+        the first and the last MARK would be in the text rendered without them (`text`)."""
         text = self._render_or_raise([*self.messages[:index], marked, *self.messages[index + 1 :]])
         before, mark, rest = text.partition(MARK)
         if not mark:
@@ -201,7 +205,7 @@ class _Conversation:
         start, end = len(before), len(self.text) - len(after)
         same = "".join(text.replace(MARK, "").split()) == "".join(self.text.split())
         if not (same and start <= end and self.text.startswith(before) and self.text.endswith(after)):
-            raise _cannot_locate_error(f"marks around the texts of message {index + 1} change how it is rendered")
+            raise _cannot_locate_error(f"random strings inserted into message {index + 1} change the rest of the text")
         return start, end
 
     @cached_property
@@ -229,8 +233,8 @@ class _NotWrittenError(TemplateError):
 
 def _cannot_locate_error(reason: str) -> TemplateError:
     return TemplateError(
-        f"the assistant messages cannot be located in the text of the chat template ({reason}): use a template with "
-        "{% generation %} blocks"
+        f"the assistant messages cannot be located in the rendered conversation ({reason}): use a chat template that "
+        "has a {% generation %} block around each assistant message"
     )
 
 
@@ -244,8 +248,8 @@ def _is_trained(message: Message) -> bool:
 
 
 def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
-    """Return an assistant message with marks around all its texts. Empty texts stay empty, because templates test for
-    empty texts; with `also_empty`, two marks are always appended to the content."""
+    """Return an assistant message with MARK around each text of its content, reasoning and tool calls. Empty texts stay
+    empty, because templates test for them; with `also_empty`, MARK is also appended to the content, twice."""
     out = dict(message)
     for key in ("reasoning_content", "content"):
         if isinstance(message.get(key), str):
@@ -277,12 +281,13 @@ def _mark_values(value: Any) -> Any:
 
 
 def _surround_with_marks(text: Any) -> Any:
-    """Return `text` with a mark before and after it. Think tags, white space and other types are unchanged."""
+    """Return `text` with MARK at its start and end; think tags, white space and values other than strings unchanged."""
     return f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not _THINK_TAGS.fullmatch(text) else text
 
 
 def _add_end_mark(message: Message) -> Message:
-    """Return a message with a mark at the end of its content."""
+    """Return a message with MARK appended to its content; if the content ends with the tag </tool_response>, MARK goes
+    before it. In an assistant message, every text gets MARK before and after it (`_mark_texts`)."""
     content = message["content"]
     if message["role"] == "assistant":
         return _mark_texts(message)

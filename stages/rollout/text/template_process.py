@@ -87,9 +87,9 @@ def render_chat(
         text = compile_template(request["template"]).render({**request["options"], **variables})
         if len(text) <= max_chars:
             return json.dumps({"text": text}).encode()
-        answer = {"error": f"it writes {len(text):,} characters, more than the limit of {max_chars:,}", "limit": True}
+        answer = {"error": f"the template writes {len(text):,} characters; the limit is {max_chars:,}", "limit": True}
     except MemoryError:
-        answer = {"error": "it needs more memory than the limit of the rendering process", "limit": True}
+        answer = {"error": "rendering exceeds the memory limit of the rendering process", "limit": True}
     except Exception as error:  # a template may raise anything
         name = "" if type(error) is TemplateError else f"{type(error).__name__}: "
         answer = {"error": f"{name}{' '.join(str(error).split())[:200]}" or type(error).__name__}
@@ -97,7 +97,8 @@ def render_chat(
 
 
 def main(cpu_seconds: float, memory: int, max_chars: int) -> None:
-    """Answer rendering requests from standard input until it is closed."""
+    """Answer rendering requests from standard input until it is closed. Limits: `cpu_seconds` and
+    `max_chars` of output for each chat, `memory` in bytes for this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -29,8 +29,8 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")  # passed
 
 
 class RenderLimitError(TemplateError):
-    """Raised if a chat template exceeds its time, memory or output limit. The caller then does not retry with the tool
-    calls in another form."""
+    """Raised if rendering a chat template exceeds the time, memory or output limit. ChatFormat then does not retry with
+    the tool calls in another form (CALL_FORMS)."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class TemplateRenderer:
         self.close()
         code = process.returncode
         if isinstance(error, TimeoutError):
-            return RenderLimitError(f"it takes more than {self.limits.wall_seconds:g} s")
+            return RenderLimitError(f"rendering takes more than {self.limits.wall_seconds:g} s")
         if code == -signal.SIGPROF:
-            return RenderLimitError(f"it takes more than {self.limits.cpu_seconds:g} s of CPU time")
+            return RenderLimitError(f"rendering takes more than {self.limits.cpu_seconds:g} s of CPU time")
         return RenderLimitError(f"the rendering process died with exit code {code}")
 
 

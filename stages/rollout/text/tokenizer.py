@@ -85,11 +85,11 @@ class PromptTokenizer:
             tools: tool definitions of every prompt; None: no prompt has tools.
 
         Raises:
-            TemplateError: the template rejects a conversation, or exceeds its limits.
+            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
-                "check_prompt_data rejects messages without a template"
+                "a prompt is a list of messages, which needs --apply-chat-template (see check_prompt_data)"
             )
             return [str(prompt) for prompt in prompts]
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -112,7 +112,7 @@ class PromptTokenizer:
             options: variables of the template that override `template_options`.
 
         Raises:
-            TemplateError: the template rejects a conversation, or exceeds its limits.
+            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         texts = []
         all_tools = tools or [None] * len(chats)
@@ -194,7 +194,7 @@ def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_class(directory: Path) -> Any:
     """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
-    else AutoTokenizer, which imports every model (2 s and 290 MB)."""
+    else AutoTokenizer, whose import loads the code of every model (2 s and 290 MB of memory)."""
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
     if named in GENERIC_CLASSES:
@@ -223,7 +223,7 @@ def check_tokenizer(
 
     Raises:
         ModelError: the tokenizer does not load.
-        TemplateError: the template is missing, fails, exceeds its limits, or does not write tool definitions.
+        TemplateError: the template is missing, fails, exceeds RenderLimits, or does not write tool definitions.
     """
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:

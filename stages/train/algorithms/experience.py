@@ -1,4 +1,4 @@
-"""Inputs of the algorithms: `Experience` (a whole rollout) for estimators, `TokenFields` (a micro-batch) for losses.
+"""Inputs of advantage estimators (`Experience`, a whole rollout) and of losses (`TokenFields`, a micro-batch).
 
 `step.py` fills these records. Estimators get the whole rollout, so their results do not depend on ranks or
 micro-batches. Losses get the trained tokens on this rank; only `SegmentReducer` communicates, if context parallelism

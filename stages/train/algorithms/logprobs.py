@@ -132,7 +132,9 @@ def softmax_gradient(
     columns: Tensor,  # [t] int64, one column of each row
     at_columns: Tensor,  # [t] value that is added to the result at `columns`
 ) -> Tensor:  # [t, V] in the dtype of logits, rounded once
-    """Return exp(x - max_x) (scale + slope (x - max_x)) + `at_columns` at `columns`, with x = logits / temperature."""
+    """Return the gradient of log-probs and entropies with respect to the logits, for the coefficients that the backward
+    pass has computed: exp(x - max_x) * (scale + slope * (x - max_x)), x = logits / temperature, with `at_columns` added
+    in the column of each row's sampled token."""
     if _use_triton_kernel(logits):
         from penstock.stages.train.algorithms import softmax_kernels
 

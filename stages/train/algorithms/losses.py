@@ -149,8 +149,8 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return weights [n] of the policy-gradient loss, a mask [n] of the whole loss, and metrics.
 
-    The weights are the product of the off-policy sequence mask, the correction for the mismatch between engine and
-    trainer, and the scale of a user-defined reducer.
+    The weights are the product of the off-policy sequence mask (--use-opsm), the correction for the mismatch between
+    engine and trainer (--use-tis), and the scale from --custom-pg-loss-reducer-function-path.
     """
     weights = mask = torch.ones_like(old_logprobs)
     metrics = {}

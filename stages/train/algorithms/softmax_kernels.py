@@ -17,7 +17,8 @@ BLOCK, NUM_WARPS = 2048, 8
 
 
 def softmax_sums(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `logprobs.softmax_sums`, which explains arguments and results, with one kernel."""
+    """Return the sums over each row of logits that log-prob and entropy need, with one kernel. `logprobs.softmax_sums`
+    is the same function in torch, and defines the three results."""
     logits = logits.contiguous()
     rows, columns = logits.shape
     max_x, sum_exp, sum_x_exp = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
@@ -36,7 +37,8 @@ def softmax_gradient(
     columns: Tensor,
     at_columns: Tensor,
 ) -> Tensor:
-    """Compute `logprobs.softmax_gradient`, which explains arguments and results, with one kernel."""
+    """Return the gradient with respect to the logits, with one kernel. `logprobs.softmax_gradient` is the same function
+    in torch, and explains the arguments."""
     logits = logits.contiguous()
     out = torch.empty_like(logits)
     slope = torch.zeros_like(scale) if slope is None else slope
