@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_pa
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+STACKED = re.compile(r"\.mlp\.experts\.(linear_fc[12]\.weight)$")  # of all experts, see `model/grouped_experts.py`
 
 Snapshot = list[Tensor]
 
@@ -111,8 +113,15 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head."""
     for name, param in chunk.named_parameters():
         if name != "output_layer.weight" or not chunk.share_embeddings_and_output_weights:
-            yield name, param
+            yield from _split_experts(name, param) if STACKED.search(name) else [(name, param)]
     yield from _correction_biases(chunk)
+
+
+def _split_experts(name: str, stacked: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name, weight) of each expert in a stacked weight, with the names that unstacked weights have."""
+    for expert, weight in enumerate(stacked.detach().unbind()):
+        weight.tensor_model_parallel, weight.partition_dim = True, stacked.partition_dim - 1
+        yield STACKED.sub(rf".mlp.experts.local_experts.{expert}.\1", name), weight
 
 
 def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:

@@ -33,6 +33,7 @@ MIXTURES = [name for name, fields in FAMILIES.items() if "moe_intermediate_size"
 TOLERANCE = 1e-4  # of logits, and of gradients relative to the largest of their tensor
 # gradients of a key's bias in dimensions that are not rotated are rounding errors
 OPTIMIZER = megatron_reference.OPTIMIZER | {"adam_eps": 1e-3}
+GROUPED = {"moe_grouped_gemm": True}
 ONE_KEY_HEAD = "glm4 with one key head"  # for two tensor-parallel ranks
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
@@ -53,6 +54,9 @@ CASES = {
     "sequence": Case(ParallelLayout(tensor=2, sequence_parallel=True), ["glm4-32b", *MIXTURES]),
     "pipeline": Case(ParallelLayout(pipeline=2), list(FAMILIES)),
     "experts": Case(ParallelLayout(expert=2), MIXTURES),
+    "grouped": Case(ParallelLayout(), MIXTURES, GROUPED),
+    "grouped experts": Case(ParallelLayout(expert=2), MIXTURES, GROUPED),
+    "grouped tensor": Case(ParallelLayout(tensor=2, sequence_parallel=True), MIXTURES, GROUPED),
     "uneven": Case(ParallelLayout(pipeline=2), ["moonlight"], {"decoder_first_pipeline_num_layers": 1}),
     "uneven last": Case(ParallelLayout(pipeline=2), ["qwen3"], {"decoder_last_pipeline_num_layers": 1}),
 }

@@ -115,6 +115,7 @@ TWO_RANKS = [  # of each pair of processes
             ParallelLayout(), ALL, {"overlap_grad_reduce": True, "bucket_size": 3000}
         ),  # padding between buckets
         "experts": Case(ParallelLayout(expert=2), MIXTURES),
+        "grouped experts": Case(ParallelLayout(expert=2), MIXTURES, {"moe_grouped_gemm": True}),
         "tensor and experts": Case(ParallelLayout(**SEQUENCE, expert=2, expert_tensor=1), MIXTURES),
     },
     {
@@ -122,6 +123,9 @@ TWO_RANKS = [  # of each pair of processes
         "pipeline": Case(ParallelLayout(pipeline=2), ALL),
         "virtual pipeline": Case(ParallelLayout(pipeline=2, virtual_pipeline=2), ALL),
         "whole experts": Case(ParallelLayout(**SEQUENCE, expert_tensor=1), MIXTURES),
+        "whole grouped experts": Case(
+            ParallelLayout(**SEQUENCE, expert_tensor=1), MIXTURES, {"moe_grouped_gemm": True}
+        ),
     },
 ]
 ON_GPUS = {"cut experts": Case(ParallelLayout(expert_tensor=2), MIXTURES)}  # gloo cannot gather parts of unequal length

@@ -18,7 +18,7 @@ TIMEOUT = 900.0
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("num_ranks", "num_cases"),  # a case is a model under a layout
-    [pytest.param(2, 22), pytest.param(4, 30, marks=pytest.mark.full)],
+    [pytest.param(2, 26), pytest.param(4, 34, marks=pytest.mark.full)],
 )
 def test_every_layout_trains_the_same_policy(num_ranks: int, num_cases: int, tmp_path: Path) -> None:
     """Compare metrics, gradients and weights with static and dynamic micro-batches, and after resuming under another

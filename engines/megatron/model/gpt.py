@@ -124,7 +124,12 @@ def build_meta_model(shape: ModelShape) -> PolicyModel:
     def skip_init(tensor: Tensor) -> Tensor:  # random initialization of DeepSeek-V3 would take 30,000 generator calls
         return tensor
 
-    options = {"use_cpu_initialization": True, "init_method": skip_init, "output_layer_init_method": skip_init}
+    options = {
+        "moe_grouped_gemm": False,
+        "use_cpu_initialization": True,
+        "init_method": skip_init,
+        "output_layer_init_method": skip_init,
+    }
     config = transformer_config(shape, overrides=options)
     with torch.device("meta"):
         return _build_chunk(shape, config, None)
@@ -167,4 +172,4 @@ def is_routed_expert_parameter(name: str) -> bool:
     than dense weights, and an optimizer checkpoint cannot be loaded with parallel sizes for which the attribute
     differs.
     """
-    return ".local_experts." in name
+    return ".mlp.experts." in name

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention
+from penstock.engines.megatron.model.grouped_experts import GroupedExperts, set_token_dispatcher
 from penstock.engines.megatron.model.mla import MLASelfAttention
 from penstock.engines.megatron.model.norm import RMSNorm
 from penstock.engines.megatron.model.router import select_experts
@@ -51,6 +52,8 @@ def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: 
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
         if shape.experts and hasattr(parts.mlp.submodules, "router"):
             parts.mlp.submodules.router = partial(ExpertRouter, shape.experts)
+            if config.moe_grouped_gemm:
+                parts.mlp.submodules.experts = GroupedExperts
     block.layer_norm = RMSNorm
     return block
 
@@ -65,6 +68,8 @@ class RoutedLayer(TransformerLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.is_moe_layer and self.config.moe_grouped_gemm:
+            set_token_dispatcher(self.mlp, self.pg_collection)
         self.recomputes_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
         if self.recomputes_experts:
             self.mlp.moe_layer_recompute = self.recompute_pre_mlp_layernorm = False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.check_parallelism import check_model_parallel, check_pipeline
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.options.args import normalize_megatron_args
@@ -40,7 +40,6 @@ MOE_FIXED: dict[str, Any] = dict(
     moe_latent_size=None,
     moe_router_fusion=False,  # `router.select_experts` selects the experts
     moe_enable_routing_replay=False,
-    moe_grouped_gemm=False,  # would merge all experts into one weight of another name, and needs another package
 )
 # Defaults for an installation without TransformerEngine and apex.
 DEFAULTS: dict[str, Any] = dict(
@@ -92,6 +91,8 @@ def transformer_config(
             )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
+    if shape.experts:
+        defaults["moe_grouped_gemm"] = has_grouped_kernels(shape.experts, shape.hidden_size, dtype)
     fixed = {
         **from_checkpoint,
         **dict(activation_func=F.silu, softmax_scale=None),
@@ -100,6 +101,12 @@ def transformer_config(
     }
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
+
+
+def has_grouped_kernels(experts: Experts, hidden_size: int, dtype: str) -> bool:
+    """Return whether grouped GEMMs of a model's experts have a GPU kernel: in bf16, with rows of whole 16 bytes."""
+    is_aligned = hidden_size % 8 == 0 and experts.ffn_hidden_size % 8 == 0
+    return torch.cuda.is_available() and dtype == "bf16" and is_aligned
 
 
 def merge_overrides(

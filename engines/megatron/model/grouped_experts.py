@@ -1,0 +1,237 @@
+"""Routed experts as two stacked weights, which grouped GEMMs multiply with the tokens of all experts at once, and the
+dispatch of tokens to them. Used with Megatron's option `moe_grouped_gemm`.
+
+Megatron-core's `SequentialMLP` multiplies one expert after the other; its grouped variants need TransformerEngine or
+the package grouped_gemm. Here torch's `grouped_mm` does it, on a CPU as a loop. Checkpoints are the same as
+`SequentialMLP`'s.
+
+Tokens are gathered in the order of their experts and summed again with fixed index tables, so that results are
+deterministic, and without expert parallelism no step waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor, nn
+
+FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
+
+
+def set_token_dispatcher(layer: MoELayer, pg_collection: Any) -> None:
+    """Replace the token dispatcher of an MoE layer. Megatron's remains if experts are sharded over tensor-parallel
+    ranks, or if the computation of shared experts overlaps with its communication."""
+    if pg_collection.expt_tp.size() == 1 and not layer.config.moe_shared_expert_overlap:
+        layer.token_dispatcher = TokenDispatcher(layer.config, pg_collection)
+
+
+class StackedWeight(nn.Module):
+    """The weights of this rank's E experts for one projection, [E, out, in]."""
+
+    def __init__(self, num_experts: int, size_out: int, size_in: int, sharded_axis: int, config: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, size_out, size_in, dtype=config.params_dtype, device=device)
+        )
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_axis, stride=1)
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's E routed experts with SwiGLU: fc2(silu(gate) * up * router weight), [gate, up] = fc1(token)."""
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config)
+        self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
+        self.data_group = pg_collection.expt_dp
+        ffn, hidden = config.moe_ffn_hidden_size // self.tensor_group.size(), config.hidden_size
+        self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
+        self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
+        if config.perform_initialization:
+            for fc1, fc2 in zip(self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()):
+                config.init_method(fc1)
+                config.output_layer_init_method(fc2)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, router_weights: Tensor) -> tuple[Tensor, None]:
+        """Return the outputs of the experts, multiplied by the router's weights. [n, H]
+
+        Args:
+            tokens: [n, H], sorted by expert.
+            tokens_per_expert: [E] number of tokens of each expert.
+            router_weights: [n], fp32.
+        """
+        ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        gate_up = F.grouped_mm(tokens, self.linear_fc1.weight.transpose(1, 2), offs=ends)
+        activated = self._activate(gate_up, router_weights[:, None])
+        return F.grouped_mm(activated, self.linear_fc2.weight.transpose(1, 2), offs=ends), None
+
+    def _activate(self, gate_up: Tensor, router_weights: Tensor) -> Tensor:
+        """Return silu(gate) * up * router weight. [n, 2 * ffn] -> [n, ffn]"""
+        if self.config.bias_activation_fusion:
+            return weighted_bias_swiglu_impl(gate_up, None, router_weights, self.config.activation_func_fp8_input_store)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) * up * router_weights).to(gate_up.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
+        gate and up projection as two slices.
+
+        Args:
+            prefix: name of this module.
+            sharded_offsets: Megatron's (axis, index, number) of the axes before that of the experts.
+            metadata: unused.
+        """
+        stacked = len(sharded_offsets)
+        experts = (stacked, self.expert_group.rank(), self.expert_group.size())
+        rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
+        replica = (0, 0, self.data_group.rank())
+
+        def sharded(key: str, tensor: Tensor, axis: int, index: int, parts: int) -> ShardedTensor:
+            offsets = (*sharded_offsets, experts, (stacked + axis, index, parts))
+            return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=stacked)
+
+        def split_gate_and_up(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, dim=1)
+            return [sharded(key, gate, 1, rank, 2 * ranks), sharded(key, up, 1, ranks + rank, 2 * ranks)]
+
+        key = f"{prefix}experts."
+        return {
+            prefix + FC1: ShardedTensorFactory(
+                key + FC1, self.linear_fc1.weight, split_gate_and_up, lambda parts: torch.cat(parts, dim=1), replica
+            ),
+            prefix + FC2: sharded(key + FC2, self.linear_fc2.weight, 2, rank, ranks),
+        }
+
+
+class TokenDispatcher(MoETokenDispatcher):
+    """Brings each token to its top-k experts, and sums their outputs.
+
+    The methods are the steps of Megatron's `MoELayer`, in their order. Every token must have exactly top-k experts.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.num_local_experts = config.num_moe_experts // self.ep_size
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one copy of each token per selected expert, [n * top_k, H], and its weight, [n * top_k], in the order
+        of the experts.
+
+        Args:
+            tokens: [..., H], n tokens.
+            routing_map: [n, experts] whether the router selected an expert.
+            probs: [n, experts] weights of the experts' outputs.
+        """
+        self.shape, top_k = tokens.shape, self.config.moe_router_topk
+        num_tokens = routing_map.shape[0]
+        pairs = torch.nonzero_static(routing_map.T.flatten(), size=num_tokens * top_k)[:, 0]  # expert * n + token
+        self.token_of = pairs % num_tokens
+        # The copies of each token, in the order of the experts, so that sums are deterministic.
+        self.copies_of = self.token_of.argsort(stable=True).view(num_tokens, top_k)
+        self.tokens_per_expert = routing_map.sum(dim=0)
+        copies = CopyRows.apply(tokens.reshape(num_tokens, -1), self.token_of, self.copies_of)
+        return copies, probs.T.flatten()[pairs]
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send the copies to the expert-parallel ranks that have their experts, and receive those for this rank's
+        experts: grouped by rank, then by expert. [n * top_k, H] -> [m, H]"""
+        if self.ep_size == 1:
+            return hidden_states, probs
+        num_experts = self.tokens_per_expert.shape[0]
+        counts = torch.empty(self.ep_size * num_experts, dtype=torch.long, device=probs.device)
+        dist.all_gather_into_tensor(counts, self.tokens_per_expert, group=self.ep_group)
+        counts = counts.view(self.ep_size, self.ep_size, -1)  # [sender, receiver, expert of the receiver]
+        rank = self.ep_group.rank()
+        self.received = counts[:, rank]  # [sender, local expert]
+        sizes = counts.sum(dim=2).tolist()  # waits for the GPU: NCCL needs the sizes
+        self.num_sent, self.num_received = sizes[rank], [row[rank] for row in sizes]
+        return self._exchange(hidden_states), self._exchange(probs)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort the received copies by expert; return them, their number per expert, and their weights."""
+        if self.ep_size == 1:
+            return hidden_states, self.tokens_per_expert, probs
+        experts = torch.arange(self.num_local_experts, device=probs.device).repeat(self.ep_size)
+        of_row = experts.repeat_interleave(self.received.flatten(), output_size=probs.shape[0])
+        self.order = of_row.argsort(stable=True)
+        self.inverse = torch.empty_like(self.order)
+        self.inverse[self.order] = torch.arange(len(self.order), device=probs.device)
+        sorted_states = PermuteRows.apply(hidden_states, self.order, self.inverse)
+        return sorted_states, self.received.sum(dim=0), PermuteRows.apply(probs, self.order, self.inverse)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Undo `dispatch_postprocess`. [m, H]"""
+        return hidden_states if self.ep_size == 1 else PermuteRows.apply(hidden_states, self.inverse, self.order)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Undo `token_dispatch`. [m, H] -> [n * top_k, H]"""
+        if self.ep_size == 1:
+            return hidden_states
+        return all_to_all(self.ep_group, hidden_states, self.num_sent, self.num_received)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sum the outputs of each token's experts. [n * top_k, H] -> [..., H]"""
+        return SumRows.apply(hidden_states, self.copies_of, self.token_of).view(self.shape)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        return all_to_all(self.ep_group, rows, self.num_received, self.num_sent)
+
+
+class CopyRows(torch.autograd.Function):
+    """Computes x[row_of]: row i of the result is a copy of row `row_of[i]` of x. [n, H] -> [n * k, H]
+
+    `copies_of` [n, k] has the rows of the result that are copies of each row of x. The gradient sums them in this
+    order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_of: Tensor, copies_of: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of, copies_of)
+        return x.index_select(0, row_of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, copies_of = ctx.saved_tensors
+        return _sum_rows(grads[0], copies_of), None, None
+
+
+class SumRows(torch.autograd.Function):
+    """The transpose of `CopyRows`: row i of the result is the sum of rows `copies_of[i]` of x. [n * k, H] -> [n, H]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies_of: Tensor, row_of: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of)
+        return _sum_rows(x, copies_of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class PermuteRows(torch.autograd.Function):
+    """Computes x[order], where `inverse` is the inverse permutation of `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the sums of `rows` [n, k] of x [m, H], accumulated in fp32 in one kernel. [n, H]"""
+    return F.embedding_bag(rows, x, mode="sum")
