@@ -11,6 +11,7 @@ deterministic, and without expert parallelism no step waits for the GPU.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -53,6 +54,9 @@ class GroupedExperts(MegatronModule):
         super().__init__(config)
         self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
         self.data_group = pg_collection.expt_dp
+        self.recomputes_activation = (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        )
         ffn, hidden = config.moe_ffn_hidden_size // self.tensor_group.size(), config.hidden_size
         self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
         self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
@@ -71,8 +75,13 @@ class GroupedExperts(MegatronModule):
         """
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up = F.grouped_mm(tokens, self.linear_fc1.weight.transpose(1, 2), offs=ends)
-        activated = self._activate(gate_up, router_weights[:, None])
-        return F.grouped_mm(activated, self.linear_fc2.weight.transpose(1, 2), offs=ends), None
+        recomputation = CheckpointWithoutOutput() if self.recomputes_activation else None
+        activate = self._activate if recomputation is None else partial(recomputation.checkpoint, self._activate)
+        activated = activate(gate_up, router_weights[:, None])
+        out = F.grouped_mm(activated, self.linear_fc2.weight.transpose(1, 2), offs=ends)
+        if recomputation is not None:
+            recomputation.discard_output_and_register_recompute(out)
+        return out, None
 
     def _activate(self, gate_up: Tensor, router_weights: Tensor) -> Tensor:
         """Return silu(gate) * up * router weight. [n, 2 * ffn] -> [n, ffn]"""

@@ -91,8 +91,15 @@ def transformer_config(
             )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
+    is_permutation_fused = overrides.pop("moe_permute_fusion", False)  # by `grouped_experts.TokenDispatcher`
     if shape.experts:
-        defaults["moe_grouped_gemm"] = has_grouped_kernels(shape.experts, shape.hidden_size, dtype)
+        has_kernels = has_grouped_kernels(shape.experts, shape.hidden_size, dtype)
+        defaults["moe_grouped_gemm"] = has_kernels or is_permutation_fused
+        if cuda and not has_kernels and (is_permutation_fused or overrides.get("moe_grouped_gemm")):
+            raise OptionError(
+                f"--moe-grouped-gemm and --moe-permute-fusion need bf16 and sizes divisible by 8; found {dtype}, "
+                f"hidden size {shape.hidden_size}, expert width {shape.experts.ffn_hidden_size}: drop the options"
+            )
     fixed = {
         **from_checkpoint,
         **dict(activation_func=F.silu, softmax_scale=None),

@@ -141,6 +141,10 @@ def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     layers, modules = options.get("recompute_num_layers"), options.get("recompute_modules") or []
     modules = [modules] if isinstance(modules, str) else modules
     yield (
+        options.get("moe_permute_fusion") and options.get("moe_grouped_gemm") is False,
+        "--moe-permute-fusion permutes tokens for grouped GEMMs, but moe_grouped_gemm is false: drop one of them",
+    )
+    yield (
         granularity == "full" and (method is None or layers is None),
         "--recompute-granularity full needs --recompute-method (uniform or block) and --recompute-num-layers: add them",
     )
