@@ -350,7 +350,7 @@ def make_microbatch(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> 
     positions = torch.arange(len(ids)) % work.length
     parts: dict[str, Any] = dict.fromkeys(PackedMicrobatch.__dataclass_fields__)
     parts |= {"token_ids": ids, "position_ids": positions, "cu_seqlens": starts, "max_seqlen": work.length}
-    stream = pack_stream(PackedMicrobatch(**parts), engine.device, bucketed=engine.device.type == "cpu")
+    stream = pack_stream(PackedMicrobatch(**parts), engine.device, kernel=engine.attention_kernel)
     stream.cos_sin = rope_cos_sin(stream.positions, rope_dim(shape), shape.rotary)
     labels, counted = (
         ids.roll(-1),

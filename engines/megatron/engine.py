@@ -37,6 +37,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.model.attention_kernel import choose_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
 from penstock.engines.megatron.model.value_model import ValueModel
@@ -100,6 +101,7 @@ class MegatronEngine:
         self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
         self.role, self.device = role, device()
         overrides = normalize_megatron_args(overrides or {})
+        self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
@@ -243,8 +245,7 @@ class MegatronEngine:
         """Return the tokens of a micro-batch that this rank processes, padded and split."""
         rank, size = self.context_parallel_rank_and_size
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
-        bucketed = self.device.type == "cpu" or self.dtype == "fp32"  # flash attention needs half precision
-        return pack_stream(packed, self.device, tensor, size, rank, bucketed)
+        return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
 
     def _router_token_indices(self, stream: PackedStream) -> Tensor | None:
         """Return the index in the micro-batch of each token that this rank's MoE routers process, -1 for padding; None:
@@ -377,6 +378,9 @@ class MegatronEngine:
             "layout": self.layout.model_dump(),
             "dtype": self.dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            # only if they differ from the first release's, so that its runs still replay bit for bit
+            **({"attention": self.attention_kernel} if self.attention_kernel == "fa4" else {}),
+            **({"experts": "grouped"} if self.config.moe_grouped_gemm else {}),
         }
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.engines.megatron.model.attention_kernel import AttentionKernel
 from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
@@ -46,10 +47,11 @@ class PackedStream:
     max_seqlen_kv: int
     cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
     key_rows: Tensor | None = None  # [k] indices into the keys gathered over context-parallel ranks; None: no gather
-    buckets: list[Bucket] | None = None  # sequences grouped by length, for attention without a varlen kernel
+    buckets: list[Bucket] | None = None  # sequences grouped by length, for the kernel "padded"
     real_rows: Tensor | None = None  # [r] indices of this rank's rows that are not padding; None: all rows
     pack_index: Tensor | None = None  # [r] index in the unpadded micro-batch of each of `real_rows`; None: the same
     routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
+    kernel: AttentionKernel = "padded"
     qkv_format: str = "thd"  # Megatron's name for packed sequences
 
 
@@ -81,7 +83,7 @@ def pack_stream(
     tensor: int = 1,
     context: int = 1,
     context_rank: int = 0,
-    bucketed: bool = True,
+    kernel: AttentionKernel = "padded",
 ) -> PackedStream:
     """Return the tokens of a packed micro-batch that this rank processes, padded and split.
 
@@ -91,7 +93,7 @@ def pack_stream(
         tensor: sequence-parallel size (1 without sequence parallelism); the stream is padded to a multiple of it.
         context: context-parallel size.
         context_rank: this rank's index in its context-parallel group.
-        bucketed: whether to compute `buckets`, for a device or dtype without a variable-length attention kernel.
+        kernel: attention kernel that the model uses; `buckets` are computed only for "padded".
     """
     if tensor == context == 1:
         cu_seqlens = packed.cu_seqlens.to(device, torch.int32)
@@ -105,7 +107,8 @@ def pack_stream(
         )
     else:
         stream = _split_stream(packed, device, tensor, context, context_rank)
-    if bucketed:
+    stream.kernel = kernel
+    if kernel == "padded":
         buckets = make_buckets(stream.cu_seqlens_q.tolist(), stream.cu_seqlens_kv.tolist())
         stream.buckets = [bucket.to(device) for bucket in buckets]
     return stream

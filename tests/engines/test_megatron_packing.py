@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model.attention_kernel import AttentionKernel, choose_attention_kernel
+from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, make_pack
 
 import_megatron()
 
 from penstock.engines.families.shape import Rotary  # noqa: E402
-from penstock.engines.megatron.model.attention import bucketed_attention  # noqa: E402
+from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention  # noqa: E402
 from penstock.engines.megatron.model.rotary import apply_rope_unfused, rope_cos_sin  # noqa: E402
 from penstock.engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
 
@@ -122,3 +125,49 @@ def test_rotate_is_a_complex_rotation_of_pairs() -> None:
     torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
     assert F.cosine_similarity(rotated[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 is not rotated
+
+
+@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
+def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
+    assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16") == "padded"
+    assert choose_attention_kernel("local", "bf16") == choose_attention_kernel(backend, "fp32") == "padded"
+
+
+@pytest.mark.parametrize("backend", ["torch", "fa4"])
+def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
+    with pytest.raises(OptionError, match=f"--attention-backend {backend} needs .*bf16 on a .*GPU.*; found fp32 on"):
+        choose_attention_kernel(backend, "fp32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)  # of keys, of values
+@pytest.mark.parametrize("kernel", ["torch", "fa4"])
+def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
+    """Outputs and gradients, also for context-parallel pieces, which have more keys than queries."""
+    if kernel == "fa4" and find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+    pack, generator = make_pack(LENGTHS), torch.Generator("cuda").manual_seed(0)
+    for context in (1, 2):
+        streams = {
+            name: pack_stream(pack, torch.device("cuda"), 1, context, 1 % context, name) for name in ("padded", kernel)
+        }
+        stream = streams[kernel]
+        sizes = [
+            (int(stream.cu_seqlens_q[-1]), 4),
+            (int(stream.cu_seqlens_kv[-1]), 2),
+            (int(stream.cu_seqlens_kv[-1]), 2),
+        ]
+        inputs = [
+            torch.randn(*size, width, dtype=torch.bfloat16, device="cuda", generator=generator)
+            for size, width in zip(sizes, (widths[0], *widths))
+        ]
+        results = []
+        for name, dtype in (("padded", torch.float32), (kernel, torch.bfloat16)):
+            own = [x.to(dtype).requires_grad_() for x in inputs]
+            streams[name].key_rows = None  # the keys are gathered already
+            out = causal_attention(*own, streams[name], 0.1, None)
+            out.float().pow(2).sum().backward()
+            results.append([out.detach().float(), *(x.grad.float() for x in own)])
+        for expected, found in zip(*results):
+            assert (found - expected).abs().max() < 0.02 * expected.abs().max()

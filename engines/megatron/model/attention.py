@@ -2,8 +2,7 @@
 
 Megatron-core's own `DotProductAttention` supports neither packed sequences nor context parallelism, and its unfused
 RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once,
-in `CoreAttention`. In bf16 on CUDA the kernel is torch's variable-length flash attention; otherwise sequences of
-similar length are padded into batches for `scaled_dot_product_attention`. Under context parallelism keys and values are
+in `CoreAttention`, with one of the kernels of `attention_kernel.py`. Under context parallelism keys and values are
 gathered over the ranks. MLA (`mla.py`) has its own projections and uses only `causal_attention`.
 """
 
@@ -76,7 +75,8 @@ def causal_attention(
         value = gather_from_sequence_parallel_region(value.contiguous(), group=context_group)[stream.key_rows]
     if stream.buckets is not None:
         return bucketed_attention(query, key, value, stream.buckets, scale)
-    return varlen_attention(query, key, value, stream, scale)
+    attend = fa4_attention if stream.kernel == "fa4" else varlen_attention
+    return attend(query, key, value, stream, scale)
 
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
@@ -127,6 +127,24 @@ class _CopyRows(torch.autograd.Function):
         grad = grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:])
         grad[rows] = grads[0][places]
         return grad, None, None, None
+
+
+def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
+    """Return the output of causal attention, computed by FlashAttention-4. [t, heads, value_dim]"""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=stream.cu_seqlens_q,
+        cu_seqlens_k=stream.cu_seqlens_kv,
+        max_seqlen_q=stream.max_seqlen_q,
+        max_seqlen_k=stream.max_seqlen_kv,
+        softmax_scale=scale,
+        causal=True,  # the last query of a sequence attends to all of its keys
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )[0]
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:

@@ -124,12 +124,7 @@ def build_meta_model(shape: ModelShape) -> PolicyModel:
     def skip_init(tensor: Tensor) -> Tensor:  # random initialization of DeepSeek-V3 would take 30,000 generator calls
         return tensor
 
-    options = {
-        "moe_grouped_gemm": False,
-        "use_cpu_initialization": True,
-        "init_method": skip_init,
-        "output_layer_init_method": skip_init,
-    }
+    options = {"use_cpu_initialization": True, "init_method": skip_init, "output_layer_init_method": skip_init}
     config = transformer_config(shape, overrides=options)
     with torch.device("meta"):
         return _build_chunk(shape, config, None)

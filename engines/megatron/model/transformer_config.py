@@ -94,7 +94,7 @@ def transformer_config(
     is_permutation_fused = overrides.pop("moe_permute_fusion", False)  # by `grouped_experts.TokenDispatcher`
     if shape.experts:
         has_kernels = has_grouped_kernels(shape.experts, shape.hidden_size, dtype)
-        defaults["moe_grouped_gemm"] = has_kernels or is_permutation_fused
+        defaults["moe_grouped_gemm"] = is_permutation_fused
         if cuda and not has_kernels and (is_permutation_fused or overrides.get("moe_grouped_gemm")):
             raise OptionError(
                 f"--moe-grouped-gemm and --moe-permute-fusion need bf16 and sizes divisible by 8; found {dtype}, "

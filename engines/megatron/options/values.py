@@ -20,7 +20,7 @@ NUMBERS = {"bool": (bool,), "int": (int,), "float": (int, float)}
 CHOICES = {  # allowed values of options that Megatron's source annotates only as `str`
     "rope_type": ("rope", "yarn"),
     "optimizer": ("adam",),
-    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "attention_backend": ("auto", "flash", "fused", "unfused", "local", "fa4", "torch"),
     "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
