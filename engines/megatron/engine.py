@@ -380,7 +380,7 @@ class MegatronEngine:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             # only if they differ from the first release's, so that its runs still replay bit for bit
             **({"attention": self.attention_kernel} if self.attention_kernel == "fa4" else {}),
-            **({"experts": "grouped"} if self.config.moe_grouped_gemm else {}),
+            **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
         }
 
 
