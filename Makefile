@@ -22,7 +22,7 @@ test-unit: setup  ## only the tests without engines
 	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
 
 test-all: test  ## `make test`, then the long tests: all parallel layouts, all kills, pairs of kills, S3, all bad inputs
-	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist load
+	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist worksteal
 
 lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/ruff format --check .
