@@ -339,7 +339,7 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
 def config_hash(config: PostTrainConfig) -> str:
     """Return a hash of the options that a resumed run cannot change (mutability `identity`).
 
-    Options that `model_dump` omits are not hashed, so that hashes equal those of releases without these options.
+    Options that `model_dump` omits are not hashed, so that a new option does not change the hash of existing runs.
     """
     dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
     identity = {field: value for field, value in options_by_mutability(config, "identity").items() if field in dumped}

@@ -63,7 +63,7 @@ class Replica(ABC):
         """Return whether the server's process is running. Takes about a millisecond and sends no request to the server.
 
         Raises:
-            RuntimeError: another driver has adopted the server.
+            RuntimeError: another driver of the run has taken over the server.
         """
 
     @abstractmethod

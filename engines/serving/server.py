@@ -186,7 +186,7 @@ class EngineServer(ABC):
         """Return whether the server's main process is running. SGLang ends it when one of its child processes dies.
 
         Raises:
-            RuntimeError: `owner` is given, but another pool has adopted the server.
+            RuntimeError: `owner` is given, but another driver of the run has taken over the server.
         """
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")

@@ -185,7 +185,7 @@ def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> No
     num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     if num_rounds > num_trained:
         raise RunError(
-            f"run {keys.run!r} has {num_trained} trained rounds: --at takes at most {num_trained}; found {num_rounds}"
+            f"run {keys.run!r} has {num_trained} trained rounds, but --at is {num_rounds}: give at most {num_trained}"
         )
 
 

@@ -161,7 +161,7 @@ class Processes:
     def materialize_fork(self) -> None:
         """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.
 
-        The rounds before the fork point are replayed with the parent's options.
+        The policy is recomputed by replaying the rounds before the fork point with the parent's options.
         """
         record = self.store.read_json(self.keys.record)
         assert record is not None

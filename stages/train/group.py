@@ -269,8 +269,9 @@ class TrainerGroup:
             raise errors[0]
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
-        """If ranks are running, move their weights and optimizer state to host memory and discard gradients, except the
-        kinds `keep` of the policy. Later calls move the state that they need back to the device."""
+        """If ranks are running, move weights and optimizer state of policy and critic to host memory, and discard their
+        gradients. The kinds of the policy's state in `keep` stay as they are. Later calls move the state that they need
+        back."""
         with self.lock:
             if self._actors:
                 self._call("offload", keep)

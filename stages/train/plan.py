@@ -61,7 +61,8 @@ class LossWeights:
     num_steps: int  # optimizer steps of the round
 
     def mean_over_steps(self, values: Tensor) -> float:
-        """Return the mean over the optimizer steps of the weighted sum of `values` [N] in each step."""
+        """Return the mean over the optimizer steps of each step's weighted sum of `values` [N], one value per token
+        of the batch; the weights are those of the loss."""
         return float((self.weights * values).sum()) / self.num_steps
 
 

@@ -138,7 +138,8 @@ def default_cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class _Cache:
-    """The cache directory: `<name>.rows` has the rows, `<name>.npz` has row offsets, row count and FIRST_ROW_KEYS."""
+    """The cache directory. For each data set, `<name>.rows` has the rows, and `<name>.npz` has the byte offset of each
+    row, the number of rows, and for each of FIRST_ROW_KEYS the number of the first row with this property."""
 
     directory: Path
 
