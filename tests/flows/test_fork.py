@@ -105,7 +105,7 @@ class Dying(Store):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["r", "--at", "6", "--name", "f"], r"run 'r' has 5 trained rounds: --at .*; found 6"),
+        (["r", "--at", "6", "--name", "f"], r"run 'r' has 5 trained rounds, but --at is 6"),
         (["r", "--at", "2", "--name", "r"], r"run 'r' exists already: .*--name"),
         (["x", "--at", "2", "--name", "f"], r"has no run 'x' \(it has: r\)"),
         (["r", "--at", "2", "--name", "f/g"], r"--name 'f/g'"),
