@@ -169,7 +169,7 @@ def load_function(
     if not callable(function):
         raise PluginError(
             f"{location} has no function {name!r}; its functions are {', '.join(_public_functions(module)) or 'none'}: "
-            f"write {location}:NAME with an existing one"
+            f"give one of these as {location}:NAME"
         )
     return function
 
@@ -218,8 +218,10 @@ def _choose_default_function(
     if default_name in names:
         return default_name
     names = [name for name in names if is_candidate(getattr(module, name))] or names
-    if len(names) != 1:
+    if not names:
+        raise PluginError(f"{location} defines no function: define {default_name} in it")
+    if len(names) > 1:
         raise PluginError(
-            f"cannot choose a function of {location}, which defines {', '.join(names) or 'none'}: write {location}:NAME"
+            f"cannot choose a function of {location}, which defines {', '.join(names)}: write {location}:NAME"
         )
     return names[0]

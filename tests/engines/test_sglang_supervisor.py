@@ -117,7 +117,7 @@ def test_failed_starts_count_as_restarts(world: World) -> None:
         world.engines[0].die()
         eventually(lambda: world.engines[0].num_starts == 3)
         eventually(lambda: running._failure is not None)
-        with pytest.raises(RuntimeError, match=r"(?s)2 of 2.*--engine-restarts.*no such model"):
+        with pytest.raises(RuntimeError, match=r"(?s)all 2 restarts.*--engine-restarts.*no such model"):
             running.live_urls()
 
 

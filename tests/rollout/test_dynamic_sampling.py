@@ -258,7 +258,7 @@ def test_audit_reports_dropped_or_buffered_prompt_missing_from_commit(
     record = json.loads(path.read_text())
     lost = record["state"]["dropped"].pop(0)["group_id"]
     path.write_text(json.dumps(record))
-    assert any(f"number {int(lost)} is missing" in line for line in problems_of(bench))
+    assert any(f"prompt {int(lost)} is missing" in line for line in problems_of(bench))
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
