@@ -350,7 +350,7 @@ def test_checkpoint_is_saved_during_other_calls_and_kill_does_not_wait(world: Si
         while group.lock.acquire(blocking=False):
             group.lock.release()  # the other thread has not begun
         group.kill()
-        with pytest.raises(RankDied, match=r"(died in|killed before the call of) 'train'"):
+        with pytest.raises(RankDied, match=r"(died in|cannot call) 'train'"):
             training.result()
     assert group.policy_state() is None
     PolicyRestorer(store, KEYS, group, base).restore(3)
