@@ -8,8 +8,7 @@ trains the same GRPO round, log-probs and metrics included. Its first loss and g
 variant. `--layout expert=2` starts the ranks that the layout needs, one per GPU.
 
 MFU: 6 x active parameters x tokens plus causal attention, no recomputation, over the data sheet's dense bf16 peak
-(`engines/megatron/peak_flops.py`). The floor printed beside it is the time of these FLOPs in one large bf16 matrix
-product on the same GPU. Writes JSON.
+(`engines/megatron/peak_flops.py`). Writes JSON, on a GPU with the TFLOP/s of one large bf16 matrix product beside it.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from typing import Any
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.storage.errors import LayoutError
+from penstock.storage.errors import LayoutError, OptionError
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+GROUPED_OPTIONS = ("moe_grouped_gemm", "moe_permute_fusion")
 TENSOR_FLAG, EXPERT_FLAG = "--tensor-model-parallel-size", "--expert-model-parallel-size"
 
 
@@ -64,6 +65,34 @@ def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
     """Raise LayoutError if `ranks`, the value of `flag`, does not divide the size of a dimension of the model."""
     if size % ranks:
         raise LayoutError(f"{flag} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
+
+
+def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any]) -> bool:
+    """Return whether the experts of a model are computed by grouped GEMMs."""
+    return bool(shape.experts) and any(megatron_options.get(name) for name in GROUPED_OPTIONS)
+
+
+def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
+    """Check that torch's grouped GEMM can multiply the experts of a model: its rows are multiples of 16 bytes.
+
+    Args:
+        shape: shape of the model.
+        expert_tensor: tensor-parallel size of the experts.
+        bytes_per_element: bytes of an element of weights and activations.
+
+    Raises:
+        OptionError: a row has another size.
+    """
+    assert shape.experts is not None
+    for name, size in (
+        ("the hidden size", shape.hidden_size),
+        ("the width of an expert on a rank", shape.experts.ffn_hidden_size // expert_tensor),
+    ):
+        if size * bytes_per_element % 16:
+            raise OptionError(
+                f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {name} {size} "
+                f"with {bytes_per_element} bytes per element: drop the options"
+            )
 
 
 def check_pipeline(

@@ -28,6 +28,7 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.attention_kernel import choose_attention_kernel
+from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
 from penstock.engines.megatron.model.value_model import ValueModel
@@ -368,6 +369,9 @@ class MegatronEngine:
     def fingerprint(self) -> dict[str, Any]:
         """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
         equal fingerprints and equal inputs have equal weight digests."""
+        kernel: str = self.attention_kernel
+        if kernel == "fa4":  # compiled at run time
+            kernel += "".join(f", {package} {version(package)}" for package in (FA4, "nvidia-cutlass-dsl"))
         return {
             "torch": torch.__version__,
             "megatron": MEGATRON_VERSION,
@@ -379,7 +383,7 @@ class MegatronEngine:
             "dtype": self.dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             # only if they differ from the first release's, so that its runs still replay bit for bit
-            **({"attention": self.attention_kernel} if self.attention_kernel == "fa4" else {}),
+            **({"attention": kernel} if kernel != choose_attention_kernel(None, self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
         }
 

@@ -189,7 +189,13 @@ def check_group_size(config: PostTrainConfig) -> None:
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    from penstock.engines.megatron.check_parallelism import check_model_parallel, check_pipeline
+    from penstock.engines.megatron.check_parallelism import (
+        check_grouped_experts,
+        check_model_parallel,
+        check_pipeline,
+        has_grouped_experts,
+    )
+    from penstock.engines.megatron.options.args import normalize_megatron_args
     from penstock.engines.megatron.options.model_options import check_model_options
 
     check_model_options(shape, train.megatron)
@@ -200,6 +206,9 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
         train.expert_tensor_parallel_size,
         train.sequence_parallel,
     )
+    if has_grouped_experts(shape, normalize_megatron_args(train.megatron)):
+        expert_tensor = train.expert_tensor_parallel_size or train.tensor_model_parallel_size
+        check_grouped_experts(shape, expert_tensor, 2 if train.params_dtype == "bf16" else 4)
     check_pipeline(
         shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron
     )

@@ -104,6 +104,11 @@ if __name__ == "__main__":
             for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
                 assert ours == theirs, (name, late, index, ours, theirs)
             print(name, "late" if late else "in time", "ok", flush=True)
+    expected = run(MIXTURE, rank, directory / "grouped-plain", moe_grouped_gemm=True)
+    overlapped = {"moe_grouped_gemm": True, "overlap_param_gather": True}
+    results = run(MIXTURE, rank, directory / "grouped-late", late=True, **overlapped)
+    for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        assert ours == theirs, ("grouped", index, ours, theirs)
     expected = run(MIXTURE, rank, directory / "bf16-plain", dtype="bf16")
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6, "overlap_param_gather": True}
     results = run(MIXTURE, rank, directory / "bf16-offload", late=True, dtype="bf16", **offload)

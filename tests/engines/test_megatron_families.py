@@ -13,6 +13,7 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
 from penstock.engines.megatron.check_parallelism import check_model_parallel
 from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
 from tests.families import FAMILIES, make_family
 
@@ -199,6 +200,17 @@ def test_grouped_experts_train_the_same_and_share_checkpoints(
     plain.load(tmp_path / "grouped")
     assert plain.digest() == digest
     assert train(plain, 1) == pytest.approx(train(grouped, 1), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "layout"), [({"hidden_size": 42}, ParallelLayout()), ({}, ParallelLayout(expert_tensor=12))], ids=str
+)
+def test_grouped_experts_with_rows_of_odd_size_are_refused(change: dict[str, Any], layout: ParallelLayout) -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
+
+    shape = SHAPE.model_copy(update={"experts": MIXTURE, **change})
+    with pytest.raises(OptionError, match=r"--moe-grouped-gemm .*16 bytes"):
+        transformer_config(shape, layout, overrides={"moe_permute_fusion": True})
 
 
 def test_recomputed_activation_of_grouped_experts_does_not_change_results(

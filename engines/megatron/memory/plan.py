@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, count_rank_parameters
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.check_parallelism import split_layers
+from penstock.engines.megatron.check_parallelism import has_grouped_experts, split_layers
 from penstock.engines.megatron.memory.activations import FP32, layer_activations
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.parallel_layout import ParallelLayout
@@ -115,7 +115,10 @@ def estimate_stage_memory(
     # models are updated one after another, and each frees the copies of its gradients
     update = FP32 * max(shards) if gradient_size < FP32 else 0.0
     if offloaded:
-        update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest_parameter(shape, layout)))
+        largest = largest_parameter(shape, layout)
+        if has_grouped_experts(shape, megatron):
+            largest = max(largest, largest_stack(shape, layout) // expert_replicas)
+        update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
     activations, temporary = activation_bytes(shape, layout, options, layers, stage)
     return TrainerMemory(
         stage=stage,
@@ -133,6 +136,14 @@ def estimate_stage_memory(
 def largest_parameter(shape: ModelShape, layout: ParallelLayout) -> int:
     """Return the number of elements of the largest parameter of a rank: the embedding, or gate and up projection."""
     return max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
+
+
+def largest_stack(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the number of elements of gate and up projections of all experts of a rank, which are one parameter with
+    --moe-grouped-gemm."""
+    assert shape.experts is not None
+    width = shape.experts.ffn_hidden_size // (layout.expert_tensor or layout.tensor)
+    return shape.experts.num_experts // layout.expert * 2 * width * shape.hidden_size
 
 
 def count_stage_parameters(

@@ -73,7 +73,8 @@ def causal_attention(
     if stream.key_rows is not None:
         key = gather_from_sequence_parallel_region(key.contiguous(), group=context_group)[stream.key_rows]
         value = gather_from_sequence_parallel_region(value.contiguous(), group=context_group)[stream.key_rows]
-    if stream.buckets is not None:
+    if stream.kernel == "padded":
+        assert stream.buckets is not None
         return bucketed_attention(query, key, value, stream.buckets, scale)
     attend = fa4_attention if stream.kernel == "fa4" else varlen_attention
     return attend(query, key, value, stream, scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from typing import Literal
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from penstock.storage.errors import OptionError
 
 # "padded": batches of sequences of similar length, any device and dtype; "torch": torch's variable-length
-# FlashAttention-2; "fa4": FlashAttention-4 (package flash-attn-4), on Hopper GPUs and later
+# FlashAttention-2; "fa4": FlashAttention-4
 AttentionKernel = Literal["padded", "torch", "fa4"]
-MIN_CAPABILITY_OF_FA4 = 9  # major compute capability
+FA4 = "flash-attn-4"  # package
+FA4_CAPABILITIES = (9, 10)  # major compute capabilities for which it has a deterministic backward pass
 
 
 def choose_attention_kernel(backend: str | None, dtype: str) -> AttentionKernel:
@@ -31,11 +32,11 @@ def choose_attention_kernel(backend: str | None, dtype: str) -> AttentionKernel:
     if backend == "torch" and not has_flash:
         raise OptionError(f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto")
     if backend == "fa4":
-        is_installed = find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
-        if not has_flash or torch.cuda.get_device_capability()[0] < MIN_CAPABILITY_OF_FA4 or not is_installed:
+        is_installed = any(distributions(name=FA4))
+        if not has_flash or torch.cuda.get_device_capability()[0] not in FA4_CAPABILITIES or not is_installed:
             raise OptionError(
-                "--attention-backend fa4 needs the package flash-attn-4, and bf16 on a Hopper GPU or later; found "
-                f"{found}{'' if is_installed else ' without the package'}: install it, or use auto"
+                f"--attention-backend fa4 needs the package {FA4}, and bf16 on a GPU of compute capability 9 or 10; "
+                f"found {found}{'' if is_installed else ' without the package'}: use auto"
             )
         return "fa4"
     return "torch" if has_flash else "padded"

@@ -2,7 +2,8 @@
 dispatch of tokens to them. Used with Megatron's option `moe_grouped_gemm`.
 
 Megatron-core's `SequentialMLP` multiplies one expert after the other; its grouped variants need TransformerEngine or
-the package grouped_gemm. Here torch's `grouped_mm` does it, on a CPU as a loop. Checkpoints are the same as
+the package grouped_gemm. Here torch's `grouped_mm` does it: one kernel on a Hopper GPU, a loop
+on a CPU. Checkpoints are the same as
 `SequentialMLP`'s.
 
 Tokens are gathered in the order of their experts and summed again with fixed index tables, so that results are
@@ -11,6 +12,7 @@ deterministic, and without expert parallelism no step waits for the GPU.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -31,8 +34,10 @@ FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
 def set_token_dispatcher(layer: MoELayer, pg_collection: Any) -> None:
     """Replace the token dispatcher of an MoE layer. Megatron's remains if experts are sharded over tensor-parallel
     ranks, or if the computation of shared experts overlaps with its communication."""
-    if pg_collection.expt_tp.size() == 1 and not layer.config.moe_shared_expert_overlap:
-        layer.token_dispatcher = TokenDispatcher(layer.config, pg_collection)
+    config = layer.config
+    is_replaceable = config.moe_token_dispatcher_type == "alltoall" and not config.moe_shared_expert_overlap
+    if pg_collection.expt_tp.size() == 1 and is_replaceable:
+        layer.token_dispatcher = TokenDispatcher(config, pg_collection)
 
 
 class StackedWeight(nn.Module):
@@ -45,6 +50,11 @@ class StackedWeight(nn.Module):
             torch.empty(num_experts, size_out, size_in, dtype=config.params_dtype, device=device)
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_axis, stride=1)
+
+    def forward(self) -> Tensor:
+        """Return the weights as `grouped_mm` takes them, [E, in, out]. Reading them through a call makes Megatron wait
+        for their all-gather (`--overlap-param-gather`)."""
+        return self.weight.transpose(1, 2)
 
 
 class GroupedExperts(MegatronModule):
@@ -61,9 +71,16 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
         self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
         if config.perform_initialization:
+            self._initialize()
+
+    def _initialize(self) -> None:
+        """Draw random weights, different ones on every expert-parallel rank with a GPU."""
+        on_gpu = not self.config.use_cpu_initialization
+        tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+        with tracker.fork(name) if on_gpu else nullcontext():
             for fc1, fc2 in zip(self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()):
-                config.init_method(fc1)
-                config.output_layer_init_method(fc2)
+                self.config.init_method(fc1)
+                self.config.output_layer_init_method(fc2)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, router_weights: Tensor) -> tuple[Tensor, None]:
         """Return the outputs of the experts, multiplied by the router's weights. [n, H]
@@ -74,11 +91,11 @@ class GroupedExperts(MegatronModule):
             router_weights: [n], fp32.
         """
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate_up = F.grouped_mm(tokens, self.linear_fc1.weight.transpose(1, 2), offs=ends)
+        gate_up = F.grouped_mm(tokens, self.linear_fc1(), offs=ends)
         recomputation = CheckpointWithoutOutput() if self.recomputes_activation else None
         activate = self._activate if recomputation is None else partial(recomputation.checkpoint, self._activate)
         activated = activate(gate_up, router_weights[:, None])
-        out = F.grouped_mm(activated, self.linear_fc2.weight.transpose(1, 2), offs=ends)
+        out = F.grouped_mm(activated, self.linear_fc2(), offs=ends)
         if recomputation is not None:
             recomputation.discard_output_and_register_recompute(out)
         return out, None
@@ -110,6 +127,7 @@ class GroupedExperts(MegatronModule):
             offsets = (*sharded_offsets, experts, (stacked + axis, index, parts))
             return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=stacked)
 
+        @torch.no_grad()
         def split_gate_and_up(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
             gate, up = tensor.chunk(2, dim=1)
             return [sharded(key, gate, 1, rank, 2 * ranks), sharded(key, up, 1, ranks + rank, 2 * ranks)]
@@ -191,7 +209,9 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum the outputs of each token's experts. [n * top_k, H] -> [..., H]"""
-        return SumRows.apply(hidden_states, self.copies_of, self.token_of).view(self.shape)
+        summed = SumRows.apply(hidden_states, self.copies_of, self.token_of).view(self.shape)
+        del self.token_of, self.copies_of, self.tokens_per_expert
+        return summed
 
     def _exchange(self, rows: Tensor) -> Tensor:
         return all_to_all(self.ep_group, rows, self.num_received, self.num_sent)
@@ -206,13 +226,12 @@ class CopyRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_of: Tensor, copies_of: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of, copies_of)
+        ctx.save_for_backward(copies_of)
         return x.index_select(0, row_of)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _, copies_of = ctx.saved_tensors
-        return _sum_rows(grads[0], copies_of), None, None
+        return _sum_rows(grads[0], ctx.saved_tensors[0]), None, None
 
 
 class SumRows(torch.autograd.Function):

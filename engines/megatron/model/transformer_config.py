@@ -13,8 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.engines.families.shape import Experts, ModelShape
-from penstock.engines.megatron.check_parallelism import check_model_parallel, check_pipeline
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.check_parallelism import (
+    check_grouped_experts,
+    check_model_parallel,
+    check_pipeline,
+    has_grouped_experts,
+)
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.model_options import check_model_options, model_options
@@ -26,6 +31,7 @@ import_megatron()
 
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
+HOPPER = 9  # major compute capability; torch's grouped GEMM has kernels for it, and was not tested on others
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNUSED_IN_MLA = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # Megatron-LM scripts set them; ignored for MLA
 # MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
@@ -91,14 +97,15 @@ def transformer_config(
             )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
-    is_permutation_fused = overrides.pop("moe_permute_fusion", False)  # by `grouped_experts.TokenDispatcher`
-    if shape.experts:
-        has_kernels = has_grouped_kernels(shape.experts, shape.hidden_size, dtype)
-        defaults["moe_grouped_gemm"] = is_permutation_fused
-        if cuda and not has_kernels and (is_permutation_fused or overrides.get("moe_grouped_gemm")):
+    is_grouped = has_grouped_experts(shape, overrides)
+    overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
+    if is_grouped:
+        defaults["moe_grouped_gemm"] = True
+        check_grouped_experts(shape, layout.expert_tensor or layout.tensor, DTYPES[dtype].itemsize)
+        if cuda and (dtype != "bf16" or torch.cuda.get_device_capability()[0] != HOPPER):
             raise OptionError(
-                f"--moe-grouped-gemm and --moe-permute-fusion need bf16 and sizes divisible by 8; found {dtype}, "
-                f"hidden size {shape.hidden_size}, expert width {shape.experts.ffn_hidden_size}: drop the options"
+                "--moe-grouped-gemm and --moe-permute-fusion need bf16 and Hopper GPUs; found "
+                f"{dtype} on {torch.cuda.get_device_name()}: drop the options"
             )
     fixed = {
         **from_checkpoint,
@@ -108,12 +115,6 @@ def transformer_config(
     }
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
-
-
-def has_grouped_kernels(experts: Experts, hidden_size: int, dtype: str) -> bool:
-    """Return whether grouped GEMMs of a model's experts have a GPU kernel: in bf16, with rows of whole 16 bytes."""
-    is_aligned = hidden_size % 8 == 0 and experts.ffn_hidden_size % 8 == 0
-    return torch.cuda.is_available() and dtype == "bf16" and is_aligned
 
 
 def merge_overrides(
