@@ -18,7 +18,7 @@ import xxhash
 from megatron.core import parallel_state
 from torch import Tensor
 
-from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
+from penstock.engines.megatron.model.gpt import HEAD, PolicyModel, is_routed_expert_parameter
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -110,18 +110,17 @@ def sharded_axis(tensor: Tensor) -> int | None:
 
 
 def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head."""
+    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head. Stacked experts are
+    yielded one by one, under the names that they have without stacking."""
     for name, param in chunk.named_parameters():
-        if name != "output_layer.weight" or not chunk.share_embeddings_and_output_weights:
-            yield from _split_experts(name, param) if STACKED.search(name) else [(name, param)]
+        if STACKED.search(name):
+            weight: Any
+            for expert, weight in enumerate(param.detach().unbind()):
+                weight.tensor_model_parallel, weight.partition_dim = True, (sharded_axis(param) or 0) - 1
+                yield STACKED.sub(rf".mlp.experts.local_experts.{expert}.\1", name), weight
+        elif name != HEAD or not chunk.share_embeddings_and_output_weights:
+            yield name, param
     yield from _correction_biases(chunk)
-
-
-def _split_experts(name: str, stacked: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, weight) of each expert in a stacked weight, with the names that unstacked weights have."""
-    for expert, weight in enumerate(stacked.detach().unbind()):
-        weight.tensor_model_parallel, weight.partition_dim = True, stacked.partition_dim - 1
-        yield STACKED.sub(rf".mlp.experts.local_experts.{expert}.\1", name), weight
 
 
 def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:

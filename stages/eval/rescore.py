@@ -80,16 +80,13 @@ def rescore_stage(
     Args:
         store: store of the run.
         source: evaluation whose samples are graded again.
-        scoring: new scoring settings; their hash names the new commit.
-        grader: grader with the settings of `scoring`.
+        scoring, grader: new scoring settings, whose hash names the new commit, and a grader with these settings.
         max_response_len: in tokens; decides whether a sample whose grading failed before is TRUNCATED or COMPLETED.
-        require_pass_rate: raise an error if the rewards do not define pass@k.
-        code_version: recorded in the commit.
+        require_pass_rate: raise OptionError if the rewards do not define pass@k.
 
     Raises:
-        RunError: the evaluation does not exist.
+        RunError, StoreError: the evaluation does not exist; its samples are damaged.
         RewardError: the reward is invalid or fails for every sample.
-        OptionError, StoreError: pass@k is required but not defined; the stored samples are damaged.
     """
     old = store.committed(source.prefix)
     if old is None:

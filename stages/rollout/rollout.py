@@ -123,16 +123,14 @@ def rollout_stage(
     num_prompts: int | None = None,
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
-    """Generate, grade and commit one round, and return its commit. If the round is already committed, only return
-    its commit.
+    """Generate, grade and commit one round, unless it is already committed. Return its commit.
 
     Args:
-        context: inputs, engines and store.
         prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
-        round: number and kind of the round, and the policy version that generates it.
+        round: number, kind and policy version of the round.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
-        num_prompts: number of groups to keep, by default `rollout_batch_size`.
-        summarize: computes the metrics of the samples (metric name -> value) that the commit records.
+        num_prompts: number of groups to keep; default: `rollout_batch_size`.
+        summarize: samples -> metrics to record in the commit.
 
     Raises:
         ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
@@ -151,8 +149,8 @@ def rollout_stage(
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
         journal.load_finished_groups()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
-        wanted = num_prompts or config.rollout_batch_size
-        result = run_blocking(generate_round(context, intake, journal, grader, wanted))
+        num_prompts = num_prompts or config.rollout_batch_size
+        result = run_blocking(generate_round(context, intake, journal, grader, num_prompts))
         seconds, groups = seconds | result.seconds, result.groups
         samples = samples_to_train(groups.kept, config)
         intake.source.add_samples(groups.buffered)

@@ -70,17 +70,12 @@ class GroupedExperts(MegatronModule):
         ffn, hidden = config.moe_ffn_hidden_size // self.tensor_group.size(), config.hidden_size
         self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
         self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
-        if config.perform_initialization:
-            self._initialize()
-
-    def _initialize(self) -> None:
-        """Draw random weights, different ones on every expert-parallel rank with a GPU."""
-        on_gpu = not self.config.use_cpu_initialization
-        tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
-        with tracker.fork(name) if on_gpu else nullcontext():
-            for fc1, fc2 in zip(self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()):
-                self.config.init_method(fc1)
-                self.config.output_layer_init_method(fc2)
+        if config.perform_initialization:  # on GPUs with other random numbers on every expert-parallel rank
+            tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+            with nullcontext() if config.use_cpu_initialization else tracker.fork(name):
+                for fc1, fc2 in zip(self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()):
+                    config.init_method(fc1)
+                    config.output_layer_init_method(fc2)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, router_weights: Tensor) -> tuple[Tensor, None]:
         """Return the outputs of the experts, multiplied by the router's weights. [n, H]
