@@ -91,7 +91,9 @@ def run_rank(rank: int, ranks: int, rendezvous: str, layout: ParallelLayout, opt
         use_deterministic_kernels()
     shape = model_shape(options.model, options.layers)
     report: dict[str, Any] = {
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
         "model": options.model,
         "layers": shape.num_layers,
         "layout": options.layout,
