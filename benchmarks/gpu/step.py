@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,23 +29,22 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from penstock.engines.families.shape import Experts, ModelShape, Rotary
+from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-SIZES = {  # name -> (layers, hidden, heads, groups, head_dim, ffn, vocab, tied embeddings), the shapes of Qwen3
-    "small": (2, 128, 4, 2, 32, 384, 4096, True),
-    "small-moe": (2, 128, 4, 2, 32, 384, 4096, False),
-    "0.6b": (28, 1024, 16, 8, 128, 3072, 151936, True),
-    "1.7b": (28, 2048, 16, 8, 128, 6144, 151936, True),
-    "4b": (36, 2560, 32, 8, 128, 9728, 151936, True),
-    "8b": (36, 4096, 32, 8, 128, 12288, 151936, False),
-    "30b-a3b": (48, 2048, 32, 4, 128, 6144, 151936, False),
+from train import MODELS, OPTIMIZER, TOLERANCE, make_batch, model_shape
+
+SIZES = {  # the shapes of Qwen3
+    **MODELS,
+    "small-moe": replace(MODELS["small"], ffn=64),
+    "4b": replace(MODELS["0.6b"], layers=36, hidden=2560, heads=32, ffn=9728),
+    "8b": replace(MODELS["0.6b"], layers=36, hidden=4096, heads=32, ffn=12288),
+    "30b-a3b": replace(MODELS["0.6b"], layers=48, hidden=2048, heads=32, groups=4, ffn=6144),
 }
+UNTIED = ("8b", "30b-a3b")  # the LM head is not the embedding
 EXPERTS = {"small-moe": (8, 2, 64), "30b-a3b": (128, 8, 768)}  # number of experts, experts per token, width
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; variants round at different points
-OPTIMIZER: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1, "adam_beta2": 0.98, "clip_grad": 1.0}
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def run_rank(rank: int, ranks: int, rendezvous: str, layout: ParallelLayout, opt
         from penstock.engines.megatron.engine import use_deterministic_kernels
 
         use_deterministic_kernels()
-    shape = model_shape(options.model, options.layers)
+    shape = sized_shape(options.model, options.layers)
     report: dict[str, Any] = {
         "commit": subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -149,7 +149,9 @@ def measure_variant(
                 weights[name] = tensor.detach().to("cpu", copy=True)
     engine.optimizer.reload_model_params()
 
-    batch = make_batch(shape, options, engine.data_parallel_rank_and_size[1] * layout.context)
+    num_ranks = engine.data_parallel_rank_and_size[1] * layout.context
+    num_sequences = options.pack * num_ranks // options.length
+    batch = make_batch(replace(SIZES[options.model], length=options.length, num_sequences=num_sequences), options.packs)
     metrics: list[dict[str, Any]] = []
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -183,60 +185,16 @@ def measure_variant(
     return result, fingerprint
 
 
-def model_shape(name: str, layers: int | None) -> ModelShape:
-    depth, hidden, heads, groups, head_dim, ffn, vocab, tied = SIZES[name]
-    experts = None
+def sized_shape(name: str, layers: int | None) -> ModelShape:
+    """Return the shape of a model, cut to `layers` layers if given."""
+    changes: dict[str, Any] = {"tied_embeddings": name not in UNTIED, "max_position_embeddings": 65536}
+    if layers is not None:
+        changes["num_layers"] = layers
     if name in EXPERTS:
         num_experts, top_k, width = EXPERTS[name]
-        experts = Experts(
-            num_experts=num_experts,
-            top_k=top_k,
-            ffn_hidden_size=width,
-            shared_ffn_hidden_size=0,
-            num_dense_layers=0,
-            score="softmax",
-            normalized=True,
-        )
-    return ModelShape(
-        architecture="Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM",
-        family="qwen3",
-        num_layers=layers or depth,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=65536,
-        rotary=Rotary(base=1e6),
-        norm_epsilon=1e-6,
-        qk_layernorm=True,
-        qkv_bias=False,
-        tied_embeddings=tied,
-        experts=experts,
-    )
-
-
-def make_batch(shape: ModelShape, options: argparse.Namespace, num_ranks: int) -> Any:
-    """Return a rollout of random samples in groups of eight, with `options.packs` full micro-batches for each rank."""
-    import numpy as np
-
-    from penstock.stages.train.batching import Batch
-    from penstock.storage.samples.sample import Sample, to_table
-
-    rng = np.random.default_rng(0)
-    num_samples = options.packs * options.pack * num_ranks // options.length
-    samples = [
-        Sample(
-            *(f"{index}", f"{index // 8}", f"{index}", 0),
-            token_ids=rng.integers(shape.vocab_size, size=options.length).tolist(),
-            loss_mask=[1] * options.length,
-            rollout_logprobs=[-float(np.log(shape.vocab_size))] * options.length,
-            reward=float(rng.integers(2)),
-        )
-        for index in range(num_samples)
-    ]
-    return Batch.from_table(to_table(samples), needs_rewards=True)
+        experts = Experts(num_experts=num_experts, top_k=top_k, ffn_hidden_size=width, shared_ffn_hidden_size=0)
+        changes |= {"architecture": "Qwen3MoeForCausalLM", "experts": experts}
+    return model_shape(SIZES[name]).model_copy(update=changes)
 
 
 def measure_matmul(size: int = 8192) -> float:
