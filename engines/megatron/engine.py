@@ -24,7 +24,6 @@ context-parallel ranks. Every tensor-parallel rank computes the same loss.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -44,7 +43,7 @@ from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamR
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
-from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device
+from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name
 from penstock.engines.megatron.patches import MEGATRON_VERSION
 from penstock.engines.megatron.peak_flops import peak_flops
 
@@ -375,7 +374,7 @@ class MegatronEngine:
         return {
             "torch": torch.__version__,
             "megatron": MEGATRON_VERSION,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else cpu_name(),
+            "device": device_name(),
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "world_size": dist.get_world_size(),
@@ -394,11 +393,3 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     # Filling new tensors only helps debugging, and costs a pass over every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def cpu_name() -> str:
-    """Return the CPU's model name and vector extensions, which determine the kernels that math libraries choose."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
@@ -89,6 +91,17 @@ def shutdown_parallel() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def device_name() -> str:
+    """Return the name of this rank's GPU; on a machine without CUDA the CPU's model name and vector extensions, which
+    determine the kernels that math libraries choose."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def device() -> torch.device:

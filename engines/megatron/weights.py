@@ -115,8 +115,10 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     for name, param in chunk.named_parameters():
         if STACKED.search(name):
             weight: Any
+            stacked_axis = sharded_axis(param)
+            assert stacked_axis, f"{name} is sharded along its rows or columns"
             for expert, weight in enumerate(param.detach().unbind()):
-                weight.tensor_model_parallel, weight.partition_dim = True, (sharded_axis(param) or 0) - 1
+                weight.tensor_model_parallel, weight.partition_dim = True, stacked_axis - 1
                 yield STACKED.sub(rf".mlp.experts.local_experts.{expert}.\1", name), weight
         elif name != HEAD or not chunk.share_embeddings_and_output_weights:
             yield name, param

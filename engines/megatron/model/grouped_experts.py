@@ -2,9 +2,8 @@
 dispatch of tokens to them. Used with Megatron's option `moe_grouped_gemm`.
 
 Megatron-core's `SequentialMLP` multiplies one expert after the other; its grouped variants need TransformerEngine or
-the package grouped_gemm. Here torch's `grouped_mm` does it: one kernel on a Hopper GPU, a loop
-on a CPU. Checkpoints are the same as
-`SequentialMLP`'s.
+the package grouped_gemm. Here torch's `grouped_mm` does it: one kernel on a Hopper GPU, a loop on a CPU. Checkpoints
+are the same as those of `SequentialMLP`.
 
 Tokens are gathered in the order of their experts and summed again with fixed index tables, so that results are
 deterministic, and without expert parallelism no step waits for the GPU.
@@ -194,7 +193,11 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Undo `dispatch_postprocess`. [m, H]"""
-        return hidden_states if self.ep_size == 1 else PermuteRows.apply(hidden_states, self.inverse, self.order)
+        if self.ep_size == 1:
+            return hidden_states
+        received = PermuteRows.apply(hidden_states, self.inverse, self.order)
+        del self.order, self.inverse, self.received
+        return received
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Undo `token_dispatch`. [m, H] -> [n * top_k, H]"""
