@@ -128,7 +128,7 @@ class RayReplica(Replica):
         index: position in the pool; part of the actors' names.
         place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
             move the processes to other GPUs when a node dies; may raise NodeLost.
-        owner: id of the `EnginePool`. A server that another pool has adopted is no longer used, and not killed.
+        owner: id of the `EnginePool`, which stops using a server that another pool takes over, and does not kill it.
         backend: the engine implementation.
     """
 

@@ -1,5 +1,4 @@
-"""The record of a run in the store (run.json): created once, compared with the config at every start, and read by
-`penstock resume`."""
+"""The record of a run in the store (run.json): compared with the config at every start, read by `penstock resume`."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class RolloutDataSource:
 
     def buffered_samples(self) -> list[Sample]:
         """Return the samples of all buffered groups (taken back by `add_samples` and not used since), to be stored in
-        the round's commit. By default there is no buffer."""
+        the round's commit. This class has no buffer and returns an empty list."""
         return []
 
     def restore_buffer(self, samples: Sequence[Sample]) -> None:

@@ -75,7 +75,7 @@ class ChatFormat:
         options: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
         """Return (closing text, between text). The closing text is what the template writes to end the turn of `reply`.
-        The between text begins with the closing text, and goes on to the start of the model's next reply.
+        The between text is all text from there to the start of the model's next reply, closing text included.
 
         Args:
             opening: the messages before the first reply; messages between the first reply and `reply` are not rendered.
