@@ -13,7 +13,6 @@ from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.storage.errors import LayoutError, OptionError
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-GROUPED_OPTIONS = ("moe_grouped_gemm", "moe_permute_fusion")
 TENSOR_FLAG, EXPERT_FLAG = "--tensor-model-parallel-size", "--expert-model-parallel-size"
 
 
@@ -67,9 +66,12 @@ def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
         raise LayoutError(f"{flag} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
 
 
-def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any]) -> bool:
-    """Return whether the experts of a model are computed by grouped GEMMs."""
-    return bool(shape.experts) and any(megatron_options.get(name) for name in GROUPED_OPTIONS)
+def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:
+    """Return whether the experts of a model are computed by grouped GEMMs; `default` if no option decides it."""
+    if not shape.experts:
+        return False
+    chosen = megatron_options.get("moe_grouped_gemm")
+    return bool(chosen if chosen is not None else megatron_options.get("moe_permute_fusion") or default)
 
 
 def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
@@ -83,16 +85,26 @@ def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_eleme
     Raises:
         OptionError: a row has another size.
     """
+    if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
+        raise OptionError(
+            f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
+            f"{bytes_per_element} bytes per element: drop the options"
+        )
+
+
+def can_group_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> bool:
+    """Return whether `check_grouped_experts` accepts a model with these experts; False without experts."""
+    return shape.experts is not None and not _unaligned_row(shape, expert_tensor, bytes_per_element)
+
+
+def _unaligned_row(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> str:
+    """Return the first row of the experts' weights whose size is not a multiple of 16 bytes, or ""."""
     assert shape.experts is not None
-    for name, size in (
-        ("the hidden size", shape.hidden_size),
-        ("the width of an expert on a rank", shape.experts.ffn_hidden_size // expert_tensor),
-    ):
-        if size * bytes_per_element % 16:
-            raise OptionError(
-                f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {name} {size} "
-                f"with {bytes_per_element} bytes per element: drop the options"
-            )
+    rows = {
+        "the hidden size": shape.hidden_size,
+        "the width of an expert on a rank": shape.experts.ffn_hidden_size // expert_tensor,
+    }
+    return next((f"{name} {size}" for name, size in rows.items() if size * bytes_per_element % 16), "")
 
 
 def check_pipeline(

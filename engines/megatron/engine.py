@@ -37,7 +37,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel
+from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
 from penstock.engines.megatron.model.value_model import ValueModel
@@ -101,7 +101,7 @@ class MegatronEngine:
         self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
         self.role, self.device = role, device()
         overrides = normalize_megatron_args(overrides or {})
-        self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype)
+        self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype, shape)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
@@ -382,8 +382,9 @@ class MegatronEngine:
             "dtype": self.dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             # only if they differ from the first release's, so that its runs still replay bit for bit
-            **({"attention": kernel} if kernel != choose_attention_kernel(None, self.dtype) else {}),
+            **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
+            **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
         }
 
 

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterator
 from importlib.metadata import distributions
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model import attention_kernel
 from penstock.engines.megatron.model.attention_kernel import FA4, AttentionKernel, choose_attention_kernel
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, make_pack
@@ -127,16 +130,57 @@ def test_rotate_is_a_complex_rotation_of_pairs() -> None:
     assert F.cosine_similarity(rotated[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 is not rotated
 
 
+def shape_with_heads(keys: int, values: int) -> Any:
+    return SimpleNamespace(head_dim=keys, latent=None if keys == values else SimpleNamespace(v_head_dim=values))
+
+
+HEADS = shape_with_heads(128, 128)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a Hopper GPU, on which FlashAttention-4 is installed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([name]))
+
+
 @pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
 def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
-    assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16") == "padded"
-    assert choose_attention_kernel("local", "bf16") == choose_attention_kernel(backend, "fp32") == "padded"
+    assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16", HEADS) == "padded"
+    assert (
+        choose_attention_kernel("local", "bf16", HEADS) == choose_attention_kernel(backend, "fp32", HEADS) == "padded"
+    )
+
+
+@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused"])
+@pytest.mark.parametrize(("keys", "values", "kernel"), [(128, 128, "fa4"), (192, 128, "fa4"), (80, 80, "torch")])
+def test_fa4_is_chosen_for_tested_heads(hopper: None, backend: str | None, keys: int, values: int, kernel: str) -> None:
+    heads = shape_with_heads(keys, values)
+    assert choose_attention_kernel(backend, "bf16", heads) == kernel
+    assert choose_attention_kernel("torch", "bf16", heads) == "torch"
+    assert (
+        choose_attention_kernel("unfused", "bf16", heads) == choose_attention_kernel(backend, "fp32", heads) == "padded"
+    )
+
+
+def test_torch_is_chosen_without_fa4(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([]))
+    assert choose_attention_kernel("auto", "bf16", HEADS) == "torch"
+    with pytest.raises(OptionError, match="found no such package: use auto"):
+        choose_attention_kernel("fa4", "bf16", HEADS)
+
+
+def test_fa4_is_refused_for_other_heads(hopper: None) -> None:
+    with pytest.raises(OptionError, match=r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto"):
+        choose_attention_kernel("fa4", "bf16", shape_with_heads(80, 80))
 
 
 @pytest.mark.parametrize("backend", ["torch", "fa4"])
 def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
-    with pytest.raises(OptionError, match=f"--attention-backend {backend} needs .*bf16 on a .*GPU.*; found fp32 on"):
-        choose_attention_kernel(backend, "fp32")
+    with pytest.raises(OptionError, match=f"--attention-backend {backend} needs bf16 on a GPU.*; found fp32 on"):
+        choose_attention_kernel(backend, "fp32", HEADS)
 
 
 @pytest.mark.gpu
@@ -153,10 +197,11 @@ def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, w
             name: pack_stream(pack, torch.device("cuda"), 1, context, 1 % context, name) for name in ("padded", kernel)
         }
         stream = streams[kernel]
+        groups = 2 if widths[0] == widths[1] else 4  # latent attention has as many key heads as query heads
         sizes = [
             (int(stream.cu_seqlens_q[-1]), 4),
-            (int(stream.cu_seqlens_kv[-1]), 2),
-            (int(stream.cu_seqlens_kv[-1]), 2),
+            (int(stream.cu_seqlens_kv[-1]), groups),
+            (int(stream.cu_seqlens_kv[-1]), groups),
         ]
         inputs = [
             torch.randn(*size, width, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -171,3 +216,28 @@ def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, w
             results.append([out.detach().float(), *(x.grad.float() for x in own)])
         for expected, found in zip(*results):
             assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("kernel", ["torch", "fa4"])
+def test_deterministic_flash_kernels_repeat_bit_for_bit(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
+    if kernel == "fa4" and not any(distributions(name=FA4)):
+        pytest.skip("flash-attn-4 is not installed")
+    stream = pack_stream(make_pack([700, 1, 3000, 411]), torch.device("cuda"), kernel=kernel)
+    generator, num_tokens = torch.Generator("cuda").manual_seed(0), int(stream.cu_seqlens_q[-1])
+    inputs = [
+        torch.randn(num_tokens, 4, width, dtype=torch.bfloat16, device="cuda", generator=generator).requires_grad_()
+        for width in (widths[0], *widths)
+    ]
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(5):
+            out = causal_attention(*inputs, stream, 0.1, None)
+            results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), inputs)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for repeated in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], repeated))

@@ -116,7 +116,7 @@ def estimate_stage_memory(
     update = FP32 * max(shards) if gradient_size < FP32 else 0.0
     if offloaded:
         largest = largest_parameter(shape, layout)
-        if has_grouped_experts(shape, megatron):
+        if has_grouped_experts(shape, megatron, default=options.dtype == "bf16"):
             largest = max(largest, largest_stack(shape, layout) // expert_replicas)
         update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
     activations, temporary = activation_bytes(shape, layout, options, layers, stage)
@@ -139,8 +139,8 @@ def largest_parameter(shape: ModelShape, layout: ParallelLayout) -> int:
 
 
 def largest_stack(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Return the number of elements of gate and up projections of all experts of a rank, which are one parameter with
-    --moe-grouped-gemm."""
+    """Return the number of elements of gate and up projections of all experts of a rank, which are one parameter if
+    they are computed by grouped GEMMs."""
     assert shape.experts is not None
     width = shape.experts.ffn_hidden_size // (layout.expert_tensor or layout.tensor)
     return shape.experts.num_experts // layout.expert * 2 * width * shape.hidden_size

@@ -16,11 +16,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from penstock.engines.megatron.model.rotary import apply_rope
 from penstock.engines.megatron.packing import Bucket, PackedStream
+
+
+class HeadNormAttention(SelfAttention):
+    """An attention layer that normalizes query and key heads together with RoPE, see `HeadNorm`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.core_attention.rotate_query = self.q_layernorm.normalize_and_rotate
+        self.core_attention.rotate_key = self.k_layernorm.normalize_and_rotate
 
 
 class CoreAttention(MegatronModule):
@@ -40,6 +50,7 @@ class CoreAttention(MegatronModule):
         self.context_group = pg_collection.cp
         self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        self.rotate_query = self.rotate_key = apply_rope
 
     def forward(
         self,
@@ -53,8 +64,8 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [t, heads * head_dim]
         stream = packed_seq_params
         assert isinstance(stream, PackedStream) and stream.cos_sin is not None, "attention needs packed sequences"
-        query = apply_rope(query, stream.cos_sin, self.interleaved)
-        key = apply_rope(key, stream.cos_sin, self.interleaved)
+        query = self.rotate_query(query, stream.cos_sin, self.interleaved)
+        key = self.rotate_key(key, stream.cos_sin, self.interleaved)
         return causal_attention(query, key, value, stream, self.scale, self.context_group).flatten(-2)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import OptionError
 
 # "padded": batches of sequences of similar length, any device and dtype; "torch": torch's variable-length
@@ -14,29 +15,51 @@ from penstock.storage.errors import OptionError
 AttentionKernel = Literal["padded", "torch", "fa4"]
 FA4 = "flash-attn-4"  # package
 FA4_CAPABILITIES = (9, 10)  # major compute capabilities for which it has a deterministic backward pass
+FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys, of values; tested on Hopper
 
 
-def choose_attention_kernel(backend: str | None, dtype: str) -> AttentionKernel:
+def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
     """Return the kernel for a value of `--attention-backend`, on this machine.
 
-    "auto", "flash", "fused" and None: "torch" in bf16 on a GPU, else "padded". "unfused" and "local": "padded". "torch"
-    and "fa4" name a kernel.
+    "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
+    the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
+    a kernel.
 
     Raises:
-        OptionError: the named kernel does not work on this machine or with this dtype.
+        OptionError: the named kernel does not work on this machine, with this dtype or with this model.
     """
     if backend in ("unfused", "local"):
         return "padded"
-    found = f"{dtype} on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'a CPU'}"
-    has_flash = torch.cuda.is_available() and dtype == "bf16"
-    if backend == "torch" and not has_flash:
-        raise OptionError(f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto")
-    if backend == "fa4":
-        is_installed = any(distributions(name=FA4))
-        if not has_flash or torch.cuda.get_device_capability()[0] not in FA4_CAPABILITIES or not is_installed:
+    kernel = torch_attention_kernel(dtype)
+    if backend == "torch":
+        if kernel == "padded":
             raise OptionError(
-                f"--attention-backend fa4 needs the package {FA4}, and bf16 on a GPU of compute capability 9 or 10; "
-                f"found {found}{'' if is_installed else ' without the package'}: use auto"
+                f"--attention-backend torch needs bf16 on a GPU; found {dtype} on {_device_name()}: use auto"
             )
-        return "fa4"
-    return "torch" if has_flash else "padded"
+        return kernel
+    problem = _fa4_problem(dtype, shape)
+    if backend == "fa4" and problem:
+        raise OptionError(
+            f"--attention-backend fa4 needs bf16 on a GPU of compute capability 9 or 10, the package {FA4}, and heads "
+            f"of {' or '.join(map(str, FA4_WIDTHS))} (keys, values); found {problem}: use auto"
+        )
+    return kernel if problem else "fa4"
+
+
+def torch_attention_kernel(dtype: str) -> AttentionKernel:
+    """Return the best kernel of torch on this machine."""
+    return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
+
+
+def _fa4_problem(dtype: str, shape: ModelShape) -> str:
+    """Return why FlashAttention-4 does not work with this model on this machine, or "" if it does."""
+    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
+    if torch_attention_kernel(dtype) == "padded" or torch.cuda.get_device_capability()[0] not in FA4_CAPABILITIES:
+        return f"{dtype} on {_device_name()}"
+    if not any(distributions(name=FA4)):
+        return "no such package"
+    return "" if widths in FA4_WIDTHS else f"heads of {widths}"
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"

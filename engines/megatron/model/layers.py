@@ -19,10 +19,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from penstock.engines.families.shape import Experts, ModelShape
-from penstock.engines.megatron.model.attention import CoreAttention
+from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention
 from penstock.engines.megatron.model.grouped_experts import GroupedExperts, set_token_dispatcher
 from penstock.engines.megatron.model.mla import MLASelfAttention
-from penstock.engines.megatron.model.norm import RMSNorm
+from penstock.engines.megatron.model.norm import HeadNorm, RMSNorm
 from penstock.engines.megatron.model.router import select_experts
 from penstock.engines.megatron.model.router_replay import StreamRouting
 
@@ -49,7 +49,8 @@ def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: 
             attention = parts.self_attention.submodules
             attention.core_attention = CoreAttention
             if config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
+                parts.self_attention.module = HeadNormAttention
+                attention.q_layernorm = attention.k_layernorm = HeadNorm
         if shape.experts and hasattr(parts.mlp.submodules, "router"):
             parts.mlp.submodules.router = partial(ExpertRouter, shape.experts)
             if config.moe_grouped_gemm:

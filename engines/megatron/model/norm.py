@@ -1,4 +1,4 @@
-"""RMSNorm for Megatron layers without TransformerEngine.
+"""RMSNorm for Megatron layers without TransformerEngine, and RMSNorm of query and key heads together with RoPE.
 
 Megatron-core's own torch norm does not support sequence parallelism, where each tensor-parallel rank normalizes only
 its part of the tokens. This norm does, by an attribute: `weight.sequence_parallel = True` makes Megatron all-reduce
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.engines.megatron.model.rotary import apply_rope
+
 
 class RMSNorm(nn.Module):
     """Computes x / rms(x) * weight over the last dimension, where rms(x) = sqrt(mean(x^2) + eps) in fp32."""
@@ -25,4 +27,27 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(x)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
+
+            return normalize_and_rotate(x.reshape(-1, 1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class HeadNorm(RMSNorm):
+    """The norm of query or key heads. Megatron's attention layer calls it before RoPE; to compute both with one kernel,
+    this call returns the heads unchanged, and `CoreAttention` calls `normalize_and_rotate`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def normalize_and_rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+        """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as of `apply_rope`"""
+        if x.is_cuda and cos_sin[0].shape[-1] == x.shape[-1]:
+            from penstock.engines.megatron.model import norm_kernels
+
+            return norm_kernels.normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
+        return apply_rope(self.normalize(x), cos_sin, interleaved)

@@ -9,8 +9,6 @@ keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -111,7 +109,13 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
         cos_sin: cosines and sines, [t, 1, dim] each; RoPE is applied to the first `dim` dimensions of a head.
         interleaved: whether pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
     """
-    return (_fused_apply_rope() if x.is_cuda else apply_rope_unfused)(x, *cos_sin, interleaved)
+    dim = cos_sin[0].shape[-1]
+    if not x.is_cuda:
+        return apply_rope_unfused(x, *cos_sin, interleaved)
+    from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
+
+    rotated = normalize_and_rotate(x[..., :dim], cos_sin=cos_sin, interleaved=interleaved)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
 def apply_rope_unfused(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
@@ -127,9 +131,3 @@ def apply_rope_unfused(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: b
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
-
-
-@cache
-def _fused_apply_rope() -> Callable[..., Tensor]:
-    """Return `apply_rope_unfused`, compiled to one forward and one backward kernel for any number of tokens."""
-    return torch.compile(apply_rope_unfused, dynamic=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.check_parallelism import (
+    can_group_experts,
     check_grouped_experts,
     check_model_parallel,
     check_pipeline,
@@ -97,16 +98,9 @@ def transformer_config(
             )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
-    is_grouped = has_grouped_experts(shape, overrides)
-    overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
-    if is_grouped:
+    if _groups_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True
-        check_grouped_experts(shape, layout.expert_tensor or layout.tensor, DTYPES[dtype].itemsize)
-        if cuda and (dtype != "bf16" or torch.cuda.get_device_capability()[0] != HOPPER):
-            raise OptionError(
-                "--moe-grouped-gemm and --moe-permute-fusion need bf16 and Hopper GPUs; found "
-                f"{dtype} on {torch.cuda.get_device_name()}: drop the options"
-            )
+    overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
     fixed = {
         **from_checkpoint,
         **dict(activation_func=F.silu, softmax_scale=None),
@@ -115,6 +109,27 @@ def transformer_config(
     }
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
+
+
+def _groups_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
+    """Return whether a model's experts are computed by grouped GEMMs: if an option says so, else on GPUs with tested
+    kernels.
+
+    Raises:
+        OptionError: an option turns them on, but they do not work with this model or on this GPU.
+    """
+    cuda, size = torch.cuda.is_available(), DTYPES[dtype].itemsize
+    has_kernel = cuda and dtype == "bf16" and torch.cuda.get_device_capability()[0] == HOPPER
+    default = has_kernel and can_group_experts(shape, expert_tensor, size)
+    is_grouped = has_grouped_experts(shape, overrides, default)
+    if is_grouped:
+        check_grouped_experts(shape, expert_tensor, size)
+    if is_grouped and cuda and not has_kernel:
+        raise OptionError(
+            "--moe-grouped-gemm and --moe-permute-fusion need bf16 and Hopper GPUs; found "
+            f"{dtype} on {torch.cuda.get_device_name()}: drop the options"
+        )
+    return is_grouped
 
 
 def merge_overrides(
