@@ -20,6 +20,11 @@ def patch_without_transformer_engine(module: ModuleType) -> None:
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
     elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
+    elif module.__name__ == "megatron.core.fusions.fused_bias_swiglu" and torch.cuda.is_available():
+        from penstock.engines.megatron.model import swiglu_kernels
+
+        names["swiglu_back"] = swiglu_kernels.swiglu_back
+        names["weighted_swiglu_back"] = swiglu_kernels.weighted_swiglu_back
     elif module.__name__ == "megatron.core.tensor_parallel.random":
         # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048  # of x that a program processes at a time
-MAX_PROGRAMS = 1024  # of the backward pass, each with its own sum of the weight's gradient
+PARTIAL_SUMS = 2**21  # elements: every program of the backward pass has its own sum of the weight's gradient
 
 
 def normalize_and_rotate(
@@ -66,7 +66,7 @@ class NormalizeAndRotate(torch.autograd.Function):
         grad = grads[0].contiguous()
         tile, num_warps = _tile(x, ctx.interleaved)
         tiles = triton.cdiv(x.shape[0] * x.shape[1], tile[2])
-        tiles_per_program = triton.cdiv(tiles, MAX_PROGRAMS)
+        tiles_per_program = triton.cdiv(tiles * x.shape[2], PARTIAL_SUMS)
         programs = triton.cdiv(tiles, tiles_per_program)
         x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         weight_grads = None

@@ -1,0 +1,42 @@
+"""The Triton kernel for the gradient of SwiGLU, compared with autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("ffn", [8, 768, 3072, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
+    from penstock.engines.megatron.model.swiglu_kernels import swiglu_back, weighted_swiglu_back
+
+    torch.manual_seed(0)
+    gate_up, grad = torch.randn(70, 2 * ffn, device="cuda").to(dtype), torch.randn(70, ffn, device="cuda").to(dtype)
+    weights = torch.rand(70, 1, device="cuda")
+    inputs = gate_up.float().requires_grad_(), weights.clone().requires_grad_()
+    gate, up = inputs[0].chunk(2, dim=-1)
+    plain = F.silu(gate) * up
+    expected = [
+        *torch.autograd.grad(plain, inputs[:1], grad.float(), retain_graph=True),
+        *torch.autograd.grad(plain * inputs[1], inputs, grad.float()),
+    ]
+    found = [swiglu_back(grad, gate_up), *weighted_swiglu_back(grad, gate_up, weights)]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.float() - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert weighted_swiglu_back(grad[:0], gate_up[:0], weights[:0])[0].shape == (0, 2 * ffn)
+
+
+def test_megatron_uses_the_kernel() -> None:
+    from penstock.engines.megatron.compat import import_megatron
+
+    import_megatron()
+    from megatron.core.fusions import fused_bias_swiglu
+
+    from penstock.engines.megatron.model import swiglu_kernels
+
+    assert fused_bias_swiglu.swiglu_back is swiglu_kernels.swiglu_back
+    assert fused_bias_swiglu.weighted_swiglu_back is swiglu_kernels.weighted_swiglu_back
