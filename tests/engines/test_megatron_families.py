@@ -12,7 +12,9 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
 from penstock.engines.megatron.check_parallelism import check_model_parallel
+from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
 from tests.families import FAMILIES, make_family
@@ -199,6 +201,10 @@ def test_grouped_experts_train_the_same_and_share_checkpoints(
     digest = grouped.digest()
     plain.load(tmp_path / "grouped")
     assert plain.digest() == digest
+    plain.save(tmp_path / "again", {})
+    layout = checkpoint_layout(shapes[name])
+    ours, theirs = (TorchDistWeights(tmp_path / directory, layout) for directory in ("grouped", "again"))
+    assert all(torch.equal(ours.fetch(weight).clone(), theirs.fetch(weight)) for weight in layout.slices)
     assert train(plain, 1) == pytest.approx(train(grouped, 1), rel=1e-6)
 
 

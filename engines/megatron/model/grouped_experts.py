@@ -67,6 +67,7 @@ class GroupedExperts(MegatronModule):
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
         ffn, hidden = config.moe_ffn_hidden_size // self.tensor_group.size(), config.hidden_size
+        self.num_local_experts = num_local_experts
         self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
         self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
         if config.perform_initialization:  # on GPUs with other random numbers on every expert-parallel rank
@@ -105,33 +106,42 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
-        gate and up projection as two slices.
+        one chunk per expert, and gate and up projection as two chunks.
 
         Args:
             prefix: name of this module.
             sharded_offsets: Megatron's (axis, index, number) of the axes before that of the experts.
             metadata: unused.
         """
-        stacked = len(sharded_offsets)
-        experts = (stacked, self.expert_group.rank(), self.expert_group.size())
+        axis = len(sharded_offsets)  # of the experts
+        first_expert = self.expert_group.rank() * self.num_local_experts
+        num_experts = self.expert_group.size() * self.num_local_experts
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
         replica = (0, 0, self.data_group.rank())
 
-        def sharded(key: str, tensor: Tensor, axis: int, index: int, parts: int) -> ShardedTensor:
-            offsets = (*sharded_offsets, experts, (stacked + axis, index, parts))
-            return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=stacked)
+        def sharded(key: str, weight: Tensor, expert: int, *part: int) -> ShardedTensor:
+            offsets = (*sharded_offsets, (axis, first_expert + expert, num_experts), part)
+            return ShardedTensor.from_rank_offsets(key, weight, *offsets, replica_id=replica, prepend_axis_num=axis + 1)
 
         @torch.no_grad()
-        def split_gate_and_up(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
-            gate, up = tensor.chunk(2, dim=1)
-            return [sharded(key, gate, 1, rank, 2 * ranks), sharded(key, up, 1, ranks + rank, 2 * ranks)]
+        def split_fc1(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
+            return [
+                sharded(key, part, expert, axis + 1, index * ranks + rank, 2 * ranks)
+                for expert, weight in enumerate(tensor)
+                for index, part in enumerate(weight.chunk(2))  # gate, up
+            ]
 
-        key = f"{prefix}experts."
+        @torch.no_grad()
+        def split_fc2(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
+            return [sharded(key, weight, expert, axis + 2, rank, ranks) for expert, weight in enumerate(tensor)]
+
+        def merge_fc1(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts).view(self.linear_fc1.weight.shape)
+
+        key, fc1, fc2 = f"{prefix}experts.", self.linear_fc1.weight, self.linear_fc2.weight
         return {
-            prefix + FC1: ShardedTensorFactory(
-                key + FC1, self.linear_fc1.weight, split_gate_and_up, lambda parts: torch.cat(parts, dim=1), replica
-            ),
-            prefix + FC2: sharded(key + FC2, self.linear_fc2.weight, 2, rank, ranks),
+            prefix + FC1: ShardedTensorFactory(key + FC1, fc1, split_fc1, merge_fc1, replica),
+            prefix + FC2: ShardedTensorFactory(key + FC2, fc2, split_fc2, torch.stack, replica),
         }
 
 
