@@ -66,6 +66,16 @@ def test_invalid_model_directory_is_refused(good, tmp_path: Path, tiny_model: Pa
     assert "tokenizer" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
 
 
+def test_quantized_engines_are_refused_for_training(good, tmp_path: Path, tiny_model: Path, capsys) -> None:
+    """A weight update would fill their parameters with wrong values."""
+    assert "--sglang-quantization" in refusal(good | {"--sglang-quantization": "fp8"}, capsys)
+    fp8 = shutil.copytree(tiny_model, tmp_path / "fp8")
+    config = json.loads((fp8 / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    message = refusal(good | {"--hf-checkpoint": str(fp8)}, capsys)
+    assert str(fp8) in message and "quantization_config" in message
+
+
 def test_unusable_store_or_port_is_refused(good, tmp_path: Path, capsys) -> None:
     file = tmp_path / "file"
     file.write_text("")
