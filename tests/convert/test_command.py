@@ -147,10 +147,18 @@ def test_ray_processes_split_both_directions(cluster: Cluster, source: Path, tmp
     assert heard and heard[-1][0] <= heard[-1][1]
     back = config_of("--load", ref.uri, "--save", str(tmp_path / "back"))
     again = run_export(cluster, store, find_checkpoint(back), back.convert)
-    for_megatron = config_of("--load", ref.uri, "--save", str(tmp_path / "te"), "--megatron-names", "te")
-    te = run_export(cluster, store, find_checkpoint(for_megatron), for_megatron.convert)
-    taken = import_model(cluster, store, back.convert, str(tmp_path / "te" / "release"))
-    assert te.format == "torch_dist" and taken.key.startswith("models/megatron-")
     with HFWeights(source) as a, HFWeights(again.uri) as b:
         assert a.info == b.info and all(torch.equal(a.fetch(name), b.fetch(name)) for name in a.info)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_ray_process_exports_te_names_and_imports_them(cluster: Cluster, source: Path, tmp_path: Path) -> None:
+    store, options = Store(str(tmp_path / "store")), ConversionOptions(save=str(tmp_path / "there"), mtp="keep")
+    ref = convert_hf(store, source, options=options)
+    config = config_of("--load", ref.uri, "--save", str(tmp_path / "te"), "--megatron-names", "te")
+    exported = run_export(cluster, store, find_checkpoint(config), config.convert)
+    imported = import_model(cluster, store, config.convert, str(tmp_path / "te" / "release"))
+    assert exported.format == "torch_dist" and imported.key.startswith("models/megatron-")
     assert not list(tmp_path.glob(".*"))

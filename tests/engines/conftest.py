@@ -15,14 +15,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def run_two_ranks(tmp_path: Path) -> Callable[[str, float], str]:
-    """Runs `PROGRAM RANK DIRECTORY` twice, side by side, and gives what they printed; both must end well within
-    `timeout` seconds."""
+def run_two_ranks(tmp_path: Path) -> Callable[..., str]:
+    """Runs `PROGRAM RANK DIRECTORY [SELECTION]` twice, side by side, and gives what they printed; both must end well
+    within `timeout` seconds."""
 
-    def run(program: str, timeout: float) -> str:
+    def run(program: str, timeout: float, *selection: str) -> str:
         path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        line = [sys.executable, str(HERE / "forked_ranks.py"), str(HERE / program), "2", str(tmp_path)]
+        line = [sys.executable, str(HERE / "forked_ranks.py"), str(HERE / program), "2", str(tmp_path), *selection]
         process = subprocess.Popen(
             line,
             env=environment,

@@ -1,7 +1,7 @@
 """Run as two processes by `test_routing_replay.py`: replay and record routing under layouts of two ranks, and compare
 with one rank.
 
-usage: replay_ranks.py RANK DIRECTORY
+usage: replay_ranks.py RANK DIRECTORY [some]      with `some`, only the layouts of SOME
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LAYOUTS = {
     "virtual": ParallelLayout(pipeline=2, virtual_pipeline=2),
     "experts": ParallelLayout(expert=2),
 }
+SOME = ["sequence", "virtual", "experts"]
 RECOMPUTED = {  # pipelines run other micro-batches between a forward pass and its recomputation
     "pipeline": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "virtual": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -188,8 +189,8 @@ if __name__ == "__main__":
     if rank == 0:
         run_one_rank(directory)
     shutdown_parallel()
-    for name, layout in LAYOUTS.items():
-        init_parallel(rank, 2, f"file://{directory}/{name}", layout)
+    for name in SOME if "some" in sys.argv else LAYOUTS:
+        init_parallel(rank, 2, f"file://{directory}/{name}", LAYOUTS[name])
         shape = read_shape(directory / "model")
         run(name, rank, directory, shape)
         shutdown_parallel()

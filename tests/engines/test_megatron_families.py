@@ -1,6 +1,6 @@
 """Megatron models of every family: configuration, determinism and resume, and two ranks against transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import OptionError
+from tests.engines.family_ranks import SOME
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
 from tests.families import FAMILIES, make_family
 
@@ -289,7 +290,14 @@ def test_meta_model_of_a_real_size(world: None) -> None:
 
 
 @pytest.mark.integration
-def test_every_family_over_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
+@pytest.mark.parametrize(
+    ("selection", "families"),
+    [("some", SOME), pytest.param("all", FAMILIES, marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_every_family_over_two_ranks(
+    run_two_ranks: Callable[..., str], selection: str, families: Iterable[str]
+) -> None:
     """`family_ranks.py` compares logits, gradients, loaded and gathered weights."""
-    said = run_two_ranks("family_ranks.py", 400)
-    assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in FAMILIES)
+    said = run_two_ranks("family_ranks.py", 400, selection)
+    assert all(f"data, {name}:" in said and f"pipeline, {name}:" in said for name in families)

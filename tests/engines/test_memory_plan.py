@@ -74,8 +74,11 @@ def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: 
 
 
 @pytest.mark.integration
-def test_plan_equals_built_models_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
-    assert "8 layouts equal" in run_two_ranks("built_memory.py", 300)
+@pytest.mark.parametrize(("selection", "num_layouts"), [("some", 4), pytest.param("all", 8, marks=pytest.mark.full)])
+def test_plan_equals_built_models_of_two_ranks(
+    run_two_ranks: Callable[..., str], selection: str, num_layouts: int
+) -> None:
+    assert f"{num_layouts} layouts equal" in run_two_ranks("built_memory.py", 300, selection)
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)

@@ -187,7 +187,10 @@ def test_recomputation_replays_the_same_experts(
 
 
 @pytest.mark.integration
-def test_replay_under_every_layout_of_two_ranks(run_two_ranks: Callable[[str, float], str]) -> None:
+@pytest.mark.parametrize(("selection", "num_layouts"), [("some", 3), pytest.param("all", 6, marks=pytest.mark.full)])
+def test_replay_under_every_layout_of_two_ranks(
+    run_two_ranks: Callable[..., str], selection: str, num_layouts: int
+) -> None:
     """`replay_ranks.py` compares replayed results, and records of all ranks together, with one rank's."""
-    log = run_two_ranks("replay_ranks.py", 120)
-    assert log.count(" ok") == 2 * 6
+    log = run_two_ranks("replay_ranks.py", 120, selection)
+    assert log.count(" ok") == 2 * num_layouts

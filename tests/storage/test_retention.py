@@ -156,6 +156,7 @@ def test_a_version_saved_again_after_it_expired_is_kept(store: Store, data: Path
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Callable[..., Store]) -> None:
     store = faulty_store(tmp_path.name)
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))

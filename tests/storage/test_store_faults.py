@@ -37,7 +37,7 @@ def pattern(size: int, seed: int) -> bytes:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("rate, num_rounds", [(0.05, 12), (0.3, 3)])
+@pytest.mark.parametrize("rate, num_rounds", [pytest.param(0.05, 12, marks=pytest.mark.full), (0.3, 3)])
 def test_two_writers_on_a_faulty_store_agree_on_every_round(
     rate: float, num_rounds: int, faulty_s3: Faulty, s3_store: Callable[..., Store], tmp_path: Path
 ) -> None:

@@ -1,7 +1,10 @@
 """Train the same rollouts with four processes under every layout, and compare everything with one rank;
 `test_layout_matrix.py` starts it.
 
-usage: layout_ranks.py DIRECTORY [NUM_RANKS]      with 2 ranks, the layouts of two alone: on GPUs every rank needs one
+usage: layout_ranks.py DIRECTORY [NUM_RANKS [SELECTION]]
+
+With NUM_RANKS 2, only the layouts of two ranks run: on GPUs every rank needs its own. SELECTION is `all` (default) or
+`some`, the cases of SOME.
 
 Each process first is a world of its own (the references), then all four are one world, then two pairs are two worlds
 side by side, and last one of each pair is alone again. A case is a model under a layout:
@@ -128,6 +131,15 @@ TWO_RANKS = [  # of each pair of processes
         ),
     },
 ]
+SOME = {  # layout -> models: every kind of parallelism and every model, tied weights under a pipeline
+    "context": ["latent"],
+    "data": ["dense"],
+    "grouped experts": ["mixture"],
+    "tensor and experts": ["latent"],
+    "sequence": ["dense"],
+    "pipeline": ["dense"],
+    "virtual pipeline": ["mixture"],
+}
 ON_GPUS = {"cut experts": Case(ParallelLayout(expert_tensor=2), MIXTURES)}  # gloo cannot gather parts of unequal length
 ALONE = Case(ParallelLayout(), ALL)
 
@@ -396,7 +408,15 @@ def run_case(directory: Path, name: str, case: Case, previous: dict[str, Path]) 
             print(f"{what}: differences " + " ".join(f"{x:.2f}" for x in worst), flush=True)
 
 
-def run_rank(rank: int, num_ranks: int, directory: Path) -> None:
+def select_cases(num_ranks: int, pair: int, selection: str) -> dict[str, Case]:
+    """Return the cases of two ranks that a pair of processes runs."""
+    cases = TWO_RANKS[pair] if num_ranks == 4 else TWO_RANKS[0] | TWO_RANKS[1]
+    if selection == "some":
+        return {name: replace(cases[name], models=models) for name, models in SOME.items()}
+    return (ON_GPUS if torch.cuda.is_available() else {}) | cases
+
+
+def run_rank(rank: int, num_ranks: int, directory: Path, selection: str) -> None:
     torch.set_num_threads(1)
     init_parallel(0, 1, f"file://{directory}/meet-{rank}")
     for model in ALL[rank::num_ranks]:
@@ -409,8 +429,7 @@ def run_rank(rank: int, num_ranks: int, directory: Path) -> None:
         run_case(directory, name, case, previous)
         shutdown_parallel()
     pair, place = divmod(rank, 2)
-    cases = TWO_RANKS[pair] if num_ranks == 4 else TWO_RANKS[0] | TWO_RANKS[1]
-    for name, case in ((ON_GPUS if torch.cuda.is_available() else {}) | cases).items():
+    for name, case in select_cases(num_ranks, pair, selection).items():
         init_parallel(place, 2, f"file://{directory}/meet-{name}", case.layout)
         run_case(directory, name, case, previous)
         shutdown_parallel()
@@ -427,16 +446,16 @@ def run_rank(rank: int, num_ranks: int, directory: Path) -> None:
         shutdown_parallel()
 
 
-def guarded(rank: int, num_ranks: int, directory: Path) -> None:
+def guarded(rank: int, num_ranks: int, directory: Path, selection: str) -> None:
     try:
-        run_rank(rank, num_ranks, directory)
+        run_rank(rank, num_ranks, directory, selection)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # a world that has lost a rank waits for ever in its destructors
 
 
-def main(directory: Path, num_ranks: int = 4) -> int:
+def main(directory: Path, num_ranks: int = 4, selection: str = "all") -> int:
     """Import once, then fork; the first rank that fails ends the others."""
     context = multiprocessing.get_context(
         "spawn" if torch.cuda.is_available() else "fork"
@@ -446,7 +465,7 @@ def main(directory: Path, num_ranks: int = 4) -> int:
 
         gc.freeze()  # Megatron collects garbage at every save and load
     start = time.monotonic()
-    ranks = [context.Process(target=guarded, args=(rank, num_ranks, directory)) for rank in range(num_ranks)]
+    ranks = [context.Process(target=guarded, args=(rank, num_ranks, directory, selection)) for rank in range(num_ranks)]
     for process in ranks:
         process.start()
     while alive := [process.sentinel for process in ranks if process.is_alive()]:
@@ -461,4 +480,4 @@ def main(directory: Path, num_ranks: int = 4) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:]))

@@ -379,9 +379,8 @@ def test_ranks_save_to_and_load_from_an_object_store(
         group.kill()
 
 
-def test_resume_on_four_ranks_gives_the_same_metrics(
-    world: SimpleNamespace,
-) -> None:
+@pytest.mark.full
+def test_resume_on_four_ranks_gives_the_same_metrics(world: SimpleNamespace) -> None:
     """Two pipeline stages of two replicas; `test_layout_matrix.py` has every layout, without Ray."""
     world.trainer.kill()
     group = world.group(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2)

@@ -17,17 +17,21 @@ TIMEOUT = 900.0
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("num_ranks", "num_cases"),  # a case is a model under a layout
-    [pytest.param(2, 26), pytest.param(4, 34, marks=pytest.mark.full)],
+    ("num_ranks", "selection", "num_cases"),  # a case is a model under a layout
+    [
+        (2, "some", 7),
+        pytest.param(2, "all", 26, marks=pytest.mark.full),
+        pytest.param(4, "all", 34, marks=pytest.mark.full),
+    ],
 )
-def test_every_layout_trains_the_same_policy(num_ranks: int, num_cases: int, tmp_path: Path) -> None:
+def test_every_layout_trains_the_same_policy(num_ranks: int, selection: str, num_cases: int, tmp_path: Path) -> None:
     """Compare metrics, gradients and weights with static and dynamic micro-batches, and after resuming under another
     layout."""
     path = os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(tmp_path), str(num_ranks)],
+        [sys.executable, str(PROGRAM), str(tmp_path), str(num_ranks), selection],
         env=environment,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,

@@ -76,7 +76,9 @@ def check_weights(url: str, model_path: Path, version: str) -> None:
     torch.testing.assert_close(logprobs, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS if name != "tp2")]
+)
 def test_every_layout_publishes_to_two_engines_over_memory_and_over_a_group(
     layout: str,
     cluster: Cluster,
