@@ -189,7 +189,7 @@ def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, Mode
     assert all(torch.equal(after[name], tensor) for name, tensor in corrections.items()), "a frozen correction moved"
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3-moe", marks=pytest.mark.full), "deepseek-v3"])
 def test_grouped_experts_train_the_same_and_share_checkpoints(
     world: None, shapes: dict[str, ModelShape], name: str, tmp_path: Path
 ) -> None:

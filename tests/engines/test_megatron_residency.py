@@ -43,7 +43,7 @@ def sizes(engine: Any) -> dict[StateKind, set[int]]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("shape", [pytest.param(SHAPE, marks=pytest.mark.full), MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("overrides", [{}, {**OFFLOAD, "optimizer_offload_fraction": 0.4}], ids=["", "state on host"])
 def test_training_with_offloads_between_steps_gives_identical_bits(
     dtype: str, shape: ModelShape, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
