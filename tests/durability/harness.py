@@ -50,6 +50,7 @@ POINTS = (  # in an order that lets a killed trainer restart before it is killed
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 ROUNDS = 6  # enough for every point to be reached after the previous one in POINTS
+START_TIMEOUT = 600.0  # seconds; only a service that hangs exceeds it
 REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
 
 
@@ -187,7 +188,7 @@ class World:
         command += ["--port", str(port), "--include-dashboard", "false", "--object-store-memory", str(200 << 20)]
         command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
         self._start("ray", command, None, **environment)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT
         while not any("raylet" in process.name() for process in self.family("ray")):
             assert time.monotonic() < deadline, (self.root / "ray.log").read_text()[-2000:]
             time.sleep(0.2)
@@ -201,7 +202,7 @@ class World:
         command = [*RAY, "start", "--block", "--address", address]
         command += ["--node-ip-address", "127.0.0.2", "--object-store-memory", str(100 << 20), "--num-cpus", "4"]
         self._start("node", command, None, CUDA_VISIBLE_DEVICES="1")
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_TIMEOUT
         while not self.raylets_of_node():
             assert self._services["node"].poll() is None, (self.root / "node.log").read_text()[-2000:]
             assert time.monotonic() < deadline, (self.root / "node.log").read_text()[-2000:]
@@ -230,7 +231,7 @@ class World:
                 env={**self.environment, **environment},
                 preexec_fn=die_with_parent,
             )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_TIMEOUT
         while ready and not answers(ready):
             assert self._services[name].poll() is None and time.monotonic() < deadline, f"{name} does not start"
             time.sleep(0.2)

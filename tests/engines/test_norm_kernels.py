@@ -1,4 +1,11 @@
-"""The Triton kernel for RMSNorm and RoPE, compared with torch's operations."""
+"""The Triton kernel for RMSNorm and RoPE, compared with torch's operations: on a GPU, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,10 +14,11 @@ from torch import Tensor
 
 from penstock.engines.megatron.model.rotary import apply_rope, apply_rope_unfused
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EPS = 1e-6
-HEADS = [(301, 16, 128), (77, 8, 64), (5, 3, 96), (33, 1, 1024), (9, 1, 5120)]  # tokens, heads, dimensions
+SMALL = [(5, 3, 96), (9, 1, 320), (70, 2, 64)]  # tokens, heads, dimensions
+LARGE = [(301, 16, 128), (33, 1, 1024), (9, 1, 5120)]
+KINDS = ["norm", "rope", "interleaved rope", "norm and rope", "norm and interleaved rope"]
 
 
 def plain(x: Tensor, weight: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:
@@ -23,20 +31,17 @@ def gradients(out: Tensor, grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
-@pytest.mark.parametrize("shape", HEADS, ids=str)
-@pytest.mark.parametrize("kind", ["norm", "rope", "interleaved rope", "norm and rope", "norm and interleaved rope"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernel_equals_torch(shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
-    """Also for heads that are a part of a larger tensor. In bf16 the reference is fp32."""
+def check(shape: tuple[int, int, int], kind: str, dtype: torch.dtype, device: str) -> None:
+    """Compare results and gradients for heads that are a part of a larger tensor. In bf16 the reference is fp32."""
     from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
 
     torch.manual_seed(0)
-    whole = torch.randn(*shape[:2], 3 * shape[2], device="cuda").to(dtype)
+    whole = torch.randn(*shape[:2], 3 * shape[2], device=device).to(dtype)
     x = whole[..., shape[2] : 2 * shape[2]].requires_grad_()
-    weight = (1 + 0.1 * torch.randn(shape[2], device="cuda")).to(dtype).requires_grad_() if "norm" in kind else None
-    angles = 10 * torch.rand(shape[0], 1, shape[2] // 2, device="cuda").repeat(1, 1, 2)
+    weight = (1 + 0.1 * torch.randn(shape[2], device=device)).to(dtype).requires_grad_() if "norm" in kind else None
+    angles = 10 * torch.rand(shape[0], 1, shape[2] // 2, device=device).repeat(1, 1, 2)
     cos_sin = (angles.cos(), angles.sin()) if "rope" in kind else None
-    grad, interleaved = torch.randn(shape, device="cuda"), "interleaved" in kind
+    grad, interleaved = torch.randn(shape, device=device), "interleaved" in kind
     inputs = [x] if weight is None else [x, weight]
 
     found = gradients(normalize_and_rotate(x, weight, EPS, cos_sin, interleaved), grad, inputs)
@@ -50,8 +55,31 @@ def test_kernel_equals_torch(shape: tuple[int, int, int], kind: str, dtype: torc
         assert (ours.float() - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=ON_GPU) for shape in SMALL + LARGE], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_equals_torch(shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
+    check(shape, kind, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rope_of_a_part_of_each_head_equals_torch() -> None:
     x = torch.randn(50, 4, 128, device="cuda")
     angles = torch.rand(50, 1, 32, device="cuda").repeat(1, 1, 2)
     cos_sin = (angles.cos(), angles.sin())
     torch.testing.assert_close(apply_rope(x, cos_sin, False), apply_rope_unfused(x, *cos_sin), atol=1e-5, rtol=1e-5)
+
+
+def test_kernel_equals_torch_in_tritons_interpreter() -> None:
+    """Check the kernel's arithmetic without a GPU. The interpreter must be chosen before the kernel is defined."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", "from tests.engines.test_norm_kernels import check_all; check_all()"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=600)
+
+
+def check_all() -> None:
+    for shape in SMALL:
+        for kind in KINDS:
+            check(shape, kind, torch.float32, "cpu")

@@ -1,20 +1,25 @@
-"""The Triton kernel for the gradient of SwiGLU, compared with autograd."""
+"""The Triton kernel for the gradient of SwiGLU, compared with autograd: on a GPU, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("ffn", [8, 768, 3072, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
+def check(ffn: int, dtype: torch.dtype, device: str) -> None:
     from penstock.engines.megatron.model.swiglu_kernels import swiglu_back, weighted_swiglu_back
 
     torch.manual_seed(0)
-    gate_up, grad = torch.randn(70, 2 * ffn, device="cuda").to(dtype), torch.randn(70, ffn, device="cuda").to(dtype)
-    weights = torch.rand(70, 1, device="cuda")
+    gate_up, grad = (torch.randn(7, size, device=device).to(dtype) for size in (2 * ffn, ffn))
+    weights = torch.rand(7, 1, device=device)
     inputs = gate_up.float().requires_grad_(), weights.clone().requires_grad_()
     gate, up = inputs[0].chunk(2, dim=-1)
     plain = F.silu(gate) * up
@@ -30,6 +35,27 @@ def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
     assert weighted_swiglu_back(grad[:0], gate_up[:0], weights[:0])[0].shape == (0, 2 * ffn)
 
 
+@pytest.mark.parametrize("ffn", [pytest.param(size, marks=ON_GPU) for size in (8, 768, 3072, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
+    check(ffn, dtype, "cuda")
+
+
+def test_gradients_equal_autograd_in_tritons_interpreter() -> None:
+    """Check the kernel's arithmetic without a GPU. The interpreter must be chosen before the kernel is defined."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", "from tests.engines.test_swiglu_kernels import check_all; check_all()"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=600)
+
+
+def check_all() -> None:
+    for ffn in (8, 768, 3000):
+        check(ffn, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_megatron_uses_the_kernel() -> None:
     from penstock.engines.megatron.compat import import_megatron
 
