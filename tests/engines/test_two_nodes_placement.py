@@ -99,6 +99,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         nodes.stop()
 
 
+@pytest.mark.full
 def test_engines_do_not_span_nodes_and_follow_a_restarted_node(nodes: Nodes) -> None:
     place = nodes.driver(1, 2, 2)  # one rank, an engine of two GPUs: one GPU is left over
     rank, engine, spans_nodes = placed = place()

@@ -283,6 +283,7 @@ def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[s
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_printed_export_line_logs_the_prefect_command_in(
     up: tuple[str, psutil.Process, Path], deployed: tuple[str, Path], client: SyncPrefectClient
 ) -> None:

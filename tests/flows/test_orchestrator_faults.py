@@ -133,6 +133,7 @@ def test_run_completes_if_the_prefect_server_never_comes_back(
     assert "convert is complete, but its end could not be reported to Prefect" in log.read_text()
 
 
+@pytest.mark.full
 def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Path) -> None:
     keys, store = RunKeys("late"), Store(str(tmp_path / "store"))
     service = mlflow_server(choose_port("mlflow", 0, 0), f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "logs")
