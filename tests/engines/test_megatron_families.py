@@ -220,6 +220,25 @@ def test_grouped_experts_with_rows_of_odd_size_are_refused(change: dict[str, Any
         transformer_config(shape, layout, overrides={"moe_permute_fusion": True})
 
 
+def test_grouped_experts_are_the_default_where_they_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.engines.megatron.model.transformer_config import uses_grouped_experts
+
+    shape, capability = SHAPE.model_copy(update={"experts": MIXTURE}), [9, 0]
+    assert not uses_grouped_experts(shape, 1, "bf16", {}) or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert uses_grouped_experts(shape, 1, "bf16", {})
+    assert not uses_grouped_experts(SHAPE, 1, "bf16", {})
+    assert not uses_grouped_experts(shape, 1, "bf16", {"moe_grouped_gemm": False})
+    assert not uses_grouped_experts(shape, 1, "fp32", {})
+    assert not uses_grouped_experts(shape.model_copy(update={"hidden_size": 42}), 1, "bf16", {})
+    capability[0] = 10
+    assert not uses_grouped_experts(shape, 1, "bf16", {})
+    with pytest.raises(OptionError, match=r"--moe-grouped-gemm .* Hopper"):
+        uses_grouped_experts(shape, 1, "bf16", {"moe_grouped_gemm": True})
+
+
 def test_recomputed_activation_of_grouped_experts_does_not_change_results(
     world: None, shapes: dict[str, ModelShape]
 ) -> None:

@@ -57,7 +57,7 @@ class NormalizeAndRotate(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         tile, num_warps = _tile(x, interleaved)
         grid = (triton.cdiv(x.shape[0] * x.shape[1], tile[2]),)
-        _forward_kernel[grid](out, x, weight, (cosines, sines), _sizes(x), eps, tile, num_warps=num_warps)
+        forward_kernel[grid](out, x, weight, (cosines, sines), _sizes(x), eps, tile, num_warps=num_warps)
         return out
 
     @staticmethod
@@ -73,7 +73,7 @@ class NormalizeAndRotate(torch.autograd.Function):
         if weight is not None:
             weight_grads = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
         sizes = (*_sizes(x), tiles_per_program)
-        _backward_kernel[(programs,)](
+        backward_kernel[(programs,)](
             (x_grad, weight_grads), grad, (x, weight), (cosines, sines), sizes, ctx.eps, tile, num_warps=num_warps
         )
         weight_grad = None if weight_grads is None else weight_grads.sum(0).to(weight.dtype)
@@ -101,7 +101,7 @@ def _lanes(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr): 
 
 
 @triton.jit
-def _forward_kernel(out, x, weight, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(out, x, weight, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Process a tile of rows, as the first and second dimensions of `HALF` pairs each. Without RoPE the pairs have no
     meaning."""
     HALF: tl.constexpr = TILE[0]
@@ -137,7 +137,7 @@ def _forward_kernel(out, x, weight, cos_sin, sizes, eps, TILE: tl.constexpr):  #
 
 
 @triton.jit
-def _backward_kernel(out, grad, inputs, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(out, grad, inputs, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Process `tiles_per_program` tiles; sum the weight's gradient over them.
 
     With n = x / rms(x) and h = grad * weight, the gradient of x is (h - n * mean(h * n)) / rms(x).

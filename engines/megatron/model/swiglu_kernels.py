@@ -34,12 +34,12 @@ def _swiglu_back(grad: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple
     ffn = grad.shape[-1]
     if grad.numel():
         arguments = (out, weight_grads, grad, gate_up, weights, ffn)
-        _backward_kernel[(grad.numel() // ffn,)](*arguments, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        swiglu_back_kernel[(grad.numel() // ffn,)](*arguments, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out, weight_grads
 
 
 @triton.jit
-def _backward_kernel(out, weight_grads, grad, gate_up, weights, ffn, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu_back_kernel(out, weight_grads, grad, gate_up, weights, ffn, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one row; sum the gradient of its weight over the row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

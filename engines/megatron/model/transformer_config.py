@@ -98,7 +98,7 @@ def transformer_config(
             )
     cuda = torch.cuda.is_available()
     defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
-    if _groups_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
+    if uses_grouped_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True
     overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
     fixed = {
@@ -111,7 +111,7 @@ def transformer_config(
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
 
 
-def _groups_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
+def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
     """Return whether a model's experts are computed by grouped GEMMs: if an option says so, else on GPUs with tested
     kernels.
 
