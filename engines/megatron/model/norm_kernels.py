@@ -66,7 +66,7 @@ class NormalizeAndRotate(torch.autograd.Function):
         grad = grads[0].contiguous()
         tile, num_warps = _tile(x, ctx.interleaved)
         tiles = triton.cdiv(x.shape[0] * x.shape[1], tile[2])
-        tiles_per_program = triton.cdiv(tiles * x.shape[2], PARTIAL_SUMS)
+        tiles_per_program = max(1, triton.cdiv(tiles * x.shape[2], PARTIAL_SUMS))
         programs = triton.cdiv(tiles, tiles_per_program)
         x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         weight_grads = None
