@@ -95,6 +95,15 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
+    def check_weight_updates(self, options: EngineOptions) -> None:
+        """Check that the engines' weights can be replaced by the trainer's, which are in bf16 or fp32.
+
+        Raises:
+            EngineError: an option makes the engines store weights in another form.
+            ModelError: the engines' model does.
+        """
+
+    @abstractmethod
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache.
 

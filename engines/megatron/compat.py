@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_without_transformer_engine
+from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_module
 
 
 def import_megatron() -> None:
@@ -76,4 +76,4 @@ class _PatchingLoader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        patch_without_transformer_engine(module)
+        patch_module(module)

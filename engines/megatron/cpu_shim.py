@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_without_transformer_engine
+from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_module
 from penstock.engines.sources import parse_source
 
 if torch.cuda.is_available():
@@ -68,7 +68,7 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module)[CUDA_NAME] = CUDA
         super().exec_module(module)
-        patch_without_transformer_engine(module)
+        patch_module(module)
         names: dict[str, Any] = vars(module)
         if module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()  # torch.compile needs a C++ compiler

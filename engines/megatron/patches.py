@@ -1,4 +1,4 @@
-"""Patches for megatron-core 0.16.1, parts of which fail if TransformerEngine is not installed."""
+"""Patches for megatron-core 0.16.1: faster kernels, and what fails if TransformerEngine is not installed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import torch
 MEGATRON_VERSION = "0.16.1"
 
 
-def patch_without_transformer_engine(module: ModuleType) -> None:
-    """Patch a module of `megatron.core` right after its import; do nothing if TransformerEngine is installed."""
-    if importlib.util.find_spec("transformer_engine") is not None:
-        return
+def patch_module(module: ModuleType) -> None:
+    """Patch a module of `megatron.core` right after its import."""
     names: dict[str, Any] = vars(module)
-    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
-        names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
-    elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
-        names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
-    elif module.__name__ == "megatron.core.fusions.fused_bias_swiglu" and torch.cuda.is_available():
+    if module.__name__ == "megatron.core.fusions.fused_bias_swiglu" and torch.cuda.is_available():
         from penstock.engines.megatron.model import swiglu_kernels
 
         names["swiglu_back"] = swiglu_kernels.swiglu_back
         names["weighted_swiglu_back"] = swiglu_kernels.weighted_swiglu_back
+    elif importlib.util.find_spec("transformer_engine") is None:
+        _patch_without_transformer_engine(module, names)
+
+
+def _patch_without_transformer_engine(module: ModuleType, names: dict[str, Any]) -> None:
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+        names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
+    elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
+        names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
     elif module.__name__ == "megatron.core.tensor_parallel.random":
         # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

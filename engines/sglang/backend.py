@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import EngineBackend, RequestRouter
+from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.addresses import engine_url
@@ -17,7 +18,7 @@ from penstock.engines.sglang import control
 from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
-from penstock.storage.errors import EngineError, OptionError
+from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ class SGLangBackend(EngineBackend):
         return SGLangRouter(args, options.spec.log_dir, max_restarts=options.router_restarts)
 
     def check_options(self, options: EngineOptions) -> None:
-        from penstock.engines.families import read_config
-
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
@@ -120,6 +119,22 @@ class SGLangBackend(EngineBackend):
                         f"port {spec.port} of --sglang-port is in use: give another port, or omit the option to use a "
                         "free one"
                     ) from None
+
+    def check_weight_updates(self, options: EngineOptions) -> None:
+        # SGLang would copy bf16 weights into fp8 parameters without new scales.
+        if options.spec.args.get("quantization") is not None:
+            raise EngineError(
+                "--sglang-quantization quantizes the weights of the engines, which weight updates cannot replace: omit "
+                "it"
+            )
+        directory = Path(options.spec.model_path)
+        if quantization := read_config(directory / "config.json").get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ModelError(
+                f"{directory} has quantized weights (quantization_config, {str(method)[:40]}), which weight updates "
+                "cannot replace in the engines: train a bf16 copy, made by `penstock convert --hf-checkpoint` and "
+                "`penstock convert --load --export-dtype bfloat16` (docs/convert.md)"
+            )
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         from penstock.engines.serving.memory import estimate_engine_memory

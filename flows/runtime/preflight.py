@@ -62,8 +62,6 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config.train, shape, config.convert.model_family_path)
     check_layout(shape, config.train)
-    if flow == "post_train" and not (config.run.debug_rollout_only or config.run.debug_train_only):
-        check_unquantized(config)
     if flow != "convert":
         check_gpus(gpu_flow(flow, config), config, shape)
     if not config.convert.convert_load:  # an export reads only config.json
@@ -75,7 +73,9 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow in GENERATING and not config.run.debug_train_only:
-        engine_backend().check_options(engine_options(config))
+        engine_backend().check_options(options := engine_options(config))
+        if flow == "post_train" and not config.run.debug_rollout_only:
+            engine_backend().check_weight_updates(options)
     open_store(config.run)  # last, because it writes a probe
 
 
@@ -214,25 +214,6 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     check_pipeline(
         shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron
     )
-
-
-def check_unquantized(config: PostTrainConfig) -> None:
-    """Check that the engines' weights are not quantized. A weight update sends bf16 or fp32 weights, which SGLang would
-    copy into fp8 parameters without new scales. Raises InputError."""
-    from penstock.engines.families.entries import read_config
-
-    if config.rollout.sglang.get("quantization") is not None:
-        raise EngineError(
-            "--sglang-quantization quantizes the weights of the engines, which weight updates cannot replace: omit it"
-        )
-    directory = Path(config.convert.hf_checkpoint)
-    if quantization := read_config(directory / "config.json").get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"{directory} has quantized weights (quantization_config, {str(method)[:40]}), which weight updates cannot "
-            "replace in the engines: train a bf16 copy, made by `penstock convert --hf-checkpoint` and `penstock "
-            "convert --load --export-dtype bfloat16` (docs/convert.md)"
-        )
 
 
 def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:

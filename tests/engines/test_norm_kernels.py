@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.model.rotary import apply_rope, apply_rope_unfused
+from tests.triton_interpreter import run_in_interpreter
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EPS = 1e-6
@@ -72,11 +68,7 @@ def test_rope_of_a_part_of_each_head_equals_torch() -> None:
 
 
 def test_kernel_equals_torch_in_tritons_interpreter() -> None:
-    """Check the kernel's arithmetic without a GPU. The interpreter must be chosen before the kernel is defined."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-c", "from tests.engines.test_norm_kernels import check_all; check_all()"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=600)
+    run_in_interpreter("tests.engines.test_norm_kernels:check_all")
 
 
 def check_all() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.triton_interpreter import run_in_interpreter
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,11 +39,7 @@ def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
 
 
 def test_gradients_equal_autograd_in_tritons_interpreter() -> None:
-    """Check the kernel's arithmetic without a GPU. The interpreter must be chosen before the kernel is defined."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-c", "from tests.engines.test_swiglu_kernels import check_all; check_all()"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=600)
+    run_in_interpreter("tests.engines.test_swiglu_kernels:check_all")
 
 
 def check_all() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.stages.train.algorithms import logprobs
 from penstock.stages.train.algorithms.logprobs import softmax_gradient, softmax_sums
+from tests.triton_interpreter import run_in_interpreter
 
 CASES = [(rows, columns, temperature) for rows, columns in ((3, 5), (4, 5001), (0, 7)) for temperature in (1.0, 0.7)]
 
@@ -71,22 +68,11 @@ def test_kernels_equal_their_formulas(rows: int, columns: int, temperature: floa
 
 
 def test_kernels_in_tritons_interpreter() -> None:
-    """Checks the kernels' arithmetic without a GPU. The interpreter must be chosen before they are defined."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_in_interpreter("tests.train.test_softmax:check_all")
 
 
-INTERPRETED = """
-import torch
-from penstock.stages.train.algorithms import logprobs
-from tests.train.test_softmax import CASES, awkward_logits, check
-logprobs._use_triton_kernel = lambda logits: True
-for rows, columns, temperature in CASES:
-    for dtype in (torch.float32, torch.bfloat16):
-        check(awkward_logits(rows, columns, dtype), temperature)
-"""
+def check_all() -> None:
+    logprobs._use_triton_kernel = lambda logits: True
+    for rows, columns, temperature in CASES:
+        for dtype in (torch.float32, torch.bfloat16):
+            check(awkward_logits(rows, columns, dtype), temperature)

@@ -14,8 +14,7 @@ from penstock.storage.errors import OptionError
 # FlashAttention-2; "fa4": FlashAttention-4
 AttentionKernel = Literal["padded", "torch", "fa4"]
 FA4 = "flash-attn-4"  # package
-FA4_CAPABILITIES = (9, 10)  # major compute capabilities for which it has a deterministic backward pass
-FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys, of values; tested on Hopper
+FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys, of values; those tested
 
 
 def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
@@ -40,10 +39,15 @@ def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) 
     problem = _fa4_problem(dtype, shape)
     if backend == "fa4" and problem:
         raise OptionError(
-            f"--attention-backend fa4 needs bf16 on a GPU of compute capability 9 or 10, the package {FA4}, and heads "
+            f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads "
             f"of {' or '.join(map(str, FA4_WIDTHS))} (keys, values); found {problem}: use auto"
         )
     return kernel if problem else "fa4"
+
+
+def runs_hopper_kernels(dtype: str) -> bool:
+    """Return whether FlashAttention-4 and torch's grouped GEMM run here. They were tested in bf16 on Hopper only."""
+    return torch.cuda.is_available() and dtype == "bf16" and torch.cuda.get_device_capability()[0] == 9
 
 
 def torch_attention_kernel(dtype: str) -> AttentionKernel:
@@ -54,7 +58,7 @@ def torch_attention_kernel(dtype: str) -> AttentionKernel:
 def _fa4_problem(dtype: str, shape: ModelShape) -> str:
     """Return why FlashAttention-4 does not work with this model on this machine, or "" if it does."""
     widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
-    if torch_attention_kernel(dtype) == "padded" or torch.cuda.get_device_capability()[0] not in FA4_CAPABILITIES:
+    if not runs_hopper_kernels(dtype):
         return f"{dtype} on {_device_name()}"
     if not any(distributions(name=FA4)):
         return "no such package"

@@ -27,9 +27,6 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x)
-
-    def normalize(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
 
@@ -50,4 +47,4 @@ class HeadNorm(RMSNorm):
             from penstock.engines.megatron.model import norm_kernels
 
             return norm_kernels.normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
-        return apply_rope(self.normalize(x), cos_sin, interleaved)
+        return apply_rope(super().forward(x), cos_sin, interleaved)

@@ -2,7 +2,7 @@
 installs Triton.
 
 Each pass reads and writes the tokens once. torch's RMSNorm and a compiled RoPE take 2 to 5 times as long (H200, heads
-of 128; `benchmarks/gpu/step.py --profile`). `norm.RMSNorm.normalize` and `rotary.apply_rope_unfused` are the same
+of 128; `benchmarks/gpu/step.py --profile`). `norm.RMSNorm` and `rotary.apply_rope_unfused` are the same
 functions in torch. Results do not depend on the GPU's number of processors, and repeat bit for bit.
 """
 

@@ -22,6 +22,7 @@ from penstock.engines.megatron.check_parallelism import (
     has_grouped_experts,
 )
 from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.model_options import check_model_options, model_options
 from penstock.engines.megatron.options.values import UNSUPPORTED
@@ -32,7 +33,6 @@ import_megatron()
 
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-HOPPER = 9  # major compute capability; torch's grouped GEMM has kernels for it, and was not tested on others
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNUSED_IN_MLA = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # Megatron-LM scripts set them; ignored for MLA
 # MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
@@ -118,13 +118,12 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
     Raises:
         OptionError: an option turns them on, but they do not work with this model or on this GPU.
     """
-    cuda, size = torch.cuda.is_available(), DTYPES[dtype].itemsize
-    has_kernel = cuda and dtype == "bf16" and torch.cuda.get_device_capability()[0] == HOPPER
+    size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     default = has_kernel and can_group_experts(shape, expert_tensor, size)
     is_grouped = has_grouped_experts(shape, overrides, default)
     if is_grouped:
         check_grouped_experts(shape, expert_tensor, size)
-    if is_grouped and cuda and not has_kernel:
+    if is_grouped and torch.cuda.is_available() and not has_kernel:
         raise OptionError(
             "--moe-grouped-gemm and --moe-permute-fusion need bf16 and Hopper GPUs; found "
             f"{dtype} on {torch.cuda.get_device_name()}: drop the options"
