@@ -39,7 +39,7 @@ from torch import Tensor
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
-from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting, router_token_indices
+from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
@@ -232,8 +232,8 @@ class MegatronEngine:
             self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            if stream.real_rows is not None:
-                hidden = hidden[stream.real_rows]
+            if stream.num_tokens < len(hidden):
+                hidden = hidden[: stream.num_tokens]
             loss, outputs = loss_fn(hidden, chunk.module.head, packed)
             if loss is None:
                 loss = hidden.new_zeros(())
@@ -249,12 +249,14 @@ class MegatronEngine:
 
     def _router_token_indices(self, stream: PackedStream) -> Tensor | None:
         """Return the index in the micro-batch of each token that this rank's MoE routers process, -1 for padding; None:
-        all tokens, in order."""
-        if stream.real_rows is None or stream.pack_index is None:
-            return None
+        all tokens, in order. [t / sequence-parallel ranks], on the CPU"""
         ranks = self.layout.tensor if self.config.sequence_parallel else 1
+        if ranks == self.layout.context == 1:
+            return None
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return router_token_indices(stream.real_rows, stream.pack_index, len(stream.token_ids), rank, ranks)
+        rows = torch.arange(stream.first_token, stream.first_token + len(stream.token_ids))
+        rows[stream.num_tokens :] = UNKNOWN
+        return rows.chunk(ranks)[rank]
 
     def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.

@@ -1,7 +1,9 @@
-"""Buckets and the zig-zag split of packs, and attention over both compared with a naive loop."""
+"""Buckets, the split of packs over context-parallel ranks, and attention over both compared with a naive loop."""
 
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +22,10 @@ from tests.engines.megatron_reference import LENGTHS, make_pack
 import_megatron()
 
 from penstock.engines.families.shape import Rotary  # noqa: E402
-from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention  # noqa: E402
+from penstock.engines.megatron.model import attention  # noqa: E402
+from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
 from penstock.engines.megatron.model.rotary import apply_rope_unfused, rope_cos_sin  # noqa: E402
-from penstock.engines.megatron.packing import PackedStream, make_buckets, pack_stream  # noqa: E402
+from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -47,10 +50,10 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int
     return torch.stack(out)
 
 
-def heads(num_tokens: int, seed: int = 0) -> Iterator[Tensor]:
+def heads(num_tokens: int, seed: int = 0, num_heads: int = 4, num_groups: int = 2) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    for num_heads in (4, 2, 2):
-        yield torch.randn(num_tokens, num_heads, 16, dtype=torch.float64, generator=generator).requires_grad_()
+    for size in (num_heads, num_groups, num_groups):
+        yield torch.randn(num_tokens, size, 16, dtype=torch.float64, generator=generator).requires_grad_()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +62,7 @@ def test_bucketed_attention_equals_naive_attention(seed: int) -> None:
     starts = make_pack(lengths).cu_seqlens.tolist()
     results = []
     for attend in (
-        lambda q, k, v: bucketed_attention(q, k, v, make_buckets(starts, starts), 0.25),
+        lambda q, k, v: bucketed_attention(q, k, v, make_buckets(starts, CPU), 0.25),
         lambda q, k, v: naive_attention(q, k, v, lengths),
     ):
         inputs = list(heads(sum(lengths)))
@@ -74,48 +77,75 @@ def test_bucketed_attention_equals_naive_attention(seed: int) -> None:
 def test_buckets_have_every_token_once_and_little_padding(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = make_pack(lengths).cu_seqlens.tolist()
-    buckets = make_buckets(starts, starts)
-    rows = torch.cat([bucket.query_rows for bucket in buckets])
-    assert sorted(rows.tolist()) == list(range(sum(lengths)))
+    buckets = make_buckets(starts, CPU)
+    assert sorted(torch.cat([bucket.rows for bucket in buckets]).tolist()) == list(range(sum(lengths)))
     for bucket in buckets:
-        sequences, longest, _ = bucket.shape
-        assert len(set(bucket.query_places.tolist())) == len(bucket.query_places)
-        assert bucket.query_places.max() < sequences * longest
-        assert len(bucket.query_rows) > sequences * longest / 2 or longest <= 16
+        num_places = bucket.num_sequences * bucket.max_seqlen
+        assert len(set(bucket.places.tolist())) == len(bucket.places)
+        assert bucket.places.max() < num_places
+        assert len(bucket.rows) > num_places / 2 or bucket.max_seqlen <= 16
 
 
+class ThreadGroup:
+    """A process group whose ranks are threads, with a differentiable all-to-all."""
+
+    def __init__(self, size: int) -> None:
+        self._sent: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def size(self) -> int:
+        return len(self._sent)
+
+    def all_to_all(self, rank: int, sent: Tensor) -> Tensor:
+        self._sent[rank] = sent
+        self._barrier.wait(60)
+        received = torch.stack([other[rank] for other in self._sent])
+        self._barrier.wait(60)
+        return received
+
+
+# 6 heads over 4 ranks and 7 over 2: heads of zeros are added; one group of 4 heads: each rank gets a copy
+@pytest.mark.parametrize("num_heads", [(4, 2), (4, 4), (4, 1), (6, 3), (7, 1), (12, 6)], ids=str)
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_attention_over_context_parallel_ranks_equals_one_rank(context: int, tensor: int) -> None:
-    """Keys and values are gathered from all ranks, attention runs per rank, and the rows are put together again."""
-    pack = make_pack(LENGTHS)
-    query, key, value = (x.detach() for x in heads(len(pack.token_ids)))
+def test_attention_over_context_parallel_ranks_equals_one_rank(
+    context: int, tensor: int, num_heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients. The padding has large values, so that any use of it is noticed."""
+    pack, group, ranks = make_pack(LENGTHS), ThreadGroup(context), threading.local()
+    monkeypatch.setattr(attention, "all_to_all", lambda group, sent: group.all_to_all(ranks.rank, sent))
+    inputs = list(heads(len(pack.token_ids), 0, *num_heads))
     streams = [pack_stream(pack, CPU, tensor, context, rank) for rank in range(context)]
     assert len({len(stream.token_ids) for stream in streams}) == 1 and len(streams[0].token_ids) % tensor == 0
-    gathered_key, gathered_value = (torch.cat([spread(x, stream) for stream in streams]) for x in (key, value))
-    out = torch.full_like(query, torch.nan)
+
+    def attend(rank: int) -> Tensor:
+        ranks.rank, stream = rank, streams[rank]
+        padding = len(stream.token_ids) - stream.num_tokens
+        rows = [F.pad(x[stream.pack_index], (0, 0, 0, 0, 0, padding), value=1e3) for x in inputs]
+        return causal_attention(*rows, stream, 0.25, group)[: stream.num_tokens]
+
     for stream in streams:
-        assert torch.equal(stream.token_ids[stream.real_rows], pack.token_ids[stream.pack_index])
-        assert torch.equal(stream.positions[stream.real_rows], pack.position_ids[stream.pack_index])
-        keys, values = gathered_key[stream.key_rows], gathered_value[stream.key_rows]
-        attended = bucketed_attention(spread(query, stream), keys, values, stream.buckets, 0.25)
-        out[stream.pack_index] = attended[stream.real_rows]
-    torch.testing.assert_close(out, naive_attention(query, key, value, LENGTHS))
+        assert torch.equal(stream.token_ids[: stream.num_tokens], pack.token_ids[stream.pack_index])
+        assert torch.equal(stream.positions[: stream.num_tokens], pack.position_ids[stream.pack_index])
+    with ThreadPoolExecutor(context) as threads:
+        out = torch.cat(list(threads.map(attend, range(context))))
+    expected = naive_attention(*inputs, LENGTHS)
+    grad = torch.randn(out.shape, dtype=out.dtype)
+    results = [[result, *torch.autograd.grad(result, inputs, grad)] for result in (out, expected)]
+    for ours, naive in zip(*results):
+        torch.testing.assert_close(ours, naive)
 
 
-def spread(x: Tensor, stream: PackedStream) -> Tensor:
-    """Return a rank's rows, with large values as padding so that any use of it is noticed."""
-    out = torch.full((len(stream.token_ids), *x.shape[1:]), 1e3, dtype=x.dtype)
-    out[stream.real_rows] = x[stream.pack_index]
-    return out
+def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
+    stream = pack_stream(make_pack([5, 6]), CPU, tensor=4)
+    assert len(stream.token_ids) == 12 and stream.num_tokens == 11
+    assert torch.equal(stream.pack_index, torch.arange(11))
+    assert stream.cu_seqlens.tolist() == [0, 5, 11, 12]
 
 
-def test_real_rows_exclude_sequence_parallel_padding() -> None:
-    pack = make_pack([5, 6])
-    stream = pack_stream(pack, CPU, tensor=4)
-    assert len(stream.token_ids) == 12
-    assert torch.equal(stream.real_rows, torch.arange(11)) and torch.equal(stream.pack_index, torch.arange(11))
-    assert stream.cu_seqlens_q.tolist() == [0, 5, 11, 12]
+def test_a_rank_may_have_only_padding() -> None:
+    stream = pack_stream(make_pack([1, 1]), CPU, context=4, context_rank=3)
+    assert len(stream.token_ids) == 1 and stream.num_tokens == len(stream.pack_index) == 0
 
 
 def test_rotate_is_a_complex_rotation_of_pairs() -> None:
@@ -188,34 +218,24 @@ def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)  # of keys, of values
 @pytest.mark.parametrize("kernel", ["torch", "fa4"])
 def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
-    """Outputs and gradients, also for context-parallel pieces, which have more keys than queries."""
+    """Outputs and gradients."""
     if kernel == "fa4" and not any(distributions(name=FA4)):
         pytest.skip("flash-attn-4 is not installed")
     pack, generator = make_pack(LENGTHS), torch.Generator("cuda").manual_seed(0)
-    for context in (1, 2):
-        streams = {
-            name: pack_stream(pack, torch.device("cuda"), 1, context, 1 % context, name) for name in ("padded", kernel)
-        }
-        stream = streams[kernel]
-        groups = 2 if widths[0] == widths[1] else 4  # latent attention has as many key heads as query heads
-        sizes = [
-            (int(stream.cu_seqlens_q[-1]), 4),
-            (int(stream.cu_seqlens_kv[-1]), groups),
-            (int(stream.cu_seqlens_kv[-1]), groups),
-        ]
-        inputs = [
-            torch.randn(*size, width, dtype=torch.bfloat16, device="cuda", generator=generator)
-            for size, width in zip(sizes, (widths[0], *widths))
-        ]
-        results = []
-        for name, dtype in (("padded", torch.float32), (kernel, torch.bfloat16)):
-            own = [x.to(dtype).requires_grad_() for x in inputs]
-            streams[name].key_rows = None  # the keys are gathered already
-            out = causal_attention(*own, streams[name], 0.1, None)
-            out.float().pow(2).sum().backward()
-            results.append([out.detach().float(), *(x.grad.float() for x in own)])
-        for expected, found in zip(*results):
-            assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    streams = {name: pack_stream(pack, torch.device("cuda"), kernel=name) for name in ("padded", kernel)}
+    groups = 2 if widths[0] == widths[1] else 4  # latent attention has as many key heads as query heads
+    inputs = [
+        torch.randn(sum(LENGTHS), size, width, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for size, width in zip((4, groups, groups), (widths[0], *widths))
+    ]
+    results = []
+    for name, dtype in (("padded", torch.float32), (kernel, torch.bfloat16)):
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        out = packed_attention(*own, streams[name], 0.1)
+        out.float().pow(2).sum().backward()
+        results.append([out.detach().float(), *(x.grad.float() for x in own)])
+    for expected, found in zip(*results):
+        assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.mark.gpu
@@ -226,7 +246,7 @@ def test_deterministic_flash_kernels_repeat_bit_for_bit(kernel: AttentionKernel,
     if kernel == "fa4" and not any(distributions(name=FA4)):
         pytest.skip("flash-attn-4 is not installed")
     stream = pack_stream(make_pack([700, 1, 3000, 411]), torch.device("cuda"), kernel=kernel)
-    generator, num_tokens = torch.Generator("cuda").manual_seed(0), int(stream.cu_seqlens_q[-1])
+    generator, num_tokens = torch.Generator("cuda").manual_seed(0), len(stream.token_ids)
     inputs = [
         torch.randn(num_tokens, 4, width, dtype=torch.bfloat16, device="cuda", generator=generator).requires_grad_()
         for width in (widths[0], *widths)
@@ -235,7 +255,7 @@ def test_deterministic_flash_kernels_repeat_bit_for_bit(kernel: AttentionKernel,
     try:
         results = []
         for _ in range(5):
-            out = causal_attention(*inputs, stream, 0.1, None)
+            out = packed_attention(*inputs, stream, 0.1)
             results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), inputs)])
     finally:
         torch.use_deterministic_algorithms(False)

