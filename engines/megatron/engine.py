@@ -387,6 +387,7 @@ class MegatronEngine:
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
+            **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
         }
 
 

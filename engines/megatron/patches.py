@@ -19,6 +19,11 @@ def patch_module(module: ModuleType) -> None:
 
         names["swiglu_back"] = swiglu_kernels.swiglu_back
         names["weighted_swiglu_back"] = swiglu_kernels.weighted_swiglu_back
+    elif module.__name__ == "megatron.core.tensor_parallel.layers" and torch.cuda.is_available():
+        from penstock.engines.megatron.model import weight_gradients
+
+        names["fused_weight_gradient_mlp_cuda"] = weight_gradients
+        names["_grad_accum_fusion_available"] = True
     elif importlib.util.find_spec("transformer_engine") is None:
         _patch_without_transformer_engine(module, names)
 

@@ -54,7 +54,6 @@ DEFAULTS: dict[str, Any] = dict(
     hidden_dropout=0.0,
     attention_dropout=0.0,
     masked_softmax_fusion=False,
-    gradient_accumulation_fusion=False,
     apply_rope_fusion=False,
     persist_layer_norm=False,
     moe_token_dispatcher_type="alltoall",  # "allgather" needs micro-batches of equal length, even without experts
@@ -97,7 +96,8 @@ def transformer_config(
                 f"megatron option {name} = {value!r} is not supported, because it {reason}: drop the option"
             )
     cuda = torch.cuda.is_available()
-    defaults = dict(**DEFAULTS, bias_dropout_fusion=cuda, bias_activation_fusion=cuda, use_cpu_initialization=not cuda)
+    on_gpus = ("bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
     if uses_grouped_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True
     overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
