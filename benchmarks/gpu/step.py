@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from penstock.engines.families.shape import Experts, ModelShape
@@ -211,11 +212,14 @@ def measure_matmul(size: int = 8192) -> float:
 
 
 def print_profile(step: Any) -> None:
+    """Print the operators of rank 0 that take the most time."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
     with profile(activities=activities) as profiler:
         step()
+    if dist.get_rank() > 0:
+        return
     order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80), flush=True)
 
