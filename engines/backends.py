@@ -96,7 +96,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def check_weight_updates(self, options: EngineOptions) -> None:
-        """Check that the engines' weights can be replaced by the trainer's, which are in bf16 or fp32.
+        """Check that the engines' weights can be replaced by the trainer's, which are in bf16 or fp32 and are quantized
+        to block fp8 before they are sent to engines whose model has such weights.
 
         Raises:
             EngineError: an option makes the engines store weights in another form.

@@ -89,6 +89,8 @@ class WeightTransport:
     host: str | None = "127.0.0.1"
     """"nccl": address of trainer rank 0, at which the engines join the NCCL group; None: the address of its node."""
     bucket_bytes: int = BUCKET_BYTES
+    fp8_weights: frozenset[str] = frozenset()
+    """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
 
 
 OVER_MEMORY = WeightTransport()

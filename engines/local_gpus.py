@@ -1,10 +1,14 @@
-"""Read the memory of this machine's GPUs from the NVIDIA driver's library (NVML), without importing torch or creating a
-CUDA context."""
+"""Read memory and compute capability of this machine's GPUs from the NVIDIA driver's library (NVML), without importing
+torch or creating a CUDA context."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class _Memory(ctypes.Structure):
@@ -13,6 +17,17 @@ class _Memory(ctypes.Structure):
 
 def visible_gpu_bytes() -> list[int]:
     """Return the total memory, in bytes, of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs or driver."""
+    return select_visible_gpus([size for size in _query_gpus(total_gpu_bytes) if size])
+
+
+def visible_gpu_capabilities() -> list[tuple[int, int]]:
+    """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs
+    or driver."""
+    return select_visible_gpus([capability for capability in _query_gpus(compute_capability) if capability[0]])
+
+
+def _query_gpus(query: Callable[[ctypes.CDLL, int], T]) -> list[T]:
+    """Return `query(nvml, index)` for every GPU; [] without GPUs or driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -23,10 +38,9 @@ def visible_gpu_bytes() -> list[int]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        sizes = [total_gpu_bytes(nvml, index) for index in range(count.value)]
+        return [query(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
-    return select_visible_gpus([size for size in sizes if size])
 
 
 def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
@@ -37,9 +51,18 @@ def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
     return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
 
 
-def select_visible_gpus(sizes: list[int]) -> list[int]:
-    """Return the entries of `sizes` (bytes of each GPU) whose GPUs CUDA_VISIBLE_DEVICES allows. If it names n GPUs by
-    UUID, return the first n entries: UUIDs are not resolved."""
+def compute_capability(nvml: ctypes.CDLL, index: int) -> tuple[int, int]:
+    """Return the compute capability of GPU number `index`; (0, 0) if NVML returns an error."""
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+        return 0, 0
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def select_visible_gpus(sizes: list[T]) -> list[T]:
+    """Return the entries of `sizes` (one for each GPU, in bytes or not) whose GPUs CUDA_VISIBLE_DEVICES allows. If
+    it names n GPUs by UUID, return the first n entries: UUIDs are not resolved."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return sizes

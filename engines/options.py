@@ -12,6 +12,7 @@ from penstock.engines.generation import EngineRoute, Transport, WeightTransport
 from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.weights.fp8 import fp8_weights
 from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
 
 
@@ -87,7 +88,14 @@ class EngineOptions:
             if self.external
             else {node for place in engines.values() for node in place.rank_nodes} <= {ranks[0].node}
         )
-        return WeightTransport(kind, routes, self.spec.model_path, directory, host=LOOPBACK if on_loopback else None)
+        return WeightTransport(
+            kind,
+            routes,
+            self.spec.model_path,
+            directory,
+            host=LOOPBACK if on_loopback else None,
+            fp8_weights=fp8_weights(self.spec.model_path),
+        )
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:
         """Return a copy of the options in which the given fields of `spec` (the server settings) are replaced."""

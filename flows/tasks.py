@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
+from penstock.flows.runtime.engine_options import starting_weights
 from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
@@ -18,16 +19,21 @@ from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, St
 
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """Convert the Hugging Face checkpoint (the initial policy) to torch_dist in the store, and verify it.
+    """Convert the initial policy (`starting_weights`) to torch_dist in the store, and verify it.
 
     The auxiliary models (reference, teacher) are imported in the same way.
     """
     # A run loads its initial weights from its own store.
     config = session.config.convert.model_copy(update={"convert_save": None})
     cluster = session.processes.cluster
+    auxiliary: dict[str, CheckpointRef] = {}  # path -> model
     for name, path in session.config.train.auxiliary_models.items():
-        session.pin_model(name, path, import_model(cluster, session.store, config, path))
-    return session.pin_base_model(run_conversion(cluster, session.store, config, verify=True))
+        auxiliary[path] = import_model(cluster, session.store, config, path)
+        session.pin_model(name, path, auxiliary[path])
+    start = starting_weights(session.config)
+    return session.pin_base_model(
+        start, auxiliary.get(start) or run_conversion(cluster, session.store, config, verify=True)
+    )
 
 
 @stage("restore")

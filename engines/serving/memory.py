@@ -42,7 +42,7 @@ def estimate_engine_memory(
         gpus_per_engine: tensor-parallel size of the engine. KV heads are replicated if there are fewer of them than
             GPUs; with multi-head latent attention (MLA) every GPU has the latent KV vectors of all tokens.
         static_bytes: bytes of the GPU for weights and KV cache together.
-        bytes_per_weight: bytes of a weight.
+        bytes_per_weight: bytes of a weight; the mean if some weights are quantized.
         bytes_per_kv_element: bytes of an element of the KV cache.
     """
     parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total

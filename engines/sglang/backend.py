@@ -18,6 +18,7 @@ from penstock.engines.sglang import control
 from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
+from penstock.engines.weights.fp8 import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 
@@ -121,19 +122,24 @@ class SGLangBackend(EngineBackend):
                     ) from None
 
     def check_weight_updates(self, options: EngineOptions) -> None:
-        # SGLang would copy bf16 weights into fp8 parameters without new scales.
-        if options.spec.args.get("quantization") is not None:
-            raise EngineError(
-                "--sglang-quantization quantizes the weights of the engines, which weight updates cannot replace: omit "
-                "it"
-            )
         directory = Path(options.spec.model_path)
-        if quantization := read_config(directory / "config.json").get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        quantization = read_config(directory / "config.json").get("quantization_config")
+        copy = (
+            "make an fp8 copy with `penstock convert --hf-checkpoint` and `penstock convert --load --export-dtype fp8` "
+            "(docs/convert.md)"
+        )
+        # SGLang would copy new bf16 weights into its fp8 parameters without new scales.
+        online = options.spec.args.get("quantization")
+        if online is not None and not (online == "fp8" and quantization):
+            raise EngineError(
+                f"--sglang-quantization {online} quantizes the weights while the engine loads them, and weight updates "
+                f"cannot replace such weights: omit it; for fp8 rollouts {copy} and give it as --hf-checkpoint"
+            )
+        if quantization and (difference := find_unsupported_entry(quantization)):
             raise ModelError(
-                f"{directory} has quantized weights (quantization_config, {str(method)[:40]}), which weight updates "
-                "cannot replace in the engines: train a bf16 copy, made by `penstock convert --hf-checkpoint` and "
-                "`penstock convert --load --export-dtype bfloat16` (docs/convert.md)"
+                f"{directory} has quantized weights (quantization_config with {difference}), which weight updates "
+                f"cannot replace in the engines; they replace e4m3 weights with a scale per {BLOCK} x {BLOCK} block "
+                f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
@@ -144,11 +150,16 @@ class SGLangBackend(EngineBackend):
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):
             raise EngineError(f"--sglang-mem-fraction-static takes a number between 0 and 1; found {str(share)[:80]!r}")
         quantized, dtype = args.get("quantization"), str(args.get("dtype", "auto"))
+        config = Path(options.spec.model_path) / "config.json"
+        if config.is_file() and read_config(config).get("quantization_config"):
+            bytes_per_weight = mean_bytes_per_weight(shape)
+        else:
+            bytes_per_weight = 1 if quantized else 4 if dtype in ("float", "float32") else 2
         return estimate_engine_memory(
             shape,
             options.gpus_per_engine,
             round((share or STATIC_SHARE) * gpu_bytes),
-            bytes_per_weight=1 if quantized else 4 if dtype in ("float", "float32") else 2,
+            bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         )
 
@@ -167,6 +178,11 @@ class SGLangBackend(EngineBackend):
         else:
             served = {"architectures": info["architectures"]} if info.get("architectures") else {}
         required = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        if config.is_file() and bool(served.get("quantization_config")) != bool(required.get("quantization_config")):
+            raise EngineError(
+                f"only one of the engine at {url} and --hf-checkpoint {model_path} has quantized weights: start the "
+                "engine with --hf-checkpoint's model"
+            )
         for name in MODEL_SIZES:
             if name in served and served[name] != required.get(name):
                 raise EngineError(

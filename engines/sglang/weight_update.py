@@ -26,6 +26,7 @@ from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
 from penstock.engines.sglang.weight_group import EngineGroup
 from penstock.engines.sglang.weight_payload import FlatBucket, check_shared_memory
 from penstock.engines.weights.buckets import NamedTensor, split_into_buckets
+from penstock.engines.weights.fp8 import quantize_weights
 from penstock.engines.weights.hf_directory import write_weights
 from penstock.engines.weights.upload import upload_weights
 from penstock.storage.errors import EngineError
@@ -62,7 +63,8 @@ class WeightSender:
             )
         if self._rank == 0:
             failpoint("publish-before")
-        stream = iter(named)
+        weights = iter(named)
+        stream = quantize_weights(weights, transport.fp8_weights)
         try:
             if transport.kind == "tensor":
                 self._update_through_shared_memory(urls, stream, version, transport)
@@ -71,7 +73,7 @@ class WeightSender:
             elif self._rank == 0:
                 self._update_through_disk(urls, stream, version, transport)
         finally:
-            deque(stream, maxlen=0)  # the other ranks wait for this one in collectives
+            deque(weights, maxlen=0)  # the other ranks wait for this one in collectives
         if self._rank == 0:
             failpoint("publish-after")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 NamedTensor = tuple[str, Tensor]
@@ -20,7 +21,8 @@ def num_bytes(bucket: Iterable[NamedTensor]) -> int:
 def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
 
-    A tensor, or a pair of FUSED tensors, that is larger than `max_bytes` becomes a bucket of its own.
+    A group of tensors that must stay together (FUSED ones, an fp8 weight and its scales) and is larger than `max_bytes`
+    becomes a bucket of its own.
     """
     bucket: list[NamedTensor] = []
     size = 0
@@ -37,16 +39,23 @@ def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator
 
 def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
     """Yield lists of tensors that must be in the same bucket: the two FUSED tensors of a layer, or any other tensor
-    alone."""
+    alone, each with its scales if it is quantized."""
     first, second = FUSED
-    waiting: dict[str, NamedTensor] = {}
-    for item in named:
-        name = item[0]
+    waiting: dict[str, list[NamedTensor]] = {}
+    for group in _group_scales(named):
+        name = group[0][0]
         partner = name.replace(second, first) if second in name else name.replace(first, second)
         if partner == name:
-            yield [item]
+            yield group
         elif partner in waiting:
-            yield [waiting.pop(partner), item]
+            yield waiting.pop(partner) + group
         else:
-            waiting[name] = item
-    yield from ([item] for item in waiting.values())  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj
+            waiting[name] = group
+    yield from waiting.values()  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj
+
+
+def _group_scales(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Yield each tensor alone, and an fp8 weight together with its scales, which follow it."""
+    tensors = iter(named)
+    for name, tensor in tensors:
+        yield [(name, tensor), next(tensors)] if tensor.dtype == torch.float8_e4m3fn else [(name, tensor)]

@@ -12,6 +12,8 @@ from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
+LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
+MAX_LOGPROB_GAP = 0.03  # above it --use-tis is suggested; bf16 engines and trainers differ by about 0.01
 _TINY = 1e-8  # gradient norms up to this are rounding errors
 _ZERO_STD = "rollout/zero_std/count_"
 # Estimators whose advantages are zero if all rewards of a prompt are equal; a KL loss or an entropy bonus may still
@@ -40,6 +42,26 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
     rollout = store.committed(keys.rollout_prefix(rollout_id))
     reason = explain_zero_gradient(rollout.summary if rollout else {})
     return f"nothing was learned in the last {NUM_ROUNDS} rounds (zero gradients): {reason}"
+
+
+def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bool) -> str | None:
+    """Return a warning if this round is the run's first whose log-probs differ too much between engine and trainer:
+    by more than MAX_LOGPROB_GAP or, with `fp8` engines, at all. Otherwise return None."""
+    limit = 0.0 if fp8 else MAX_LOGPROB_GAP
+
+    def exceeds(index: int) -> float | None:
+        step = store.committed(keys.step_prefix(index))
+        gap = step.summary.get(LOGPROB_GAP, 0.0) if step else 0.0
+        return gap if gap > limit else None
+
+    gap = exceeds(rollout_id)
+    if gap is None or any(exceeds(index) for index in range(rollout_id - 1, -1, -1)):
+        return None
+    cause = "engines with fp8 weights" if fp8 else f"more than {MAX_LOGPROB_GAP}"
+    return (
+        f"the log-probs of engine and trainer differ by {gap:.1e} on average ({cause}), so the samples are off-policy: "
+        "add --use-tis, which corrects the loss by importance weights (docs/metrics.md)"
+    )
 
 
 def _every_group_has_equal_rewards(summary: Mapping[str, float]) -> bool:

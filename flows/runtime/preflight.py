@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.serving.addresses import is_on_this_machine
+from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import (
@@ -55,10 +56,11 @@ def preflight(flow: str, config: PostTrainConfig) -> None:
 @cache
 def _run_checks_once(flow: str, config_json: str) -> None:
     from penstock.engines.families import read_shape
-    from penstock.stages.convert.hf.headers import check_weights
+    from penstock.engines.weights.hf_headers import check_weights
 
     config = PostTrainConfig.model_validate_json(config_json)
     check_options(flow, config)
+    check_ref_load(config)
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config.train, shape, config.convert.model_family_path)
     check_layout(shape, config.train)
@@ -76,6 +78,7 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         engine_backend().check_options(options := engine_options(config))
         if flow == "post_train" and not config.run.debug_rollout_only:
             engine_backend().check_weight_updates(options)
+            check_fp8_hardware(config)
     open_store(config.run)  # last, because it writes a probe
 
 
@@ -186,6 +189,35 @@ def check_group_size(config: PostTrainConfig) -> None:
             f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is "
             "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
             "--disable-rewards-normalization"
+        )
+
+
+def check_ref_load(config: PostTrainConfig) -> None:
+    """Check that --ref-load is used: as the reference, or as the start weights of training. Raises OptionError."""
+    train = config.train
+    if train.ref_load and not train.uses_reference and not fp8_weights(config.convert.hf_checkpoint):
+        raise OptionError(
+            "--ref-load has no effect without a KL to the reference, unless --hf-checkpoint has fp8 weights: add "
+            "--use-kl-loss or --kl-coef, or omit it"
+        )
+
+
+def check_fp8_hardware(config: PostTrainConfig) -> None:
+    """Check that this machine can run engines with fp8 weights, unless the engines run elsewhere. Raises EngineError.
+
+    Weight updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels
+    compute in bf16, and the layout of the scales on GPUs after Hopper.
+    """
+    elsewhere = config.run.ray_address is not None or config.rollout.rollout_external_engine_addrs
+    if elsewhere or not fp8_weights(config.convert.hf_checkpoint):
+        return
+    capabilities = visible_gpu_capabilities()
+    if not capabilities or not all((8, 9) <= capability < (10, 0) for capability in capabilities):
+        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
+        found = f"GPUs of compute capability {names}" if names else "no GPU"
+        raise EngineError(
+            f"--hf-checkpoint {config.convert.hf_checkpoint} has fp8 weights, which engines need GPUs of compute "
+            f"capability 8.9 or 9.0 (Ada, Hopper) for, but this machine has {found}: use a bf16 checkpoint"
         )
 
 

@@ -19,7 +19,7 @@ from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.engine_options import engine_options, run_placement
+from penstock.flows.runtime.engine_options import engine_options, run_placement, starting_weights
 from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
@@ -47,6 +47,7 @@ class Processes:
         note: prints a message for the user.
         on_published: called after each weight update with (policy version, metrics, moves of state between devices and
             host memory since the previous weight update).
+        has_trainer: whether the flow run has a trainer, which sends weights to the engines.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Processes:
         provenance: dict[str, Any],
         note: Callable[[str], None],
         on_published: Callable[[int, dict[str, float], list[MemorySwitch]], None],
+        *,
+        has_trainer: bool = True,
     ) -> None:
         self.config = config
         self.store = store
@@ -64,6 +67,7 @@ class Processes:
         self.provenance = provenance
         self.note = note
         self.on_published = on_published
+        self.has_trainer = has_trainer
         self._base: CheckpointRef | None = None
         self._entered = ExitStack()
         self._starting = threading.RLock()  # the thread that saves a checkpoint uses the same processes
@@ -86,10 +90,15 @@ class Processes:
 
     @cached_property
     def _options(self) -> EngineOptions:
-        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0; with
-        --check-weight-update-equal they report "hf-checkpoint", and the trainer sends them version 0 to compare."""
+        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. They
+        report "hf-checkpoint" with --check-weight-update-equal, and if version 0 has other weights: the trainer then
+        sends them version 0."""
         log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
-        version = INITIAL if self.config.run.check_weight_update_equal else self.weight_version(0)
+        start, run = starting_weights(self.config), self.config.run
+        awaits_weights = run.check_weight_update_equal or (
+            self.has_trainer and start != self.config.convert.hf_checkpoint
+        )
+        version = INITIAL if awaits_weights else self.weight_version(0)
         return engine_options(self.config).replace_spec_fields(weight_version=version, log_dir=log_dir)
 
     @cached_property
@@ -259,13 +268,32 @@ class Processes:
         self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport
     ) -> dict[str, float]:
         """Send the weights of policy `version` to the engines at `urls`, check every tensor, and return metrics."""
+        skipped = self._reason_against_initial_comparison() if version == 0 else None
+        if skipped:
+            self.note(f"the weights that engines load from --hf-checkpoint are not compared with version 0: {skipped}")
         start, client = time.perf_counter(), self.engine_client_factory(urls)
         num_tensors, update_time = update_and_check(
-            client, partial(trainer.publish, urls), self.weight_version(version), transport, is_initial=version == 0
+            client,
+            partial(trainer.publish, urls),
+            self.weight_version(version),
+            transport,
+            is_initial=version == 0 and not skipped,
         )
         self.note(f"weights of version {version} are equal in trainer and engines: {num_tensors} tensors compared")
         check_time = time.perf_counter() - start - update_time
         return {"perf/checked_weight_tensors": num_tensors, "perf/check_weights_time": check_time}
+
+    def _reason_against_initial_comparison(self) -> str | None:
+        """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
+        they must be equal."""
+        from penstock.engines.weights.fp8 import fp8_weights, keeps_scales
+
+        path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
+        if start != path:
+            return f"version 0 has the weights of --ref-load {start}"
+        if fp8_weights(path) and not keeps_scales(path):
+            return "its fp8 scales are not amax / 448 of bf16 weights, so they change when they are computed again"
+        return None
 
     def _offload_trainer(self, keep_weights: bool = False) -> None:
         """With --offload-train, move the trainer's state to host memory; the trainer moves it back on next use."""

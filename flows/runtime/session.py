@@ -15,10 +15,12 @@ from prefect.runtime import flow_run
 
 from penstock.engines import scratch
 from penstock.engines.memory import GIB, MemorySwitch
+from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, zero_gradient_warning
+from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
@@ -65,7 +67,13 @@ class Session:
         )
         self.tracker.record_missing_commits(self.store, self.keys)
         self.processes = Processes(
-            config, self.store, self.keys, self.provenance, self.display.note, self._record_publish
+            config,
+            self.store,
+            self.keys,
+            self.provenance,
+            self.display.note,
+            self._record_publish,
+            has_trainer=gpu_flow(flow, config) != "evaluate",
         )
         for warning in config_warnings(flow, config):
             self.display.note(warning)
@@ -144,6 +152,7 @@ class Session:
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
                 self._warn_if_not_learning(commit.index)
+                self._warn_of_logprob_gap(commit.index)
         return commit
 
     def _warn_if_not_learning(self, rollout_id: int) -> None:
@@ -157,9 +166,20 @@ class Session:
             self.display.warn(warning)
             get_run_logger().warning(warning)
 
-    def pin_base_model(self, base: CheckpointRef) -> CheckpointRef:
-        """Set the converted model that the run starts from. Raises RunError if the run has recorded another one."""
-        self.pin_model("base", self.config.convert.hf_checkpoint, base)
+    def _warn_of_logprob_gap(self, rollout_id: int) -> None:
+        """Print a warning, once per run, if the log-probs of engine and trainer differ and no option corrects it."""
+        train = self.config.train
+        if train.use_tis or train.use_rollout_logprobs:
+            return
+        fp8 = bool(fp8_weights(self.config.convert.hf_checkpoint))
+        if warning := logprob_gap_warning(self.store, self.keys, rollout_id, fp8=fp8):
+            self.display.warn(warning)
+            get_run_logger().warning(warning)
+
+    def pin_base_model(self, path: str, base: CheckpointRef) -> CheckpointRef:
+        """Set the model that the run starts from, converted from the files at `path`. Raises RunError if the run has
+        recorded another one."""
+        self.pin_model("base", path, base)
         self.processes.base_checkpoint = base
         return base
 

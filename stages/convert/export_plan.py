@@ -20,10 +20,10 @@ from penstock.engines.families.external import source_hash
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.engines.weights.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
+from penstock.engines.weights.hf_headers import SCALE
 from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
-from penstock.stages.convert.hf.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
-from penstock.stages.convert.hf.headers import SCALE
 from penstock.stages.convert.hf.weights import (
     HFWeights,
     NamedTensor,

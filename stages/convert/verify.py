@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
-from penstock.stages.convert.hf.headers import check_tensors
+from penstock.engines.weights.hf_headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.disk import map_in_threads

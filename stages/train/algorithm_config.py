@@ -144,7 +144,8 @@ class AlgorithmConfig(StageConfig):
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights."""
+    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. If
+    --hf-checkpoint has fp8 weights, also the starting weights."""
 
     ref_update_interval: int | None = option(None, ge=1)
     """Replace the reference by the current policy every N rounds; default: never."""
@@ -288,9 +289,8 @@ class AlgorithmConfig(StageConfig):
             "--use-opd and --opd-teacher-load need each other: give both or neither",
         )
         yield (
-            (self.ref_load or self.ref_update_interval) and not self.uses_reference,
-            "--ref-load and --ref-update-interval have no effect without a KL to the reference: add --use-kl-loss or "
-            "--kl-coef",
+            self.ref_update_interval and not self.uses_reference,
+            "--ref-update-interval has no effect without a KL to the reference: add --use-kl-loss or --kl-coef",
         )
         yield (
             self.num_critic_only_steps and not self.uses_critic,

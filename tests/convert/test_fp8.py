@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engines.families import read_shape, tensor_layout
+from penstock.engines.weights.fp8 import dequantize, quantize, should_quantize
 from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.fp8 import dequantize, quantize, should_quantize
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.logits import TOLERANCE, compare_logits
 from penstock.stages.convert.to_hf import export_to

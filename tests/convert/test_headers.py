@@ -15,8 +15,8 @@ import pytest
 from families import FAMILIES, make_family
 
 from penstock.engines.families import read_shape
+from penstock.engines.weights.hf_headers import INDEX, check_weights, read_header, stored_tensors, weight_files
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.hf.headers import INDEX, check_weights, read_header, stored_tensors, weight_files
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.errors import ModelError
@@ -223,7 +223,7 @@ def test_other_quantizations_are_refused(value: Any, source: Path, tmp_path: Pat
 def test_checking_weights_imports_no_torch(source: Path) -> None:
     code = (
         "import sys\nfrom penstock.engines.families import read_shape\n"
-        "from penstock.stages.convert.hf.headers import check_weights\n"
+        "from penstock.engines.weights.hf_headers import check_weights\n"
         "check_weights(sys.argv[1], read_shape(sys.argv[1]))\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron', 'numpy')))"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.stages.convert.hf.headers import read_header, weight_files
+from penstock.engines.weights.hf_headers import read_header, weight_files
 from penstock.storage.disk import map_in_threads
 from penstock.storage.store import hash_file
 

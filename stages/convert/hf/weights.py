@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.stages.convert.hf.fp8 import dequantize, scale_shape
-from penstock.stages.convert.hf.headers import (
+from penstock.engines.weights.fp8 import dequantize, scale_shape
+from penstock.engines.weights.hf_headers import (
     INDEX,
     SCALE,
     TensorLocation,
