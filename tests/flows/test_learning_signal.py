@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.learning_signal import explain_zero_gradient, zero_gradient_warning
+from penstock.flows.runtime.learning_signal import explain_zero_gradient, logprob_gap_warning, zero_gradient_warning
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -108,3 +108,39 @@ def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: P
 def test_reason_follows_from_the_metrics(summary: dict[str, float], words: str) -> None:
     reason = explain_zero_gradient(summary)
     assert words in reason and len(reason) <= 240
+
+
+def test_logprob_gap_warns_once_and_suggests_tis(tmp_path: Path) -> None:
+    gap_name, gaps = "train/train_rollout_logprob_abs_diff", [0.008, 0.01, 0.05, 0.04, 0.06]
+    for index, gap in enumerate(gaps):
+        step = Commit(kind="step", run="r", index=index, policy_version=index, summary={gap_name: gap})
+        Store(str(tmp_path)).commit(KEYS.step_prefix(index), step)
+
+    def warnings(fp8: bool) -> list[str | None]:  # every store is a new process
+        return [logprob_gap_warning(Store(str(tmp_path)), KEYS, index, fp8=fp8) for index in range(len(gaps))]
+
+    assert [bool(warning) for warning in warnings(fp8=False)] == [False, False, True, False, False]
+    assert [bool(warning) for warning in warnings(fp8=True)] == [True, False, False, False, False]
+    assert "5.0e-02" in (warnings(fp8=False)[2] or "") and "--use-tis" in (warnings(fp8=False)[2] or "")
+    assert "fp8" in (warnings(fp8=True)[0] or "")
+
+
+@pytest.mark.parametrize("options", [[], ["--use-tis"], ["--use-rollout-logprobs"]], ids=str)
+def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    from penstock.flows.options.flags import parse_config
+    from penstock.flows.runtime import session as sessions
+
+    shown: list[str] = []
+    monkeypatch.setattr(sessions, "get_run_logger", lambda: logging.getLogger("page of the flow run"))
+    session = sessions.Session.__new__(sessions.Session)
+    session.store, session.keys = Store(str(tmp_path)), KEYS
+    session.config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
+    session.display = SimpleNamespace(warn=shown.append)  # type: ignore[assignment]
+    step = Commit(
+        kind="step", run="r", index=0, policy_version=0, summary={"train/train_rollout_logprob_abs_diff": 0.5}
+    )
+    session.store.commit(KEYS.step_prefix(0), step)
+    session._warn_of_logprob_gap(0)
+    assert len(shown) == (not options)

@@ -66,14 +66,96 @@ def test_invalid_model_directory_is_refused(good, tmp_path: Path, tiny_model: Pa
     assert "tokenizer" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
 
 
-def test_quantized_engines_are_refused_for_training(good, tmp_path: Path, tiny_model: Path, capsys) -> None:
-    """A weight update would fill their parameters with wrong values."""
-    assert "--sglang-quantization" in refusal(good | {"--sglang-quantization": "fp8"}, capsys)
-    fp8 = shutil.copytree(tiny_model, tmp_path / "fp8")
-    config = json.loads((fp8 / "config.json").read_text())
-    (fp8 / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    message = refusal(good | {"--hf-checkpoint": str(fp8)}, capsys)
-    assert str(fp8) in message and "quantization_config" in message
+@pytest.fixture
+def fp8_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model with projections in block fp8."""
+    from safetensors.torch import load_file
+
+    from penstock.engines.weights.fp8 import QUANTIZATION, quantize_weights, should_quantize
+    from penstock.engines.weights.hf_directory import write_weights
+
+    weights = load_file(tiny_model / "model.safetensors")
+    names = {name for name, tensor in weights.items() if should_quantize(name, tuple(tensor.shape))}
+    directory = tmp_path / "fp8"
+    write_weights(directory, quantize_weights(weights.items(), names), tiny_model, 1 << 30)
+    change_quantization(directory, QUANTIZATION)
+    return directory
+
+
+def change_quantization(directory: Path, quantization: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
+def test_online_quantization_is_refused_for_training(good, capsys) -> None:
+    """A weight update would fill the parameters with wrong values."""
+    for method in ("fp8", "awq"):
+        message = refusal(good | {"--sglang-quantization": method}, capsys)
+        assert f"--sglang-quantization {method}" in message and "--export-dtype fp8" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": "gptq"},
+        {"weight_block_size": None},
+        {"weight_block_size": [64, 64]},
+        {"activation_scheme": "static"},
+        {"fmt": "e5m2"},
+        {"scale_fmt": "ue8m0"},
+    ],
+    ids=str,
+)
+def test_other_quantized_checkpoints_are_refused_for_training(good, change, fp8_model: Path, capsys) -> None:
+    from penstock.engines.weights.fp8 import QUANTIZATION
+
+    change_quantization(fp8_model, QUANTIZATION | change)
+    message = refusal(good | {"--hf-checkpoint": str(fp8_model)}, capsys)
+    [(name, _)] = change.items()
+    assert str(fp8_model) in message and "quantization_config" in message and name in message
+
+
+def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_layout(
+    good, fp8_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from penstock.flows.options.flags import parse_config
+    from penstock.flows.runtime import preflight
+
+    options = good | {"--hf-checkpoint": str(fp8_model)}
+    for capabilities, found in (([], "no GPU"), ([(8, 0)], "capability 8.0"), ([(9, 0), (10, 0)], "9.0, 10.0")):
+        monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda values=capabilities: values)
+        assert found in refusal(options | {"--seed": str(len(found))}, capsys)
+    monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [(9, 0)])
+    for further in ({}, {"--ref-load": str(tiny_model)}, {"--sglang-quantization": "fp8"}):
+        words = [word for pair in (options | further).items() for word in pair]
+        preflight.preflight("post_train", parse_config(words))
+    assert "--ref-load has no effect" in refusal(good | {"--ref-load": str(tiny_model)}, capsys)
+
+
+def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, tiny_model: Path, tmp_path) -> None:
+    from penstock.engines.weights.check import INITIAL
+    from penstock.flows import tasks
+    from penstock.flows.options.flags import parse_config
+    from penstock.flows.runtime.processes import Processes
+    from penstock.storage.refs import RunKeys
+    from penstock.storage.store import Store
+
+    def processes(*words: str, **options: bool) -> Processes:
+        flags = good | {"--hf-checkpoint": str(fp8_model)}
+        config = parse_config([*(word for pair in flags.items() for word in pair), *words])
+        return Processes(config, Store(str(tmp_path / "store")), RunKeys("r"), {}, print, print, **options)
+
+    ref_load = ("--ref-load", str(tiny_model))
+    for built, version, model in (
+        (processes(), "r/0", fp8_model),
+        (processes(*ref_load), INITIAL, tiny_model),  # the trainer sends version 0
+        (processes(*ref_load, has_trainer=False), "r/0", tiny_model),
+        (processes("--check-weight-update-equal"), INITIAL, fp8_model),
+    ):
+        assert built._options.spec.weight_version == version
+        assert tasks.starting_weights(built.config) == str(model)
+    assert str(tiny_model) in (processes(*ref_load)._reason_against_initial_comparison() or "")
+    assert "fp8 scales" in (processes()._reason_against_initial_comparison() or "")  # those of fp32 weights
 
 
 def test_unusable_store_or_port_is_refused(good, tmp_path: Path, capsys) -> None:
