@@ -30,8 +30,8 @@ def make_model(name: str, directory: Path) -> Path:
     return path
 
 
-def make_mixture_of_experts(path: Path) -> None:
-    """Write Qwen3-30B-A3B cut to two layers: 128 experts of width 768, 8 for each token."""
+def make_mixture_of_experts(path: Path, layers: int = 2) -> None:
+    """Write Qwen3-30B-A3B cut to `layers` layers: 128 experts of width 768, 8 for each token."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -40,7 +40,7 @@ def make_mixture_of_experts(path: Path) -> None:
     config = Qwen3MoeConfig(
         **sizes,
         vocab_size=151936,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
         num_experts=128,
