@@ -20,6 +20,7 @@ from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
+    check_fp8_widths,
     check_gpu_count,
     check_memory,
     check_nodes,
@@ -256,6 +257,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     check_nodes(config)
     if flow in GENERATING:
         check_engine_gpus(config, shape)
+        check_fp8_widths(config, shape)
     gpus = visible_gpu_bytes()
     if not gpus:
         return
