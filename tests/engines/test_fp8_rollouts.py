@@ -25,6 +25,7 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.weight_payload import FlatBucket
 from penstock.engines.weights.buckets import num_bytes, split_into_buckets
 from penstock.engines.weights.fp8 import fp8_weights, keeps_scales, quantize, quantize_weights
 from penstock.engines.weights.hf_directory import write_weights
@@ -82,6 +83,20 @@ def test_buckets_keep_scales_and_fused_weights_together(model: Model, max_bytes:
         assert place[name] == place.get(name.replace(".q_a_proj.", ".kv_a_proj_with_mqa."), place[name])
     largest = max(num_bytes(bucket) for bucket in buckets)
     assert largest <= max_bytes or (max_bytes == 1 and largest < 60_000)  # counted in fp8
+
+
+def test_payload_and_request_describe_fp8_weights_and_scales_as_sglang_reads_them(model: Model) -> None:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    weights = dict(sent(model))
+    flat = FlatBucket(list(weights.items()))
+    received = FlattenedTensorBucket(flattened_tensor=flat.flat, metadata=flat.metadata).reconstruct_tensors()
+    assert {name for name, _ in received} == weights.keys()
+    for name, tensor in received:
+        assert tensor.dtype == weights[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), weights[name].view(torch.uint8)), name
+    request = flat.description()  # of the transport "nccl", which sends the same bytes
+    assert [getattr(torch, dtype) for dtype in request["dtypes"]] == [weights[name].dtype for name in request["names"]]
 
 
 def test_disk_transport_writes_the_directory_of_the_fp8_export(model: Model, tmp_path: Path) -> None:
