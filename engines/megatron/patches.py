@@ -15,12 +15,12 @@ def patch_module(module: ModuleType) -> None:
     """Patch a module of `megatron.core` right after its import."""
     names: dict[str, Any] = vars(module)
     if module.__name__ == "megatron.core.fusions.fused_bias_swiglu" and torch.cuda.is_available():
-        from penstock.engines.megatron.model import swiglu_kernels
+        from penstock.engines.megatron.kernels import swiglu
 
-        names["swiglu_back"] = swiglu_kernels.swiglu_back
-        names["weighted_swiglu_back"] = swiglu_kernels.weighted_swiglu_back
+        names["swiglu_back"] = swiglu.swiglu_back
+        names["weighted_swiglu_back"] = swiglu.weighted_swiglu_back
     elif module.__name__ == "megatron.core.tensor_parallel.layers" and torch.cuda.is_available():
-        from penstock.engines.megatron.model import weight_gradients
+        from penstock.engines.megatron.kernels import weight_gradients
 
         names["fused_weight_gradient_mlp_cuda"] = weight_gradients
         names["_grad_accum_fusion_available"] = True

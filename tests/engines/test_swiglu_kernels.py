@@ -12,7 +12,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 def check(ffn: int, dtype: torch.dtype, device: str) -> None:
-    from penstock.engines.megatron.model.swiglu_kernels import swiglu_back, weighted_swiglu_back
+    from penstock.engines.megatron.kernels.swiglu import swiglu_back, weighted_swiglu_back
 
     torch.manual_seed(0)
     gate_up, grad = (torch.randn(7, size, device=device).to(dtype) for size in (2 * ffn, ffn))
@@ -55,7 +55,7 @@ def test_megatron_uses_the_kernel() -> None:
     import_megatron()
     from megatron.core.fusions import fused_bias_swiglu
 
-    from penstock.engines.megatron.model import swiglu_kernels
+    from penstock.engines.megatron.kernels import swiglu
 
-    assert fused_bias_swiglu.swiglu_back is swiglu_kernels.swiglu_back
-    assert fused_bias_swiglu.weighted_swiglu_back is swiglu_kernels.weighted_swiglu_back
+    assert fused_bias_swiglu.swiglu_back is swiglu.swiglu_back
+    assert fused_bias_swiglu.weighted_swiglu_back is swiglu.weighted_swiglu_back

@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
+            from penstock.engines.megatron.kernels.norm import normalize_and_rotate
 
             return normalize_and_rotate(x.reshape(-1, 1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
@@ -44,7 +44,7 @@ class HeadNorm(RMSNorm):
     def normalize_and_rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
         """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as of `apply_rope`"""
         if x.is_cuda and cos_sin[0].shape[-1] == x.shape[-1]:
-            from penstock.engines.megatron.model import norm_kernels
+            from penstock.engines.megatron.kernels import norm
 
-            return norm_kernels.normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
+            return norm.normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
         return apply_rope(super().forward(x), cos_sin, interleaved)

@@ -112,7 +112,7 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
     dim = cos_sin[0].shape[-1]
     if not x.is_cuda:
         return apply_rope_unfused(x, *cos_sin, interleaved)
-    from penstock.engines.megatron.model.norm_kernels import normalize_and_rotate
+    from penstock.engines.megatron.kernels.norm import normalize_and_rotate
 
     rotated = normalize_and_rotate(x[..., :dim], cos_sin=cos_sin, interleaved=interleaved)
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
