@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,8 +184,15 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(Path(place) / name for place, _, names in os.walk(directory) for name in names)
 
 
-def file_records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRecord]:
-    """Return the FileRecord of each file (size, hash, rows of a Parquet file). `attempt` is the store key of `top`."""
+def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str] = {}) -> list[FileRecord]:
+    """Return the FileRecord of each file (size, hash, rows of a Parquet file).
+
+    Args:
+        files: files below `top`.
+        top: directory whose store key is `attempt`.
+        attempt: store key.
+        hashes: known hashes, by name relative to `top`; the other files are hashed here.
+    """
 
     def record(file: Path) -> FileRecord:
         rows = None
@@ -193,8 +200,9 @@ def file_records(files: Sequence[Path], top: Path, attempt: str) -> list[FileRec
             import pyarrow.parquet as pq
 
             rows = pq.read_metadata(file).num_rows
-        key = f"{attempt}/{file.relative_to(top).as_posix()}"
-        return FileRecord(path=key, bytes=file.stat().st_size, xxh3=hash_file(file), rows=rows)
+        name = file.relative_to(top).as_posix()
+        xxh3 = hashes.get(name) or hash_file(file)
+        return FileRecord(path=f"{attempt}/{name}", bytes=file.stat().st_size, xxh3=xxh3, rows=rows)
 
     return map_in_threads(record, files, _NUM_READERS)
 

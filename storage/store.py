@@ -51,9 +51,11 @@ class StoredFile(NamedTuple):
 @dataclass
 class AttemptFiles:
     """The local directory into which a stage writes its files, and the records of these files; `files` is set when the
-    `Store.writing` block ends."""
+    `Store.writing` block ends. The stage may set `hashes`: the xxh3-128 that it computed while writing, by file name
+    relative to `path`. The other files are read again to hash them."""
 
     path: Path
+    hashes: dict[str, str] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
 
 
@@ -178,20 +180,23 @@ class Store:
             disk.make_directory(out.path)
             with leases.writer_lease(self, attempt):
                 yield out
-                out.files = self._file_records(out.path, attempt, owns)
+                out.files = self._file_records(out, attempt, owns)
                 disk.fsync_files([Path(self.path(record.path)) for record in out.files], out.path)
             return
         with objects.temporary_directory() as scratch, leases.writer_lease(self, attempt):
             out = AttemptFiles(Path(scratch))
             yield out
-            records = self._file_records(out.path, attempt, owns)
+            records = self._file_records(out, attempt, owns)
             sources = [out.path / Path(record.path).relative_to(attempt) for record in records]
             objects.upload(self.fs, [(s, self.path(r.path), r.bytes) for s, r in zip(sources, records, strict=True)])
             out.files = records
 
-    def _file_records(self, top: Path, attempt: str, owns: Callable[[str], bool] | None) -> builtins.list[FileRecord]:
+    def _file_records(
+        self, out: AttemptFiles, attempt: str, owns: Callable[[str], bool] | None
+    ) -> builtins.list[FileRecord]:
+        top = out.path
         files = [file for file in disk.files_in(top) if owns is None or owns(file.relative_to(top).as_posix())]
-        return disk.file_records(files, top, attempt)
+        return disk.file_records(files, top, attempt, out.hashes)
 
     @contextmanager
     def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:

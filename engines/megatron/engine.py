@@ -309,20 +309,22 @@ class MegatronEngine:
         finally:
             weights.swap_weights(self.chunks, snapshot)
 
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
-        """Save model, optimizer, learning-rate scheduler and RNG states as a torch_dist checkpoint.
+    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
+        """Save model, optimizer, learning-rate scheduler and RNG states as a torch_dist checkpoint. Return the hashes
+        (xxh3-128) of this rank's `.distcp` files, by name.
 
         Args:
             directory: one for all ranks, or one per rank (see `RankState.save`).
             step_state: JSON values of the caller, which `load` returns.
         """
         self._require_on_device_and_gathered("weights", "optimizer")
-        self._state.save(directory, step_state)
+        return self._state.save(directory, step_state)
 
-    def save_weights(self, directory: str | Path) -> None:
-        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved."""
+    def save_weights(self, directory: str | Path) -> dict[str, str]:
+        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved. Return
+        the hashes of this rank's `.distcp` files."""
         self._require_on_device_and_gathered("weights")
-        self._state.save_weights(directory)
+        return self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load all states of a checkpoint that `save` wrote, and return its `step_state`. Resumed training is

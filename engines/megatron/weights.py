@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from megatron.core import parallel_state
 from torch import Tensor
 
+from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel, is_routed_expert_parameter
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -172,19 +172,12 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
     unlikely.
     """
-    hashes = {}
+    tensors = {}
     for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
         group = sharding_group(name)
         is_shard = sharded_axis(tensor) is not None and group.size() > 1
-        data = host_bytes(tensor)
-        hashes[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = xxhash.xxh3_64_hexdigest(data)
-    return hashes
-
-
-def host_bytes(tensor: Tensor) -> memoryview:
-    """Return a copy of a tensor's bytes in host memory. It is a copy on a CPU as well, because a NumPy view of the
-    tensor itself would forbid resizing its storage, and `memory/residency.py` frees memory by resizing."""
-    return tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().data
+        tensors[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = tensor
+    return hash_tensors(tensors.items())
 
 
 def copy_weights_to_host(chunks: list[PolicyModel]) -> Snapshot:

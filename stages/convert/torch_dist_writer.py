@@ -6,23 +6,19 @@ converting row numbers in place of weights, and writing copies bytes from file t
 units of one file each, in the order of the source, so that disks read sequentially.
 
 Files and index have the format of torch.distributed.checkpoint, so Megatron loads them with any parallel sizes. torch's
-own writer needs every tensor in memory, computes a CRC that no reader checks (a quarter of the time, measured), and
-does not support several independent processes. Here torch writes only the archive around each tensor, not its bytes.
+own writer needs every tensor in memory and does not support several independent processes.
 """
 
 from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -38,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
+from penstock.engines.megatron.checkpoints.writer import ArchiveFile, without_crc
 from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
@@ -219,66 +216,16 @@ def write_unit(
     spans: list[tuple[int, int]] = []
 
     def write(directory: Path) -> None:
-        with open(directory / unit.file, "wb") as file, _without_crc():
-            out = _SplicedFile(file, on_bytes)
+        with open(directory / unit.file, "wb") as file, without_crc():
+            out = ArchiveFile(file, on_bytes)
             for piece in unit.slices:
                 start = out.length
-                out.save(piece, content(piece))
+                out.save(piece.sizes, piece.dtype, content(piece))
                 spans.append((start, out.length - start))
         hashes[unit.file] = out.digest.hexdigest()
 
     files = write_files(target, write, lambda: hashes)
     return {"files": [file.model_dump() for file in files], "spans": spans}
-
-
-class _SplicedFile:
-    """A file for `torch.save`, which is called with an uninitialized placeholder tensor. When `torch.save` writes the
-    placeholder's bytes, the slice's content is written instead; everything else is written unchanged. The placeholder's
-    pages are never touched and therefore never allocated."""
-
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], object]) -> None:
-        self.file, self.on_bytes = file, on_bytes
-        self.digest, self.length = xxhash.xxh3_128(), 0
-        self._address = self._num_written = 0
-        self._content: Iterable[memoryview] = ()
-
-    def save(self, piece: Slice, content: Iterable[memoryview]) -> None:
-        placeholder = torch.empty(piece.sizes, dtype=piece.dtype)
-        self._address, self._num_written, self._content = placeholder.data_ptr(), 0, content
-        torch.save(placeholder, self)  # type: ignore[arg-type]
-        assert self._num_written == piece.num_bytes, (
-            f"{piece.key}: wrote {self._num_written} bytes, planned {piece.num_bytes}"
-        )
-
-    def write(self, data: memoryview) -> int:
-        if np.frombuffer(data, dtype=np.uint8).ctypes.data != self._address:
-            self._append(data)
-            return len(data)
-        for chunk in self._content:
-            self._append(chunk)
-            self._num_written += len(chunk)
-            self.on_bytes(len(chunk))
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing. `torch.save` calls this method."""
-
-    def _append(self, data: memoryview) -> None:
-        self.file.write(data)
-        self.digest.update(data)
-        self.length += len(data)
-
-
-@contextmanager
-def _without_crc() -> Iterator[None]:
-    """Disable the CRC of `torch.save` in this thread, which would read the placeholder. No version of torch checks the
-    CRC."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def write_metadata(

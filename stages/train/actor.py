@@ -8,6 +8,7 @@ inside the methods, so that only the ranks load them.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -102,6 +103,7 @@ class TrainActor:
         layout = config.parallel_layout
         init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
         self.models: Models = build_models(self.spec.shape, config)
+        gc.freeze()  # Megatron collects garbage at every save and load: do not search modules and models each time
         self._joined = True
 
     # ---- queries -----------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class TrainActor:
 
         assert self._state.clean, f"asked to save, but the weights of this rank are incomplete: {self._state}"
         with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
-            save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
+            out.hashes = save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
     def publish(

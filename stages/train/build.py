@@ -106,15 +106,19 @@ def load_initial(models: Models, directory: Path) -> None:
             engine.load_weights(directory)
 
 
-def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> None:
+def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> dict[str, str]:
     """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic; the reference model if it
-    was replaced during training (--ref-update-interval); and `step_state` (run and policy version). Collective."""
-    models.policy.save(directory, step_state)  # first, because Megatron warns if the directory is not empty
+    was replaced during training (--ref-update-interval); and `step_state` (run and policy version). Return the hashes
+    (xxh3-128) of this rank's `.distcp` files, by path relative to `directory`. Collective."""
+    hashes = models.policy.save(directory, step_state)  # first: Megatron warns if the directory is not empty
     if models.critic is not None:
-        models.critic.save(directory / "critic", step_state)
+        critic = models.critic.save(directory / "critic", step_state)
+        hashes |= {f"critic/{name}": value for name, value in critic.items()}
     if models.refreshed and models.reference is not None:
         with models.policy.using_weights(models.reference):
-            models.policy.save_weights(directory / "reference")
+            reference = models.policy.save_weights(directory / "reference")
+        hashes |= {f"reference/{name}": value for name, value in reference.items()}
+    return hashes
 
 
 def resume_models(models: Models, directory: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel
+from penstock.storage.disk import hash_file
 from penstock.storage.errors import LayoutError, ModelError, OptionError
 from tests.engines.megatron_reference import (
     LENGTHS,
@@ -112,6 +113,17 @@ def test_resume_is_bit_exact(engine: Any, tmp_path: Path) -> None:
     assert other.load(tmp_path) == {"run": "r", "version": 2}
     assert train(other, range(10, 14)) == expected
     assert other.digest() == digest
+
+
+def test_saved_files_have_the_returned_hashes_and_load_in_megatron(engine: Any, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    hashes = engine.save(tmp_path, {})
+    assert hashes == {path.name: hash_file(path) for path in tmp_path.glob("*.distcp")}
+    state = {"model": make_engine(seed=99).chunks[0].sharded_state_dict()}
+    loaded = dist_checkpointing.load(state, str(tmp_path))["model"]
+    for name, tensor in engine.chunks[0].state_dict().items():
+        assert tensor is None or torch.equal(loaded[name], tensor), name
 
 
 def test_resume_with_another_schedule_keeps_the_step_count(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import xxhash
 
 from penstock.storage.errors import StoreError
 from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
@@ -50,6 +51,17 @@ def test_a_commit_is_read_back_with_its_files(store: Store) -> None:
     assert read(again, commit) == b"three"
     assert [record.bytes for record in commit.files] == [5]
     assert again.committed_indices(f"{KEYS.prefix}/rollouts") == [3]
+
+
+def test_a_hash_of_the_writer_is_recorded_without_reading_the_file(store: Store) -> None:
+    attempt = store.new_attempt("stage")
+    with store.writing(attempt) as out:
+        (out.path / "deep").mkdir()
+        (out.path / "deep" / "part").write_bytes(b"data")
+        (out.path / "other").write_bytes(b"data")
+        out.hashes = {"deep/part": "hash of the writer"}
+    recorded = {file.path.removeprefix(f"{attempt}/"): file.xxh3 for file in out.files}
+    assert recorded == {"deep/part": "hash of the writer", "other": xxhash.xxh3_128_hexdigest(b"data")}
 
 
 def test_the_loser_of_a_race_adopts_the_winners_commit(store: Store) -> None:

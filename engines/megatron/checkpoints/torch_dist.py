@@ -2,8 +2,8 @@
 states. Checkpoints can be loaded with other parallel sizes.
 
 Megatron-core's own writer forks a process per file and spawns a manager process. This takes 2 s for a tiny model, hangs
-a parent process without a `__main__` guard, and is unsafe in a multi-threaded actor. torch's writer produces the same
-files in 0.3 s.
+a parent process without a `__main__` guard, and is unsafe in a multi-threaded actor. `writer.py` writes the same files
+in threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -40,6 +39,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
+from penstock.engines.megatron.checkpoints.writer import ParallelWriter
+from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.memory.optimizer_offload import main_param
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
 from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
@@ -50,26 +51,26 @@ from penstock.engines.megatron.optimizer import (
     zero_adam_state,
 )
 from penstock.engines.megatron.parallel import ParallelLayout, device
-from penstock.engines.megatron.weights import host_bytes
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint
 
 
 class PlainWriter(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, with torch's file writer in place of Megatron's."""
+    """Megatron's save strategy, with `ParallelWriter` in place of Megatron's file writer. After `save`, `hashes` maps
+    the names of this rank's files to their xxh3-128."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
+        self.hashes: dict[str, str] = {}
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         if dist.get_rank() == 0:  # common.pt exists by now; the tensors and metadata.json do not
             failpoint("checkpoint-saving")
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        dcp.save(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=8 if torch.cuda.is_available() else 1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        writer = ParallelWriter(checkpoint_dir)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        dcp.save(mcore_to_pyt_state_dict(flat, False), storage_writer=writer, planner=planner)
+        self.hashes = writer.hashes
 
 
 class SafeLoadStrategy(TorchDistLoadShardedStrategy):
@@ -136,12 +137,15 @@ class RankState:
     optimizer: Any
     scheduler: Any
 
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> None:
+    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
         directory, or each to its own. `step_state` are JSON values of the caller, which `load` returns.
 
         The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
         `metadata.json`. `load` needs the files of all ranks in one directory.
+
+        Returns:
+            file name -> xxh3-128 of this rank's `.distcp` files.
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -150,15 +154,14 @@ class RankState:
         state["random_layout"] = self._describe_ranks_and_devices()
         state["step_state"] = json.dumps(step_state)
         state["random"] = _sharded_rng_states(_rng_states())
-        dist_checkpointing.save(state, str(directory), PlainWriter(), content_metadata=_content_metadata())
+        return _save_sharded(state, directory)
 
-    def save_weights(self, directory: str | Path) -> None:
-        """Write a checkpoint with only the model weights, to files of the same names as `save`."""
+    def save_weights(self, directory: str | Path) -> dict[str, str]:
+        """Write a checkpoint with only the model weights, to files of the same names as `save`. Return the hashes of
+        this rank's `.distcp` files."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        dist_checkpointing.save(
-            self._model_state(), str(directory), PlainWriter(), content_metadata=_content_metadata()
-        )
+        return _save_sharded(self._model_state(), directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote and return its `step_state`.
@@ -220,23 +223,16 @@ class RankState:
         number of scheduled steps is returned as a number. Learning rates and other hyperparameters are excluded,
         because they belong to the run's config.
         """
-        hashes: dict[str, xxhash.xxh3_64] = {}
-
-        def add(name: str, tensor: torch.Tensor) -> None:
-            hashes.setdefault(name, xxhash.xxh3_64()).update(host_bytes(tensor))
-
+        tensors: list[tuple[str, torch.Tensor]] = []
         for inner in inner_optimizers(self.optimizer):
             for param in (param for group in inner.param_groups for param in group["params"]):
-                add("main_params", main_param(inner, param))
-                for name, value in sorted(inner.state[param].items()):
-                    add(name, value)
+                tensors += [("main_params", main_param(inner, param)), *sorted(inner.state[param].items())]
         random = _rng_states()
-        for value in (random["torch"], random["cuda"], *(state for _, state in sorted(random["trackers"].items()))):
-            if value is not None:
-                add("random", value)
+        states = (random["torch"], random["cuda"], *(state for _, state in sorted(random["trackers"].items())))
+        tensors += [("random", state) for state in states if state is not None]
         rank = f"@{dist.get_rank()}/{dist.get_world_size()}"
         scheduled = {f"num_scheduled_steps{rank}": str(self.scheduler.num_steps)}
-        return {name + rank: digest.hexdigest() for name, digest in hashes.items()} | scheduled
+        return {name + rank: value for name, value in hash_tensors(tensors).items()} | scheduled
 
     def _chunks_by_key(self) -> dict[str, PolicyModel]:
         """Return this rank's pipeline chunks by their key in the checkpoint: "model", or "model0", "model1", ..."""
@@ -286,6 +282,13 @@ def _check_complete(directory: str | Path) -> None:
             f"{directory} is not a torch_dist checkpoint (metadata.json is missing): use a converted model or a "
             "completely saved training checkpoint"
         )
+
+
+def _save_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, str]:
+    """Write a sharded state dict and return the hashes of this rank's `.distcp` files."""
+    writer = PlainWriter()
+    dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
+    return writer.hashes
 
 
 def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
