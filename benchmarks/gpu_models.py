@@ -13,6 +13,7 @@ PROMPT_TOKENS = 128
 QWEN3 = {  # name -> sizes of `make_tiny_model`
     "0.6b": {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936},
     "4b": {"hidden": 2560, "layers": 36, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 9728, "vocab": 151936},
+    "small": {"hidden": 768, "layers": 6, "heads": 12, "groups": 4, "head_dim": 64, "ffn": 2304, "vocab": 16384},
     "tiny": {"hidden": 256, "layers": 4, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 768, "vocab": 1024},
 }
 MODELS = [*QWEN3, "moe"]
