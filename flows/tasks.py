@@ -6,6 +6,7 @@ Every task is idempotent: if the store already has its commit, the task returns 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
@@ -218,16 +219,13 @@ def export(session: Session, version: int) -> CheckpointRef:
     prefix = session.keys.export_prefix(version)
     commit = session.store.committed(prefix)
     if commit is None:
-        checkpoint = session.keys.checkpoint_prefix(version)
-        commit = session.processes.cluster.run(
-            export_hf,
-            session.store,
-            session.read_existing_commit(checkpoint),
-            export_origin(session.config.convert),
-            prefix,
-            inputs={"checkpoint": commit_key(checkpoint)},
-            timeout=session.config.convert.convert_timeout,
-        )
+        checkpoint, origin = session.keys.checkpoint_prefix(version), export_origin(session.config.convert)
+        arguments = (session.store, session.read_existing_commit(checkpoint), origin, prefix)
+        inputs, timeout = {"checkpoint": commit_key(checkpoint)}, session.config.convert.convert_timeout
+        # From the trainer's memory if it still holds this version, else from the checkpoint.
+        commit = session.processes.trainer.export(
+            version, origin.directory, partial(export_hf, *arguments, inputs=inputs), timeout
+        ) or session.processes.cluster.run(export_hf, *arguments, inputs=inputs, timeout=timeout)
     session.print_and_track(prefix, commit)
     uri = session.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)

@@ -3,7 +3,8 @@
     python benchmarks/gpu/save_export.py DIRECTORY --model 0.6b --output OUT.json
     python benchmarks/gpu/save_export.py DIRECTORY --model small              # rehearsal on a CPU
 
-One trainer rank with random weights and optimizer state saves checkpoints and exports them into a store in DIRECTORY.
+One trainer rank with random weights and optimizer state saves checkpoints into a store in DIRECTORY, and exports its
+weights from memory and from the checkpoint.
 In the same run, threads write as many random bytes with `os.write`, one file per thread, followed by fsync. The disk is
 idle (`sync`) before each measurement. The medians, their ratio, and the seconds to hash the weights as in every round,
 are written as JSON. DIRECTORY needs three times the size of a checkpoint.
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,9 @@ def measure_model(model: Path, scratch: Path, options: argparse.Namespace) -> di
         attempt = store.new_attempt("checkpoints/1")
         saved: SaveResult = measure("save", actor.save, attempt)
         commit = Commit(kind="checkpoint", run="bench", index=1, policy_version=1, attempt=attempt, files=saved.files)
-        export = measure("export", export_hf, store, commit, Origin(model), f"exports/{turn}")
+        measure("export of a checkpoint", export_hf, store, commit, Origin(model), f"exports/checkpoint-{turn}")
+        write = partial(export_hf, store, commit, Origin(model), f"exports/memory-{turn}")
+        export: Commit = measure("export", actor.export, write)
         for name, files in (("save", saved.files), ("export", export.files)):
             sizes[name] = sum(file.bytes for file in files)
             measure(f"plain {name}", write_plain, scratch / "plain", sizes[name], options.threads)
@@ -96,7 +100,7 @@ def measure_model(model: Path, scratch: Path, options: argparse.Namespace) -> di
         "gb": {name: round(size / 1e9, 3) for name, size in sizes.items()},
         "seconds": medians,
         "all_seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
-        "ratio": {name: round(medians[name] / medians[f"plain {name}"], 2) for name in ("save", "export")},
+        "ratio": {name: round(medians[name] / medians[f"plain {name}"], 2) for name in sizes},
         "fingerprint": actor.fingerprint(),
     }
 

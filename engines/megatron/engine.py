@@ -283,6 +283,10 @@ class MegatronEngine:
         """Yield the global name and the full tensor of every weight (see `weights.named_weights`)."""
         return weights.named_weights(self._synced_chunks())
 
+    def gather_weights(self) -> weights.GatheredWeights:
+        """Return shapes, dtypes and full tensors of all weights (see `weights.gather_weights`)."""
+        return weights.gather_weights(self._synced_chunks())
+
     def digest(self) -> dict[str, str]:
         """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
         return weights.hash_weights(self._synced_chunks())

@@ -65,6 +65,25 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         yield _global_name(chunk, name, parallel_state.get_expert_model_parallel_rank()), tensor
 
 
+@dataclass(frozen=True)
+class GatheredWeights:
+    """The weights of a sharded model as full tensors, gathered one at a time."""
+
+    meta: dict[str, Tensor]  # global name -> tensor on the meta device: shape and dtype of the weight
+    tensors: Iterator[tuple[str, Tensor]]  # from `named_weights`; every rank must consume it whole
+
+
+def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
+    """Return the shapes, dtypes and full tensors of all weights. A collective, as `named_weights`."""
+    meta = {}
+    for chunk in chunks:
+        for entry in (entry for entries in _tensors_of_stages(chunk) for entry in entries):
+            for name in entry.names:
+                full = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+                meta[name] = full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(name) else full
+    return GatheredWeights(meta, named_weights(chunks))
+
+
 def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     """Yield (global name, full tensor) of every weight of the model, on every rank in the same order. Global names
     number layers and experts over the whole model.
@@ -77,9 +96,7 @@ def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     for chunk in chunks:
         device = next(chunk.parameters()).device
         local = {GlobalTensor.of_shard(chunk, name, tensor, stage): tensor for name, tensor in _local_tensors(chunk)}
-        stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(stages, list(local), group=group)
-        for entry in (entry for entries in stages for entry in entries):
+        for entry in (entry for entries in _tensors_of_stages(chunk) for entry in entries):
             if entry.stage == stage:
                 gathered = _gather_shards(entry.names, local[entry])
             else:
@@ -88,6 +105,16 @@ def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
                 if group.size() > 1:
                     dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
                 yield name, full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(name) else full
+
+
+def _tensors_of_stages(chunk: PolicyModel) -> list[list[GlobalTensor]]:
+    """Return the tensors that each pipeline rank has in its chunk with the same index. A collective over pipeline
+    ranks."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
+    own = [GlobalTensor.of_shard(chunk, name, tensor, group.rank()) for name, tensor in _local_tensors(chunk)]
+    dist.all_gather_object(stages, own, group=group)
+    return stages
 
 
 def has_row_per_vocab_entry(name: str) -> bool:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.engines.megatron.host_memory import NUM_THREADS
 from penstock.engines.weights.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
 from penstock.engines.weights.hf_headers import SCALE
 from penstock.stages.convert.config import ExportDtype, Mtp
@@ -28,6 +31,7 @@ from penstock.stages.convert.hf.weights import (
     HFWeights,
     NamedTensor,
     Shard,
+    ShardFile,
     TensorInfo,
     plan_shards,
     write_index,
@@ -35,6 +39,10 @@ from penstock.stages.convert.hf.weights import (
 )
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import Progress
+from penstock.storage.disk import map_in_threads
+
+if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
+    from penstock.engines.megatron.weights import GatheredWeights
 
 SHARD_BYTES = 5_000_000_000
 # parameter that is exported in its own dtype: rounding it to bf16 would change which experts are selected
@@ -87,22 +95,14 @@ class ExportPlan:
     """The plan of a Hugging Face export. A context manager: it keeps the files of copied tensors open.
 
     Args:
-        source: directory of the torch_dist checkpoint.
-        origin: model of the checkpoint, and options of the export.
+        meta: Megatron parameter name -> full tensor on the meta device, which has its shape and dtype.
+        origin: model of the parameters, and options of the export.
         shard_bytes: maximum size of a safetensors file in bytes.
-        checkpoint: checkpoint layout of the model; None: computed here.
-
-    Raises:
-        ModelError: `source` is not a checkpoint, or does not match config.json.
     """
 
-    def __init__(
-        self, source: Path, origin: Origin, shard_bytes: int = SHARD_BYTES, checkpoint: CheckpointLayout | None = None
-    ) -> None:
-        self.origin, shape = origin, origin.shape()
-        self.layout: TensorLayout = tensor_layout(shape)
-        self.checkpoint = checkpoint or checkpoint_layout(shape)
-        self.weights = TorchDistWeights(source, self.checkpoint)
+    def __init__(self, meta: Mapping[str, Tensor], origin: Origin, shard_bytes: int = SHARD_BYTES) -> None:
+        self.meta, self.origin = meta, origin
+        self.layout: TensorLayout = tensor_layout(origin.shape())
         self.carried = _open_carried_weights(origin, self.layout)
         names = [*self.layout.megatron_names(), *(self.carried.info if self.carried else ())]
         self.shards = plan_shards([self._plan_exported_tensors(name) for name in names], shard_bytes)
@@ -117,16 +117,37 @@ class ExportPlan:
         if self.carried:
             self.carried.__exit__(*exception)
 
-    def write_file(self, file: ExportFile, directory: Path, progress: Progress) -> dict[str, str]:
-        """Write one weight file of the export and return {file name: xxh3-128 hash}."""
+    def write_file(
+        self, file: ExportFile, directory: Path, weights: TorchDistWeights, progress: Progress
+    ) -> dict[str, str]:
+        """Write one weight file of the export from a checkpoint's `weights`; return {file name: xxh3-128 hash}."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for source in file.sources:
-                for hf_name, tensor in self._export_tensors(source):
+                for hf_name, tensor in self._read_tensors(source, weights):
                     yield hf_name, tensor
                     progress.add(tensor.nbytes)
 
         return {file.name: write_shard(directory / file.name, file.shard, tensors())}
+
+    def write_files(self, directory: Path, weights: TorchDistWeights | GatheredWeights) -> dict[str, str]:
+        """Write all weight files of the export; return file name -> xxh3-128 hash. Files are read from a checkpoint in
+        parallel, and written from a trainer's weights in the order in which they are gathered."""
+        hashes: dict[str, str] = {}
+        if isinstance(weights, TorchDistWeights):
+            progress = Progress(self.num_bytes, None)
+            write = partial(self.write_file, directory=directory, weights=weights, progress=progress)
+            for written in map_in_threads(write, self.files, NUM_THREADS):
+                hashes |= written
+            return hashes
+        with ExitStack() as stack:
+            files = [stack.enter_context(ShardFile(directory / file.name, file.shard)) for file in self.files]
+            file_of = {source: files[index] for index, file in enumerate(self.files) for source in file.sources}
+            carried = ((name, self.carried.fetch(name)) for name in self.carried.info) if self.carried else ()
+            for source, parameter in chain(weights.tensors, carried):
+                for name, tensor in self._convert_parameter(source, parameter.detach()):
+                    file_of[source].write(name, tensor)
+        return {file.path.name: file.hash() for file in files}
 
     def write_config_and_index(self, directory: Path) -> None:
         """Write config.json, the tokenizer's files and the index of the weight files."""
@@ -149,8 +170,7 @@ class ExportPlan:
         tensor that is copied from the origin's directory."""
         if self.carried and source in self.carried.info:
             return self._plan_tensor_and_scales(source, source, self.carried.info[source])
-        meta = torch.empty(self.checkpoint.shape(source), dtype=self.weights.dtype(source), device="meta")
-        parts = self.layout.to_hf(source, meta)
+        parts = self.layout.to_hf(source, self.meta[source])
         infos = [(name, TensorInfo(part.dtype, tuple(part.shape))) for name, part in parts]
         return [named for name, info in infos for named in self._plan_tensor_and_scales(source, name, info)]
 
@@ -165,15 +185,24 @@ class ExportPlan:
         scales = TensorInfo(torch.float32, scale_shape(info.shape))
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
 
-    def _export_tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
+    def _read_tensors(self, source: str, weights: TorchDistWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of the exported tensors of `source`, which names a Megatron parameter or a tensor that
         is copied from the origin's directory."""
         if self.carried and source in self.carried.info:
-            yield from self._convert_tensor(source, source, self.carried.fetch(source))
+            yield from self._convert_parameter(source, self.carried.fetch(source))
             return
-        with self.weights.open_parameter(source) as parameter:
-            for name, tensor in self.layout.to_hf(source, parameter):
-                yield from self._convert_tensor(source, name, tensor)
+        with weights.open_parameter(source) as parameter:
+            yield from self._convert_parameter(source, parameter)
+
+    def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values of the exported tensors of `source`, whose value is `parameter`."""
+        if self.origin.dtype == "fp8":
+            parameter = parameter.cpu()  # a GPU may quantize to other bits
+        if self.carried and source in self.carried.info:
+            yield from self._convert_tensor(source, source, parameter)
+            return
+        for name, tensor in self.layout.to_hf(source, parameter):
+            yield from self._convert_tensor(source, name, tensor)
 
     def _convert_tensor(self, source: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor in the dtype of the export and, if it is quantized to fp8, its scales."""

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.stages.convert.export_plan import SHARD_BYTES, ExportFile, ExportPlan, Origin
 from penstock.stages.convert.targets import DirectoryTarget, check_free_space, full_disk_as_store_error
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 
+if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
+    from penstock.engines.megatron.weights import GatheredWeights
+
 FORMAT = 1  # version of unfinished exports; those of another version are not resumed
-NUM_THREADS = 2  # files that are written at the same time in the export of a run
 
 
 def export_hf(
@@ -36,7 +39,7 @@ def export_hf(
     *,
     shard_bytes: int = SHARD_BYTES,
     inputs: dict[str, str] | None = None,
-    on_progress: OnBytes | None = None,
+    weights: GatheredWeights | None = None,
 ) -> Commit:
     """Export a checkpoint into a store as a Hugging Face directory that `from_pretrained` and inference servers load.
 
@@ -47,7 +50,8 @@ def export_hf(
         prefix: key of the export; if a commit exists under this key, it is returned.
         shard_bytes: maximum size of a safetensors file in bytes.
         inputs: inputs to record in the commit; default: the checkpoint.
-        on_progress: called after every tensor with (bytes written, total bytes).
+        weights: weights of a trainer that holds the policy of the checkpoint. They are exported without reading the
+            checkpoint; the files are the same.
 
     Raises:
         ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
@@ -56,14 +60,13 @@ def export_hf(
     if commit := store.committed(prefix):
         return commit
     start, attempt = time.monotonic(), store.new_attempt(prefix)
-    with (
-        full_disk_as_store_error(store),
-        checkpoint_files(store, checkpoint) as source,
-        store.writing(attempt) as writing,
-        ExportPlan(source, origin, shard_bytes) as plan,
-    ):
-        progress = Progress(plan.num_bytes, on_progress)
-        disk.map_in_threads(lambda file: plan.write_file(file, writing.path, progress), plan.files, NUM_THREADS)
+    with full_disk_as_store_error(store), ExitStack() as stack:
+        source = weights or TorchDistWeights(
+            stack.enter_context(checkpoint_files(store, checkpoint)), checkpoint_layout(origin.shape())
+        )
+        plan = stack.enter_context(ExportPlan(source.meta, origin, shard_bytes))
+        writing = stack.enter_context(store.writing(attempt))
+        writing.hashes = plan.write_files(writing.path, source)
         plan.write_config_and_index(writing.path)
         failpoint("export-writing")
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(checkpoint)
@@ -106,11 +109,12 @@ class HFExport:
     layout: CheckpointLayout
 
     @contextmanager
-    def plan(self) -> Iterator[tuple[ExportPlan, WorkItems[ExportFile]]]:
-        """Yield the export plan, with its source files open, and the work items."""
+    def plan(self) -> Iterator[tuple[ExportPlan, TorchDistWeights, WorkItems[ExportFile]]]:
+        """Yield the export plan, with its source files open, the weights of the checkpoint, and the work items."""
         with checkpoint_files(self.store, self.checkpoint) as source:
-            with ExportPlan(source, self.origin, self.shard_bytes, self.layout) as plan:
-                yield plan, WorkItems(self.target, plan.files)
+            weights = TorchDistWeights(source, self.layout)
+            with ExportPlan(weights.meta, self.origin, self.shard_bytes) as plan:
+                yield plan, weights, WorkItems(self.target, plan.files)
 
 
 def export_to(
@@ -155,21 +159,23 @@ def prepare_export(
     if existing := target.find_published(identity):
         return existing
     work = HFExport(store, checkpoint, origin, target, identity, shard_bytes, checkpoint_layout(origin.shape()))
-    with work.plan() as (_, items):
+    with work.plan() as (_, _, items):
         check_free_space(target.store, items.num_bytes_left())
     return work
 
 
 def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress: OnBytes | None = None) -> None:
     """Write the unfinished files of this process: of all files, every `num_ranks`-th, starting with `rank`."""
-    with work.plan() as (plan, items):
+    with work.plan() as (plan, weights, items):
         progress = Progress(plan.num_bytes, on_progress)
 
         def process_item(file: ExportFile) -> WorkRecord:
             hashes: dict[str, str] = {}
-            files = write_files(
-                work.target, lambda directory: hashes.update(plan.write_file(file, directory, progress)), lambda: hashes
-            )
+
+            def write(directory: Path) -> None:
+                hashes.update(plan.write_file(file, directory, weights, progress))
+
+            files = write_files(work.target, write, lambda: hashes)
             return {"files": [file.model_dump() for file in files]}
 
         items.run(process_item, progress, rank, num_ranks)
@@ -180,7 +186,7 @@ def finish_export(work: HFExport) -> CheckpointRef:
     """Write config, tokenizer and index, and publish the export."""
     checkpoint = work.checkpoint
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(Path(checkpoint).resolve())
-    with work.plan() as (plan, items):
+    with work.plan() as (plan, _, items):
         files = collect_file_records(items.items_with_records())
         with full_disk_as_store_error(work.target.store):
             files += write_files(work.target, plan.write_config_and_index)

@@ -63,6 +63,10 @@ class TorchDistWeights:
         for name, pieces in self.checkpoint.slices.items():
             for piece in pieces:
                 self._check_tensor(name, piece)
+        self.meta = {  # parameter name -> full tensor on the meta device: shape and dtype of the parameter
+            name: torch.empty(self.checkpoint.shape(name), dtype=self.dtype(name), device="meta")
+            for name in self.checkpoint.slices
+        }
         self._spare: list[Tensor] = []
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -240,6 +240,16 @@ class TrainActor:
         with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
             out.hashes = save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
+
+    def export(self, write: Callable[..., Commit]) -> Commit | None:
+        """Call `write(weights=...)` on rank 0 with the gathered weights of the policy, and return its result. The other
+        ranks take part in gathering and return None."""
+        assert self._state.clean, f"asked to export, but the weights of this rank are incomplete: {self._state}"
+        weights = self.models.policy.gather_weights()
+        commit = write(weights=weights) if self.rank == 0 else None
+        for _ in weights.tensors:  # what `write` has not consumed: gathering needs all ranks
+            continue
+        return commit
 
     def publish(
         self, urls: list[str], version: str, transport: WeightTransport, keys: dict[str, str]

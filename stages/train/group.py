@@ -31,7 +31,7 @@ from penstock.engines.serving.keys import known_api_keys
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.stages.train.shared_store import check_store_is_shared
 from penstock.stages.train.spec import (
-    NEEDED_ON_DEVICE,
+    FREES_ENGINES_MEMORY,
     AuxiliaryModel,
     Build,
     FencedError,
@@ -67,7 +67,8 @@ class TrainerGroup:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
-        # Called, with `lock` held, before ranks start or onload optimizer state: frees the engines' device memory.
+        # Called, with `lock` held, before ranks start or run a method of `FREES_ENGINES_MEMORY`: frees the engines'
+        # device memory.
         self.before_onload: Callable[[], None] = lambda: None
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
@@ -258,6 +259,19 @@ class TrainerGroup:
             optimizer_digest=_merge_digests([result.optimizer_digest for result in results]),
         )
 
+    def export(
+        self, version: int, directory: Path, write: Callable[..., Commit], timeout: float | None = None
+    ) -> Commit | None:
+        """Call `write(weights=...)` on rank 0 with the weights of policy `version`, and return its result. Return None
+        if the ranks do not hold this version, or if `directory`, which `write` reads, is not on rank 0's machine."""
+        with self.lock:
+            state = self.policy_state()
+            if state is None or (state.run, state.version, state.clean) != (self.spec.run, version, True):
+                return None
+            if not self._call("path_exists", directory, ranks=1)[0]:
+                return None
+            return self._call("export", write, timeout=timeout)[0]
+
     def publish(self, urls: list[str], version: str, transport: WeightTransport = OVER_MEMORY) -> None:
         """Send the policy's weights to the engines at `urls`, which then report `version` (`<run>/<policy version>`).
 
@@ -304,7 +318,7 @@ class TrainerGroup:
             actors = self._actors
             if not actors:  # another thread has killed the ranks since the caller started them
                 raise RankDied(f"cannot call {method!r}: the trainer's ranks were killed after an earlier error")
-            if "optimizer" in NEEDED_ON_DEVICE.get(method, ()):
+            if method in FREES_ENGINES_MEMORY:
                 self.before_onload()
             deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
             calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
@@ -380,7 +394,7 @@ def _source_hash() -> str:
     """Return a hash of the source files that a rank runs; running ranks are not taken over if it has changed."""
     root = Path(__file__).parents[2]
     digest = xxhash.xxh3_64()
-    for package in ("engines", "stages/train", "storage"):
+    for package in ("engines", "stages/convert", "stages/train", "storage"):
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -25,8 +25,12 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "optimizer_digest": ("weights", "optimizer"),
     "digest": ("weights",),
     "publish": ("weights",),
+    "export": ("weights",),
 }
-POLICY_METHODS = ("publish",)  # methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's
+# Methods before which engines on the same devices free their memory; engines that get new weights have freed theirs.
+FREES_ENGINES_MEMORY = ("load", "train", "save", "optimizer_digest", "export")
+# Methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's.
+POLICY_METHODS = ("publish", "export")
 
 
 class TrainerSpec(BaseModel):

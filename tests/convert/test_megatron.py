@@ -14,6 +14,7 @@ from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 OPTIMIZER: dict[str, Any] = dict(
@@ -28,6 +29,13 @@ OPTIMIZER: dict[str, Any] = dict(
     lr_warmup_iters=0,
     lr_decay_iters=None,
 )
+
+
+FROM_MEMORY = "exports/memory"
+
+
+def file_hashes(commit: Commit) -> dict[str, str]:
+    return {Path(file.path).name: file.xxh3 for file in commit.files}
 
 
 def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout, converted: str, source: Path) -> None:
@@ -48,6 +56,11 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
             seen.add(name)
     assert seen == set(names.megatron_names())
     engine.save(scratch / "training", {"version": 0})
+    gathered = engine.gather_weights()
+    if rank == 0:
+        store = Store(str(scratch / "store"), probe=False)
+        export_hf(store, scratch / "training", Origin(source), FROM_MEMORY, shard_bytes=20_000, weights=gathered)
+    assert list(gathered.tensors) == [] or rank > 0
     shutdown_parallel()
 
 
@@ -70,7 +83,11 @@ def test_trainer_loads_a_converted_model_and_its_checkpoint_exports(
     converted = convert_hf(store, source)
     world_size = layout.tensor * layout.pipeline
     mp.spawn(rank_main, (world_size, tmp_path, layout, converted.uri, source), nprocs=world_size)
-    export = export_hf(store, tmp_path / "training", Origin(source), "exports/000000")
+    export = export_hf(store, tmp_path / "training", Origin(source), "exports/000000", shard_bytes=20_000)
+    from_memory = store.committed(FROM_MEMORY)
+    assert from_memory is not None and len(export.files) > 4 and file_hashes(from_memory) == file_hashes(export)
+    with store.reading(from_memory):  # checks that the hashes are those of the files
+        pass
     with HFWeights(source) as expected, HFWeights(Path(store.path(export.attempt or ""))) as found:
         assert expected.info == found.info
         for name in expected.info:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,8 @@ from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
@@ -309,6 +312,29 @@ def check_saving(group: TrainerGroup, store: Store, rollout: Commit) -> None:
     commit = Commit(kind="checkpoint", index=3, attempt=attempt, files=saved.files)
     group.load(3, None, commit, {})
     assert (saved.digest, saved.optimizer_digest) == (group.digest(), group.optimizer_digest())
+
+
+def test_export_of_the_held_version_equals_export_of_its_checkpoint(
+    world: SimpleNamespace, tiny_model: Path, tmp_path: Path
+) -> None:
+    PolicyRestorer(world.store, KEYS, world.trainer, world.base).restore(2)
+    checkpoint = world.store.committed(KEYS.checkpoint_prefix(2))
+
+    def export(name: str, version: int = 2, directory: Path = tiny_model) -> Commit | None:
+        write = partial(export_hf, world.store, checkpoint, Origin(tiny_model), f"exports/{name}")
+        return world.trainer.export(version, directory, write)
+
+    assert export("other", version=1) is export("other", directory=tmp_path / "missing") is None
+    held, read = (
+        export("held"),
+        world.trainer.cluster.run(export_hf, world.store, checkpoint, Origin(tiny_model), "exports/read"),
+    )
+    assert held is not None and held.policy_version == 2
+    assert [(Path(file.path).name, file.xxh3) for file in held.files] == [
+        (Path(file.path).name, file.xxh3) for file in read.files
+    ]
+    assert export("held") == held  # committed: the ranks still finish gathering
+    assert world.trainer.policy_state().clean
 
 
 def random_states(digest: dict[str, str]) -> set[tuple[str, str]]:

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from penstock.engines.megatron.host_memory import host_chunks
 from penstock.engines.weights.fp8 import dequantize, scale_shape
 from penstock.engines.weights.hf_headers import (
     INDEX,
@@ -31,6 +32,7 @@ from penstock.engines.weights.hf_headers import (
     unsupported_dtype_error,
     weight_files,
 )
+from penstock.storage.disk import hash_file
 from penstock.storage.errors import ModelError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -239,33 +241,61 @@ def plan_shards(groups: Sequence[list[NamedTensor]], shard_bytes: int) -> list[S
     return [Shard(name, part) for name, part in zip(names, parts, strict=True)]
 
 
-def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write a safetensors file and return its xxh3-128. `tensors` yields (name, tensor) in the order of
-    `shard.tensors`."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, info in shard.tensors:
-        offsets = [end, end + info.num_bytes]
-        entries[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
-        end += info.num_bytes
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the format requires that tensors are aligned
-    source, digest = iter(tensors), xxhash.xxh3_128()
-    with open(path, "wb") as file:
-        for data in (struct.pack("<Q", len(header)), header):
-            file.write(data)
-            digest.update(data)
+class ShardFile:
+    """A safetensors file to which the tensors of a shard are written, in any order. Used as a context manager."""
+
+    def __init__(self, path: Path, shard: Shard) -> None:
+        self.path = path
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._missing: dict[str, tuple[TensorInfo, int]] = {}  # tensors that are not written yet, with their offsets
+        end = 0
         for name, info in shard.tensors:
-            got, tensor = next(source)
-            assert (got, tensor.dtype, tuple(tensor.shape)) == (name, info.dtype, info.shape), (
-                f"next tensor is {got} {tensor.dtype} {list(tensor.shape)}, but the planned one is {name} {info}"
-            )
-            content = _as_bytes(tensor.contiguous()).data
-            for at in range(0, len(content), CHUNK):
-                digest.update(content[at : at + CHUNK])
-                file.write(content[at : at + CHUNK])
-        assert next(source, None) is None, f"more tensors than planned for {path.name}"
-    return digest.hexdigest()
+            offsets = [end, end + info.num_bytes]
+            entries[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+            self._missing[name] = (info, end)
+            end += info.num_bytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # the format requires that tensors are aligned
+        header = struct.pack("<Q", len(header)) + header
+        self._start, self._end = len(header), len(header) + end
+        self._digest, self._num_hashed = xxhash.xxh3_128(header), len(header)
+        self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
+        self._file.write(header)
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        assert exception or not self._missing, f"{self.path.name} lacks the planned tensors {list(self._missing)[:3]}"
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the shard, which may be on a GPU."""
+        info, offset = self._missing.pop(name)
+        assert (tensor.dtype, tuple(tensor.shape)) == (info.dtype, info.shape), (
+            f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, but the planned one is {info}"
+        )
+        start = self._start + offset
+        is_next = start == self._num_hashed
+        if self._file.tell() != start:
+            self._file.seek(start)
+        for chunk in host_chunks(tensor):
+            self._file.write(chunk)
+            if is_next:
+                self._digest.update(chunk)
+        self._num_hashed += info.num_bytes if is_next else 0
+
+    def hash(self) -> str:
+        """Return the xxh3-128 of the closed file. The file is read only if tensors were not written in its order."""
+        return self._digest.hexdigest() if self._num_hashed == self._end else hash_file(self.path)
+
+
+def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Write a safetensors file and return its xxh3-128. `tensors` yields (name, tensor), in any order."""
+    with ShardFile(path, shard) as file:
+        for name, tensor in tensors:
+            file.write(name, tensor)
+    return file.hash()
 
 
 def write_index(directory: Path, shards: Sequence[Shard]) -> None:
