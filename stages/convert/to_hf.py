@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
+from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.stages.convert.export_plan import SHARD_BYTES, ExportFile, ExportPlan, Origin
 from penstock.stages.convert.targets import DirectoryTarget, check_free_space, full_disk_as_store_error
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
@@ -212,6 +215,16 @@ def checkpoint_fingerprint(checkpoint: Commit | str) -> str:
     return f"{Path(checkpoint).resolve()} {files}"
 
 
-def checkpoint_files(store: Store, checkpoint: Commit | str | Path) -> AbstractContextManager[Path]:
-    """Return a context manager that yields a local directory with a checkpoint's files."""
-    return store.reading(checkpoint) if isinstance(checkpoint, Commit) else nullcontext(Path(checkpoint))
+@contextmanager
+def checkpoint_files(store: Store, checkpoint: Commit | str | Path) -> Iterator[Path]:
+    """Yield a local directory with the index of a checkpoint and the files of its weights."""
+    if not isinstance(checkpoint, Commit):
+        yield Path(checkpoint)
+        return
+    with store.reading(checkpoint, only=[METADATA]) as directory:
+        index = read_metadata(directory)
+    tensors = [key for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    weights = {key for key in tensors if is_weight(key)}
+    files = {entry.relative_path for place, entry in index.storage_data.items() if place.fqn in weights}
+    with store.reading(checkpoint, only=[METADATA, *files]) as directory:
+        yield directory

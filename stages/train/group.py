@@ -263,9 +263,10 @@ class TrainerGroup:
         self, version: int, directory: Path, write: Callable[..., Commit], timeout: float | None = None
     ) -> Commit | None:
         """Call `write(weights=...)` on rank 0 with the weights of policy `version`, and return its result. Return None
-        if the ranks do not hold this version, or if `directory`, which `write` reads, is not on rank 0's machine."""
+        if this driver's ranks do not hold this version, or if `directory`, which `write` reads, is not on rank 0's
+        machine."""
         with self.lock:
-            state = self.policy_state()
+            state = self.policy_state() if self._actors else None
             if state is None or (state.run, state.version, state.clean) != (self.spec.run, version, True):
                 return None
             if not self._call("path_exists", directory, ranks=1)[0]:

@@ -19,10 +19,12 @@ from random_rollouts import commit_rollouts, samples
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
+from penstock.engines.megatron.checkpoints.safe_load import read_metadata
+from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
 from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.to_hf import checkpoint_files, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
@@ -330,6 +332,13 @@ def test_export_of_the_held_version_equals_export_of_its_checkpoint(
         world.trainer.cluster.run(export_hf, world.store, checkpoint, Origin(tiny_model), "exports/read"),
     )
     assert held is not None and held.policy_version == 2
+    with checkpoint_files(world.store, checkpoint) as directory:
+        index = read_metadata(directory)
+    files: dict[bool, set[str]] = {True: set(), False: set()}  # with weights, with optimizer state
+    for place, entry in index.storage_data.items():
+        if not place.fqn.startswith("random"):
+            files[is_weight(place.fqn)].add(entry.relative_path)
+    assert files[True] and files[False] and files[True].isdisjoint(files[False])
     assert [(Path(file.path).name, file.xxh3) for file in held.files] == [
         (Path(file.path).name, file.xxh3) for file in read.files
     ]

@@ -29,8 +29,9 @@ from penstock.storage.disk import map_in_threads
 
 
 class ParallelWriter(dcp.FileSystemWriter):
-    """torch's writer of a checkpoint directory, except that each of NUM_THREADS threads writes and syncs one file of
-    this rank. `hashes` maps the names of these files to their xxh3-128."""
+    """torch's writer of a checkpoint directory, except that NUM_THREADS threads write and sync the files of this rank.
+    Weights have files of their own, so that an export reads nothing else. `hashes` maps the names of the files to their
+    xxh3-128."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)
@@ -38,10 +39,12 @@ class ParallelWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all tensors and objects of this rank."""
-        files = [
-            (f"{plan.storage_data.prefix}{index}.distcp", items)
-            for index, items in enumerate(_split_evenly(plan.items, NUM_THREADS))
-        ]
+        weights: list[WriteItem] = []
+        others: list[WriteItem] = []
+        for item in plan.items:
+            (weights if item.tensor_data and is_weight(item.index.fqn) else others).append(item)
+        parts = [part for group in (others, weights) for part in _split_evenly(group, NUM_THREADS)]
+        files = [(f"{plan.storage_data.prefix}{index}.distcp", items) for index, items in enumerate(parts)]
         written = map_in_threads(lambda file: self._write_file(*file, planner), files, NUM_THREADS)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for results in written for result in results])
@@ -63,6 +66,11 @@ class ParallelWriter(dcp.FileSystemWriter):
             os.fsync(file.fileno())
         self.hashes[name] = out.digest.hexdigest()
         return results
+
+
+def is_weight(key: str) -> bool:
+    """Return whether the tensor with this key in a checkpoint is a weight of the model, not optimizer state."""
+    return not key.startswith("optimizer.")
 
 
 class ArchiveFile:
