@@ -196,8 +196,6 @@ class ExportPlan:
 
     def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of the exported tensors of `source`, whose value is `parameter`."""
-        if self.origin.dtype == "fp8":
-            parameter = parameter.cpu()  # a GPU may quantize to other bits
         if self.carried and source in self.carried.info:
             yield from self._convert_tensor(source, source, parameter)
             return
