@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "penstock-"
@@ -23,6 +24,11 @@ KEPT = "kept"  # marker file: the owner failed, and the logs in its directory ma
 KEEP_SECONDS = (
     24 * 3600
 )  # a new owner removes a directory with the file KEPT only after this time; `penstock gc` at once
+COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of our directory
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",  # Inductor, once it has compiled a kernel, moves Triton's default into its own
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+}
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
 MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
 
@@ -48,9 +54,22 @@ def own_temp_directory() -> Path:
         remove_if_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     _own = (directory, _lock_file(directory / LOCK, create=True), os.getpid())
+    keep_compile_caches()
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     atexit.register(_remove_temp_directory_unless_kept, directory, os.getpid())
     return directory
+
+
+def keep_compile_caches() -> None:
+    """Make the processes of this run keep compiled kernels in ~/.cache/penstock, in the variables of `COMPILE_CACHES`
+    that the user has not set: the compilers' default is TMPDIR, which is removed at exit, so that every start would
+    compile them again. Without a writable home directory the defaults remain."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(base, os.W_OK):
+            for variable, name in COMPILE_CACHES.items():
+                os.environ.setdefault(variable, str(base / name))
 
 
 def keep_temp_directory_at_exit() -> None:

@@ -23,6 +23,8 @@ def post_train(config: PostTrainConfig) -> None:
     with Session("post_train", config) as session:
         if session.needs_rollout(session.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
+        if not config.run.debug_rollout_only:
+            session.start_trainer()
         tasks.convert(session)
         if not config.run.debug_rollout_only:
             tasks.restore(session)

@@ -18,6 +18,7 @@ def sft(config: PostTrainConfig) -> None:
         config: config of the run. If a run of its name exists, that run is resumed.
     """
     with Session("sft", config) as session:
+        session.start_trainer()
         tasks.convert(session)
         tasks.restore(session)
         due = tasks.build_stage_schedule(session)

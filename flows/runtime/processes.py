@@ -149,6 +149,13 @@ class Processes:
                 self._trainer = self._new_trainer(cluster, self.config)
             return self._trainer
 
+    def start_trainer(self) -> None:
+        """Start the trainer's processes, without models, unless `materialize_fork` needs another trainer first. Does
+        not wait until they have imported torch and Megatron (5-15 s)."""
+        record = self.store.read_json(self.keys.record)
+        if record is not None and missing_fork_checkpoint(self.store, record) is None:
+            self.trainer.start_processes()
+
     def restore_trainer_at(self, version: int) -> TrainerGroup:
         """Return the trainer at policy `version`. If the trainer has another version, first load the newest checkpoint
         up to `version` and replay the rounds after that checkpoint."""

@@ -146,6 +146,11 @@ class Session:
         missing = version < run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
         return missing and not run.debug_train_only
 
+    def start_trainer(self) -> None:
+        """Start the trainer's processes if rounds are left to train; they start while the model is converted."""
+        if self.num_trained_rounds() < self.num_rounds:
+            self.processes.start_trainer()
+
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless this commit was logged before. Return the commit."""
         if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):

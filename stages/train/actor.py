@@ -86,6 +86,11 @@ class TrainActor:
         self._owner = owner
         return self.info()
 
+    def import_libraries(self) -> None:
+        """Import torch, Megatron and the training code, so that `connect_and_build` and `train` start without delay."""
+        import penstock.stages.train.build
+        import penstock.stages.train.step  # noqa: F401
+
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
         from penstock.engines.megatron.parallel import init_parallel

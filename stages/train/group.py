@@ -67,20 +67,22 @@ class TrainerGroup:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
-        # Called, with `lock` held, before ranks start or run a method of `FREES_ENGINES_MEMORY`: frees the engines'
-        # device memory.
+        # Called, with `lock` held, before ranks build models or run a method of `FREES_ENGINES_MEMORY`: frees the
+        # engines' device memory.
         self.before_onload: Callable[[], None] = lambda: None
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
+        self._built = False  # whether the ranks in `_actors` have models
         self._ranks: list[RankInfo] = []
         self._fenced: FencedError | None = None  # set when another driver has taken over; never reset
         self._rendezvous_file: Path | None = None
 
     # ---- start and end -----------------------------------------------------------------------------------------------
 
-    def ensure_started(self) -> None:
+    def start_processes(self) -> None:
         """Make sure that ranks are running: keep those of this driver, else take over those that the run's previous
-        driver left running, else start ranks with random weights."""
+        driver left running, else start processes without models, which use no device memory. New processes import torch
+        and Megatron after this method has returned."""
         with self.lock:
             if self._actors or self._take_over_ranks():
                 return
@@ -88,7 +90,6 @@ class TrainerGroup:
 
             from penstock.stages.train.actor import TrainActor
 
-            self.before_onload()
             build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
@@ -107,12 +108,23 @@ class TrainerGroup:
                     **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
                 )
                 actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
-            self._actors = actors
+                actors[-1].call.remote(self._owner, "import_libraries")
+            self._actors, self._built = actors, False
+
+    def ensure_started(self) -> None:
+        """Make sure that ranks with models are running: as `start_processes`, and new ranks build models with random
+        weights."""
+        with self.lock:
+            self.start_processes()
+            if self._built:
+                return
             self._ranks = self._call("info")
             store = Store(self.spec.store, self.spec.store_options, probe=False)
             nodes = [rank.node for rank in self._ranks]
             check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
+            self.before_onload()
             self._call("connect_and_build", self._rendezvous_url())
+            self._built = True
 
     def kill(self) -> None:
         """Kill every rank immediately. A call for which another thread is waiting fails."""
@@ -164,7 +176,7 @@ class TrainerGroup:
         states = {(rank.build, rank.joined, rank.incarnation) for rank in ranks}
         complete = len(ranks) == len(existing) == build.num_ranks
         if complete and len(states) == 1 and states.pop()[:2] == (build.hash, True):
-            self._actors, self._ranks = alive, ranks
+            self._actors, self._ranks, self._built = alive, ranks, True
             return True
         self._kill_actors(alive)
         deadline = time.monotonic() + QUERY_TIMEOUT
@@ -203,7 +215,7 @@ class TrainerGroup:
     # ---- queries -----------------------------------------------------------------------------------------------------
 
     def policy_state(self) -> PolicyState | None:
-        """Return the policy version that all ranks hold, or None if no ranks are running. If a rank does not answer, or
+        """Return the policy version that all ranks hold, or None if no ranks have models. If a rank does not answer, or
         the ranks hold different states, kill the group and return None.
 
         Raises:
@@ -212,7 +224,7 @@ class TrainerGroup:
         import ray
 
         with self.lock:
-            if not self._actors and not self._take_over_ranks():
+            if not self._has_models() and (self._actors or not self._take_over_ranks()):
                 return None
             try:
                 first, *others = self._call("state", timeout=QUERY_TIMEOUT)
@@ -284,24 +296,24 @@ class TrainerGroup:
             raise errors[0]
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
-        """If ranks are running, move weights and optimizer state of policy and critic to host memory, and discard their
+        """If ranks have models, move weights and optimizer state of policy and critic to host memory, and discard their
         gradients. The kinds of the policy's state in `keep` stay as they are. Later calls move the state that they need
         back."""
         with self.lock:
-            if self._actors:
+            if self._has_models():
                 self._call("offload", keep)
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on the device of rank 0, by all processes, and by rank 0 in host memory; zeros if no
-        ranks are running."""
+        ranks have models."""
         with self.lock:
-            return self._call("memory_use", ranks=1)[0] if self._actors else (0, 0)
+            return self._call("memory_use", ranks=1)[0] if self._has_models() else (0, 0)
 
     def take_memory_switches(self) -> list[MemorySwitch]:
         """Return time and memory use of each offload and onload since the last call of this method, on the rank that
-        used the most device memory; [] if no ranks are running."""
+        used the most device memory; [] if no ranks have models."""
         with self.lock:
-            ranks: list[list[MemorySwitch]] = self._call("take_memory_switches") if self._actors else [[]]
+            ranks: list[list[MemorySwitch]] = self._call("take_memory_switches") if self._has_models() else [[]]
         return max(ranks, key=lambda switches: max((switch.device_bytes_before for switch in switches), default=0))
 
     def places(self) -> list[ProcessPlace]:
@@ -309,6 +321,10 @@ class TrainerGroup:
         return [ProcessPlace(rank.node, rank.gpu_ids, rank.pid) for rank in self._ranks]
 
     # ---- internals ---------------------------------------------------------------------------------------------------
+
+    def _has_models(self) -> bool:
+        """Return whether ranks are running and have models."""
+        return bool(self._actors) and self._built
 
     def _call(self, method: str, *args: Any, timeout: float | None = None, ranks: int | None = None) -> list[Any]:
         """Call a method on all ranks, or on the first `ranks` ranks, and return the results by rank. If a rank fails or

@@ -54,6 +54,18 @@ def tmp_path() -> Iterator[Path]:
         yield Path(directory)
 
 
+def test_compile_caches_survive_the_process_and_keep_the_users_variables(tmp_path: Path) -> None:
+    program = "from penstock.engines import scratch; import os; scratch.own_temp_directory(); print(*(os.environ[v] "
+    program += "for v in scratch.COMPILE_CACHES), sep='\\n')"
+    environment = {name: value for name, value in os.environ.items() if name not in scratch.COMPILE_CACHES}
+    environment |= {"TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TRITON_CACHE_DIR": "/users"}
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    cache = tmp_path / "cache/penstock"
+    assert output == [str(cache / "inductor"), "/users", str(cache / "flash-attention")]
+    assert cache.is_dir() and cache.stat().st_mode & 0o077 == 0
+
+
 def test_a_process_that_ends_removes_its_directory(tmp_path: Path) -> None:
     with owner(tmp_path) as (_, directory):
         assert directory.parent == tmp_path and (directory / "left").exists()

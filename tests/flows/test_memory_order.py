@@ -141,6 +141,7 @@ class World:
         models: list[Any] = [ScriptedModel(name, self.events) for name in ("policy", "critic")]
         actor.models = Models(*models)
         group._actors = [SimpleNamespace(call=SimpleNamespace(remote=actor.call))]
+        group._built = True
         group.places = lambda: [ProcessPlace("")]  # type: ignore[method-assign]
         self.processes._trainer = group
 

@@ -259,6 +259,21 @@ def test_failed_call_kills_the_group_and_raises_its_error(world: SimpleNamespace
     assert group.policy_state() is None
 
 
+def test_processes_started_ahead_build_models_later_in_the_memory_freed_for_them(world: SimpleNamespace) -> None:
+    group, events = world.trainer, []
+    group.kill()
+    group.before_onload = lambda: events.append("memory freed")
+    try:
+        group.start_processes()
+        started = list(group._actors)
+        assert group.policy_state() is None and group.memory_use() == (0, 0) and events == []
+        group.ensure_started()
+        assert group._actors == started and events == ["memory freed"]
+        assert group.policy_state() is not None
+    finally:
+        group.before_onload = lambda: None
+
+
 def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleNamespace, engine_pool: EnginePool) -> None:
     store, base, group = world.store, world.base, world.trainer
     PolicyRestorer(store, KEYS, group, base).restore(3)
