@@ -10,8 +10,10 @@ from typing import Any
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model, make_tokenizer
 
 PROMPT_TOKENS = 128
+RECIPE = Path(__file__).parent.parent / "configs/recipes/qwen3-0.6b-1gpu.toml"
 QWEN3 = {  # name -> sizes of `make_tiny_model`
     "0.6b": {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936},
+    "1.7b": {"hidden": 2048, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 6144, "vocab": 151936},
     "4b": {"hidden": 2560, "layers": 36, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 9728, "vocab": 151936},
     "small": {"hidden": 768, "layers": 6, "heads": 12, "groups": 4, "head_dim": 64, "ffn": 2304, "vocab": 16384},
     "tiny": {"hidden": 256, "layers": 4, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 768, "vocab": 1024},
@@ -29,6 +31,20 @@ def make_model(name: str, directory: Path) -> Path:
         else:
             make_tiny_model(path, **QWEN3[name], dtype="bfloat16", max_length=40960)
     return path
+
+
+def train_arguments(directory: Path, model: str, run: str) -> list[str]:
+    """Make a model and prompts in `directory`, and return the options of `penstock train` with which the run `run`
+    trains it by the recipe for one GPU, in the store `directory`/`run`, on responses of exactly the maximum length;
+    without CUDA in fp32."""
+    import torch
+
+    directory.mkdir(parents=True, exist_ok=True)
+    inputs = ["--hf-checkpoint", str(make_model(model, directory))]
+    inputs += ["--prompt-data", str(write_prompts(directory / "prompts.jsonl"))]
+    where = ["--config", str(RECIPE), "--run", run, "--store", str(directory / run)]
+    dtype = [] if torch.cuda.is_available() else ["--params-dtype", "fp32"]
+    return [*where, *inputs, "--rollout-sampling", "ignore_eos=true", *dtype]
 
 
 def make_mixture_of_experts(path: Path, layers: int = 2) -> None:

@@ -28,8 +28,7 @@ from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_models import make_model, write_prompts
-from one_gpu import RECIPE
+from gpu_models import RECIPE, make_model, write_prompts
 
 TWO_RANKS = "--actor-num-gpus-per-node 2"
 TP2 = f"{TWO_RANKS} --tensor-model-parallel-size 2 --sequence-parallel"

@@ -18,7 +18,7 @@ import aiohttp
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import read_toml, validate_config
+from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.refs import RunKeys
@@ -63,7 +63,7 @@ def main() -> None:
             compare_rollout_with_engine(root, options.prompts, options.repeats)
 
 
-def tiny_config(root: Path, **sections: dict) -> object:
+def tiny_config(root: Path, **sections: dict) -> PostTrainConfig:
     """Return the demo's GRPO recipe without evaluation and checkpoints. `sections` overrides options of a section."""
     values = read_toml(RECIPES / "demo-grpo.toml")
     values["convert"] = {"hf_checkpoint": str(root / "model")}
@@ -85,31 +85,48 @@ def print_round_breakdown(root: Path, rounds: int) -> None:
     assert run_flow("post_train", config) == 0
     store, keys = open_store(config.run), RunKeys("bench")
     published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
-    shares: dict[str, list[float]] = {}
-    for r in range(WARM_UP_ROUNDS, rounds):
-        before, step, rollout = (
-            store.committed(keys.step_prefix(r - 1)),
-            store.committed(keys.step_prefix(r)),
-            store.committed(keys.rollout_prefix(r)),
-        )
-        assert before and step and rollout
-        wall = step.created_at - before.created_at
-        parts = {"publish": published.get(r - 1, 0.0)}
-        for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
-            label = WORK.get(name, name)
-            parts[label] = parts.get(label, 0.0) + seconds
-        parts["Prefect, commits, other"] = wall - sum(parts.values())
-        work = sum(parts[label] for label in ("generation", "grading", "training"))
-        for label, seconds in {**parts, "round": wall, "overhead": wall - work}.items():
-            shares.setdefault(label, []).append(seconds)
+    medians = median_seconds([round_seconds(store, keys, r, published) for r in range(WARM_UP_ROUNDS, rounds)])
     print(f"\nSeconds of a round by phase (tiny recipe, 256 samples, median of {rounds - WARM_UP_ROUNDS} rounds)")
-    medians = {label: statistics.median(values) for label, values in shares.items()}
-    for label in [
-        *(name for name in medians if name not in ("round", "overhead")),
-        "round",
-        "overhead",
-    ]:
-        print(f"  {label:<28}{medians[label]:8.3f}  {medians[label] / medians['round']:6.1%}")
+    print_seconds(medians)
+
+
+def round_seconds(store: Store, keys: RunKeys, r: int, published: dict[int, float]) -> dict[str, float]:
+    """Return the seconds of each part of round `r` (at least 1), from the commit of the training before it to the
+    commit of its own training: part -> seconds, and "round", their sum, and "overhead", all but generation, grading and
+    training.
+
+    Args:
+        published: round -> seconds of the weight update after it.
+    """
+    before, step, rollout = (
+        store.committed(keys.step_prefix(r - 1)),
+        store.committed(keys.step_prefix(r)),
+        store.committed(keys.rollout_prefix(r)),
+    )
+    assert before and step and rollout
+    wall = step.created_at - before.created_at
+    parts = {"publish": published.get(r - 1, 0.0), "waiting for the checkpoint": 0.0}
+    for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
+        label = WORK.get(name, name)
+        parts[label] = parts.get(label, 0.0) + seconds
+    if saved := store.committed(keys.checkpoint_prefix(r)):  # is saved during the rollout
+        generated_from, save = rollout.created_at - sum(rollout.seconds.values()), saved.seconds["save"]
+        hidden = min(saved.created_at, rollout.created_at) - max(saved.created_at - save, generated_from)
+        parts["waiting for the checkpoint"] = save - max(0.0, hidden)
+    parts["Prefect, commits, other"] = wall - sum(parts.values())
+    work = sum(parts[label] for label in ("generation", "grading", "training"))
+    return {**parts, "round": wall, "overhead": wall - work}
+
+
+def median_seconds(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median over the rounds of each entry of `round_seconds`."""
+    return {label: statistics.median(seconds[label] for seconds in rounds) for label in rounds[0]}
+
+
+def print_seconds(medians: dict[str, float]) -> None:
+    """Print a table: part, seconds, share of the round."""
+    for label, seconds in medians.items():
+        print(f"  {label:<28}{seconds:8.3f}  {seconds / medians['round']:6.1%}")
 
 
 def read_publish_seconds(outbox: Path) -> dict[int, float]:
@@ -125,63 +142,79 @@ def read_publish_seconds(outbox: Path) -> dict[int, float]:
 
 
 def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
-    """Print the tokens per second of the rollout stage and of the same requests without the stage, measured alternately
-    on one server."""
+    """Print the tokens per second of the rollout stage and of the same requests without the stage."""
+    long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
+    long["sglang"] = {"max_total_tokens": 160_000}
+    config = tiny_config(root, rollout=long, train={"global_batch_size": None})
+    speeds, stage_seconds = measure_rollout_stage(config, Store(str(root / "store")), repeats)
+    ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["requests"])
+    print(
+        f"\nRollout stage compared with direct requests ({prompts} x 8 samples of 256 tokens, "
+        f"{statistics.median(stage_seconds):.1f} s per stage)"
+    )
+    for name, values in speeds.items():
+        each = ", ".join(f"{value:,.0f}" for value in values)
+        print(f"  {name:<9}{statistics.median(values):10,.0f} tokens/s   (each: {each})")
+    print(f"  ratio    {ratio:10.3f}")
+
+
+def measure_rollout_stage(
+    config: PostTrainConfig, store: Store, repeats: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Start the engines of `config`, and generate its first round: "requests" sends the round's requests to the first
+    engine without the stage, "stage" is the whole rollout stage with its commit. The prefix cache is flushed before
+    each measurement.
+
+    Returns:
+        tokens/s of each measurement: {"requests": [...], "stage": [...]}, measured in the order requests, stage, stage,
+        requests, `repeats` times; and the seconds of each stage.
+    """
+    from penstock.engines.backends import engine_backend
     from penstock.engines.cluster import Cluster
-    from penstock.engines.serving.pool import EnginePool
-    from penstock.engines.serving.server import ServerSpec
+    from penstock.engines.serving.pool import start_pool
+    from penstock.flows.runtime.engine_options import engine_options
     from penstock.stages.rollout.group import make_grader
     from penstock.stages.rollout.prompts.data_source import RolloutRound, new_groups
     from penstock.stages.rollout.prompts.source import PromptSource
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
-    long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
-    config = tiny_config(root, rollout=long, train={"global_batch_size": None}).rollout
-    source, tokenizer = PromptSource.open(config), PromptTokenizer(root / "model", apply_chat_template=True)
-    at = RolloutRound("bench", 0, 0)
-    store = Store(str(root / "store"))
+    rollout, at = config.rollout, RolloutRound("bench", 0, 0)
+    source = PromptSource.open(rollout)
+    tokenizer = PromptTokenizer(config.convert.hf_checkpoint, apply_chat_template=rollout.apply_chat_template)
+    prompts = source.take(source.restore(None), rollout.rollout_batch_size)[0]
+    bodies = [
+        {
+            "input_ids": [sample.token_ids for sample in group],
+            "sampling_params": rollout.sampling_params(),
+            "return_logprob": True,
+        }
+        for group in new_groups(prompts, tokenizer, at, rollout.n_samples_per_prompt)
+    ]
     cluster = Cluster.start()
     try:
-        args = {"max_total_tokens": 160_000}
-        pool = EnginePool(cluster, ServerSpec(model_path=str(root / "model"), weight_version="bench/0", args=args))
-        bodies = [
-            {
-                "input_ids": [sample.token_ids for sample in group],
-                "sampling_params": config.sampling_params(),
-                "return_logprob": True,
-            }
-            for group in new_groups(
-                source.take(source.restore(None), prompts)[0], tokenizer, at, config.n_samples_per_prompt
-            )
-        ]
-        asyncio.run(send_requests(pool.urls[0], bodies[: max(1, prompts // 8)]))  # warm up
+        options = engine_options(config).replace_spec_fields(weight_version="bench/0")
+        pool = start_pool(cluster, options, engine_backend())
+        url = pool.urls[0]
+        asyncio.run(send_requests(url, bodies[: max(1, len(bodies) // 8)]))  # warm up
         stage_seconds: list[float] = []
-        with make_grader(config) as grader:
-            context = RolloutContext(store, config, source, tokenizer, pool.urls, grader)
+        with make_grader(rollout) as grader:
+            context = RolloutContext(store, rollout, source, tokenizer, [url], grader)
 
             def stage() -> int:
                 commit = rollout_stage(context, f"bench/{len(stage_seconds)}", at)
                 stage_seconds.append(sum(commit.seconds.values()))
                 return round(commit.summary["rollout/response_len/mean"] * commit.summary["rollout/num_samples"])
 
-            work = {"requests": lambda: asyncio.run(send_requests(pool.urls[0], bodies)), "stage": stage}
+            work = {"requests": lambda: asyncio.run(send_requests(url, bodies)), "stage": stage}
             speeds: dict[str, list[float]] = {name: [] for name in work}
             for name in [*work, *reversed(work)] * repeats:  # alternate, so that a slow minute affects both
-                asyncio.run(flush_prefix_cache(pool.urls[0]))  # evictions would slow the second measurement
+                asyncio.run(flush_prefix_cache(url))  # evictions would slow the second measurement
                 start = time.perf_counter()
                 tokens = work[name]()
                 speeds[name].append(tokens / (time.perf_counter() - start))
-        ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["requests"])
-        print(
-            f"\nRollout stage compared with direct requests ({prompts} x 8 samples of 256 tokens, "
-            f"{statistics.median(stage_seconds):.1f} s per stage)"
-        )
-        for name, values in speeds.items():
-            each = ", ".join(f"{value:,.0f}" for value in values)
-            print(f"  {name:<9}{statistics.median(values):10,.0f} tokens/s   (each: {each})")
-        print(f"  ratio    {ratio:10.3f}")
         pool.stop()
+        return speeds, stage_seconds
     finally:
         cluster.stop()
 
@@ -198,7 +231,7 @@ async def send_requests(url: str, bodies: list[dict]) -> int:
     from penstock.engines.serving import keys
 
     async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
+        timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0)
     ) as session:
 
         async def send(body: dict) -> int:

@@ -1,4 +1,4 @@
-"""The same loop on a GPU: nothing but the configuration differs (benchmarks/one_gpu.py prints the figures).
+"""The same loop on a GPU: nothing but the configuration differs (benchmarks/gpu/round.py prints the figures).
 
 PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance
 --sglang-pythonpath.
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 
 def test_three_rounds_with_trainer_and_engine_on_one_gpu(tmp_path: Path, agrees) -> None:
     further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))
-    subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/one_gpu.py"), str(tmp_path), *further], check=True, timeout=900
-    )
-    agrees(Store(str(tmp_path / "store")), RunKeys("one-gpu"), num_rounds=3, gap=0.05)  # bf16 on both sides
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/round.py"), str(tmp_path), "--rounds", "3", "--", *further]
+    subprocess.run(command, check=True, timeout=900)
+    agrees(Store(str(tmp_path / "round")), RunKeys("round"), num_rounds=3, gap=0.05)  # bf16 on both sides
