@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +43,7 @@ from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.packing import PackedStream, PackedTokens, pack_stream
+from penstock.engines.megatron.packing import EnginePack, PackedStream, pack_stream
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name
 from penstock.engines.megatron.patches import MEGATRON_VERSION
 from penstock.engines.megatron.peak_flops import peak_flops
@@ -158,12 +159,19 @@ class MegatronEngine:
         """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def loss_token_indices(self, packed: PackedTokens) -> Tensor | None:
+    def loss_token_indices(self, packed: EnginePack) -> Tensor | None:
         """Return the indices, in the micro-batch, of the tokens whose hidden states this rank's loss function gets. [r]
 
         None means all tokens, in order. Not collective.
         """
-        return self._pack_stream(packed).pack_index if self.layout.context > 1 else None
+        return self._stream_of(packed).pack_index if self.layout.context > 1 else None
+
+    def pack_stream(self, packed: EnginePack) -> PackedStream:
+        """Return the tokens of a micro-batch that this rank processes, padded and split, on the device. Kept in
+        `packed.stream`, they need not be copied again in every pass, which would wait for the GPU. Not collective."""
+        rank, size = self.context_parallel_rank_and_size
+        tensor = self.layout.tensor if self.config.sequence_parallel else 1
+        return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
@@ -176,7 +184,7 @@ class MegatronEngine:
 
     def forward_backward(
         self,
-        microbatches: Sequence[PackedTokens],
+        microbatches: Sequence[EnginePack],
         loss_fn: LossFunction,
         *,
         forward_only: bool = False,
@@ -220,7 +228,7 @@ class MegatronEngine:
         self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Any], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
-        stream = self._pack_stream(packed)
+        stream = self._stream_of(packed)
         if routing is not None:
             if packed.routing is None:
                 packed.routing = RoutingRecord(len(packed.token_ids))
@@ -241,11 +249,9 @@ class MegatronEngine:
 
         return hidden, compute_loss
 
-    def _pack_stream(self, packed: PackedTokens) -> PackedStream:
-        """Return the tokens of a micro-batch that this rank processes, padded and split."""
-        rank, size = self.context_parallel_rank_and_size
-        tensor = self.layout.tensor if self.config.sequence_parallel else 1
-        return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
+    def _stream_of(self, packed: EnginePack) -> PackedStream:
+        """Return the stream of a micro-batch for one pass, which adds RoPE and routing to it: a shallow copy."""
+        return replace(self.pack_stream(packed) if packed.stream is None else packed.stream)
 
     def _router_token_indices(self, stream: PackedStream) -> Tensor | None:
         """Return the index in the micro-batch of each token that this rank's MoE routers process, -1 for padding; None:

@@ -21,15 +21,21 @@ from penstock.engines.megatron.model.router_replay import StreamRouting
 
 
 class PackedTokens(Protocol):
-    """A packed micro-batch (pack) of B sequences with T tokens in total: the fields that the engine reads.
-
-    With routing replay the engine also reads `routing: RoutingRecord | None`. A loss function may use further fields.
-    """
+    """A packed micro-batch (pack) of B sequences with T tokens in total."""
 
     token_ids: Tensor  # [T] int64, the concatenated sequences
     position_ids: Tensor  # [T] int64, from 0 in every sequence
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
+
+
+class EnginePack(PackedTokens, Protocol):
+    """A packed micro-batch with the fields that the engine uses.
+
+    With routing replay the engine also reads `routing: RoutingRecord | None`. A loss function may use further fields.
+    """
+
+    stream: PackedStream | None  # result of `MegatronEngine.pack_stream`; None: every pass calls it
 
 
 @dataclass

@@ -222,8 +222,10 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
     same snapshot restores both."""
     for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
-        tensor.copy_(other_tensor)
-        other_tensor.copy_(current)
+        tensor.copy_(other_tensor, non_blocking=True)
+        other_tensor.copy_(current, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # once, not after every copy
 
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.engines.megatron.packing import PackedStream
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.routing import EngineChoices
 
@@ -120,6 +121,7 @@ class PackedMicrobatch:
     fields: TokenFields | None = None  # inputs of the loss, [n] each; set after the advantages are computed
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
     routing: RoutingRecord | None = None  # recorded expert ids of the tokens, for routing replay
+    stream: PackedStream | None = None  # tokens of this rank on the device (`EnginePack`)
 
     def to_local(
         self, device: torch.device, positions: Tensor | None = None, group: dist.ProcessGroup | None = None

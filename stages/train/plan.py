@@ -43,6 +43,8 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
         else:
             own_bins = list(range(rank, len(bins), size))
         microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
+        for packed in microbatches:
+            packed.stream = engine.pack_stream(packed)  # now, because a copy to the GPU would interrupt the passes
         steps.append(
             [
                 packed.to_local(engine.device, engine.loss_token_indices(packed), engine.context_group)

@@ -53,6 +53,7 @@ class Pack:
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [B + 1]
     max_seqlen: int
+    stream: Any = None  # PackedStream | None
 
 
 def make_pack(lengths: list[int], seed: int = 0, vocab_size: int = SHAPE.vocab_size) -> Pack:

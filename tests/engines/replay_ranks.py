@@ -44,6 +44,7 @@ class RoutedPack:
     position_ids: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    stream: Any = None  # PackedStream | None
     routing: Any = None  # RoutingRecord | None
 
 

@@ -78,6 +78,15 @@ def test_packed_logits_equal_hugging_face_per_sequence(engine: Any, hf: Any) -> 
         assert (logits - theirs).abs().max() < 1e-4
 
 
+def test_passes_use_the_stream_of_a_micro_batch_and_do_not_change_it(engine: Any) -> None:
+    pack, losses = make_pack(LENGTHS), []
+    for stream in (None, engine.pack_stream(pack), engine.pack_stream(make_pack(LENGTHS, 5))):
+        pack.stream = stream
+        losses += [engine.forward_backward([pack], loss_fn, forward_only=True)[0]["loss"] for _ in range(2)]
+        assert pack.stream is stream and (stream is None or stream.cos_sin is None)
+    assert losses[0] == losses[1] == losses[2] == losses[3] != losses[4] == losses[5]
+
+
 def test_gradients_are_sums_and_equal_hugging_face(engine: Any, hf: Any) -> None:
     engine.zero_grad()
     outputs = engine.forward_backward(PACKS, loss_fn)

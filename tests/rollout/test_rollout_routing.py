@@ -101,6 +101,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         max_seqlen=max(lengths),
+        stream=None,
         routing=None,
     )
     trained = torch.tensor([x for mask in table["loss_mask"].to_pylist() for x in mask]).bool()

@@ -113,6 +113,7 @@ def _engine(group: dist.ProcessGroup | None) -> Any:
         data_parallel_rank_and_size=(0, 1),
         device=torch.device("cpu"),
         loss_token_indices=loss_token_indices,
+        pack_stream=lambda packed: None,
         context_group=group,
     )
 
