@@ -4,7 +4,9 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 export VENV PYTHON
 
-.PHONY: help setup demo test test-unit test-all lint up bench clean
+BENCH ?= penstock-bench
+
+.PHONY: help setup demo test test-unit test-all test-gpu lint up bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +26,9 @@ test-unit: setup  ## only the tests without engines
 test-all: test  ## `make test`, then the long tests: all parallel layouts, all kills, pairs of kills, S3, all bad inputs
 	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist worksteal
 
+test-gpu: setup  ## on a GPU machine: the tests that need CUDA
+	$(BIN)/python -m pytest -m gpu
+
 lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -35,6 +40,13 @@ up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the
 
 bench: setup  ## measure the time of each stage of a round, and the throughput of the rollout stage against the bare engine
 	@$(BIN)/python benchmarks/run.py
+
+bench-gpu: setup  ## on a GPU machine: rollout stage, parts of a round and cold start, as JSON in penstock-bench
+	@mkdir -p $(BENCH)
+	@for name in rollout round cold_start; do \
+		$(BIN)/python benchmarks/gpu/$$name.py $(BENCH) --output $(BENCH)/$$name.json -- $(PENSTOCK_TRAIN_OPTIONS) || exit 1; \
+	done
+	@$(BIN)/python benchmarks/gpu/host_syncs.py --output $(BENCH)/host_syncs.json
 
 clean:  ## remove the virtual environment and the demo's store
 	rm -rf $(VENV) penstock-demo
