@@ -10,7 +10,6 @@ that took it over last (`TrainActor.call`).
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
+from penstock.engines.megatron.rank_environment import rank_environment
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.network import socket_environment
 from penstock.engines.serving.keys import known_api_keys
@@ -94,14 +94,8 @@ class TrainerGroup:
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
             for rank, slot in enumerate(self.cluster.place_when_nodes_are_back(build.num_ranks)):
-                # Ray's default is one OpenMP thread per actor, and the number of threads changes the rounding of fp32
-                # sums. With one compile thread, Inductor compiles in the rank's process; otherwise its pool of compile
-                # processes survives a killed rank (seen with torch 2.11).
-                # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must agree.
                 environment = slot.actor_options_with_env(
-                    OMP_NUM_THREADS=str(build.threads),
-                    TORCHINDUCTOR_COMPILE_THREADS="1",
-                    NCCL_CUMEM_ENABLE=os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+                    **rank_environment(self.spec.config.parallel_layout, build.threads),
                     **socket_environment(self.spec.network_interface),
                 )
                 options = actor.options(
