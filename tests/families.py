@@ -150,8 +150,8 @@ def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "f
         seed: of the weights.
         dtype: of all weights except router corrections, which stay float32 as in the hub's files.
         config_changes: replace entries of the Hugging Face config, or the architecture. `num_nextn_predict_layers=1`
-            (GLM-4.5 and later, DeepSeek-V3) also writes tensors of a multi-token prediction layer, which transformers
-            does not have.
+            (GLM-4.5 and later, DeepSeek-V3) also writes a multi-token prediction layer, which transformers
+            does not have: its attention and experts are those of the last layer.
     """
     import transformers
     from transformers.utils.logging import disable_progress_bar
@@ -175,7 +175,8 @@ def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "f
     make_tokenizer(config.max_position_embeddings).save_pretrained(path)
     _as_on_the_hub(path / "config.json", model_type)
     if extra:
-        _add(path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in extra.items()})
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in extra.items()}
+        _add(path, tensors, config.num_hidden_layers)
     return path
 
 
@@ -229,8 +230,8 @@ def _as_on_the_hub(path: Path, model_type: str | None) -> None:
 
 
 def _prediction_layer(model: Any) -> dict[str, Tensor]:
-    """Return some of the hub's tensors beyond the last layer: of a layer, norms and projection, copies of embedding
-    and head."""
+    """Return the hub's tensors beyond the last layer, except those of attention and experts: norms, projection, and
+    copies of embedding and head."""
     hidden, last = model.config.hidden_size, model.config.num_hidden_layers
     layer = f"model.layers.{last}."
     return {
@@ -241,13 +242,15 @@ def _prediction_layer(model: Any) -> dict[str, Tensor]:
         layer + "hnorm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
         layer + "eh_proj.weight": COMMON["initializer_range"] * torch.randn(hidden, 2 * hidden),
         layer + "input_layernorm.weight": 1 + NORM_SPREAD * torch.randn(hidden),
-        layer + "mlp.experts.0.down_proj.weight": COMMON["initializer_range"]
-        * torch.randn(hidden, model.config.moe_intermediate_size),
     }
 
 
-def _add(directory: Path, tensors: dict[str, Tensor]) -> None:
+def _add(directory: Path, tensors: dict[str, Tensor], last: int) -> None:
+    """Add tensors to a checkpoint, and copies of the tensors of layer `last` - 1 as those of layer `last`."""
     from safetensors.torch import load_file, save_file
 
     file = directory / "model.safetensors"
-    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    written = load_file(file)
+    before, new = f"model.layers.{last - 1}.", f"model.layers.{last}."
+    copies = {name.replace(before, new): tensor.clone() for name, tensor in written.items() if before in name}
+    save_file(written | copies | tensors, file, metadata={"format": "pt"})

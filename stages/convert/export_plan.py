@@ -45,8 +45,9 @@ if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
     from penstock.engines.megatron.weights import GatheredWeights
 
 SHARD_BYTES = 5_000_000_000
-# parameter that is exported in its own dtype: rounding it to bf16 would change which experts are selected
-KEEPS_DTYPE = "mlp.router.expert_bias"
+# Exported in its own dtype, because rounding it to bf16 would change which experts are selected: name in Megatron, and
+# in Hugging Face's multi-token prediction layers, which are copied.
+KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True)
