@@ -31,6 +31,21 @@ class EngineRefused(RuntimeError):
 
 
 @dataclass(slots=True)
+class DraftCounts:
+    """Counts of speculative decoding, of one response or of several."""
+
+    verifications: int = 0  # forward passes that verified draft tokens; each also samples one token of its own
+    proposed: int = 0  # draft tokens
+    accepted: int = 0  # draft tokens that became part of a response
+
+    def add(self, other: DraftCounts) -> None:
+        """Add the counts of other responses."""
+        self.verifications += other.verifications
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+
+
+@dataclass(slots=True)
 class Generation:
     """One sampled response as returned by the engine. R: number of response tokens."""
 
@@ -45,6 +60,7 @@ class Generation:
     # Routed expert ids of all prompt and response tokens except the last one, encoded as in
     # storage/samples/routed_experts.py; None if they were not requested.
     routed_experts: bytes | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # zeros without speculative decoding
 
 
 @dataclass(frozen=True)

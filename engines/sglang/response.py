@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engines.generation import Generation
+from penstock.engines.generation import DraftCounts, Generation
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
@@ -55,4 +55,9 @@ def parse_generation(
         first_weight_version=str(spans[0]["version"]),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         routed_experts=routed_experts,
+        drafts=DraftCounts(
+            verifications=int(meta.get("spec_verify_ct") or 0),
+            proposed=int(meta.get("spec_num_proposed_drafts") or 0),
+            accepted=int(meta.get("spec_num_correct_drafts") or 0),
+        ),
     )

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.engines.generation import EngineClient, Generation
+from penstock.engines.generation import DraftCounts, EngineClient, Generation
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
@@ -46,6 +46,11 @@ class Generator(Protocol):
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens that were in the engines' prefix cache."""
+        ...
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """Counts of speculative decoding in all requests."""
         ...
 
     async def __call__(self, samples: Group) -> Group:
@@ -144,6 +149,7 @@ class EngineGenerator:
         self.round = round
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.drafts = DraftCounts()
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group with its responses.
@@ -171,6 +177,7 @@ class EngineGenerator:
         for (sample, _), generation in zip(pending, generations):
             append_generation(sample, generation, self.round)
             self.num_cached_tokens += generation.cached_tokens
+            self.drafts.add(generation.drafts)
         # Decode the whole response: where a sample was aborted, a character's bytes may be split between two requests.
         texts = self.tokenizer.decode(
             [sample.token_ids[num_prompt:] for sample, _ in pending],

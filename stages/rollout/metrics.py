@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.engines.generation import DraftCounts
 from penstock.stages.rollout.group import GroupRunner
 from penstock.storage.samples.sample import Sample, Status
 
@@ -81,8 +82,8 @@ def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:
 
 
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gpus: int) -> dict[str, float]:
-    """Return the metrics of generation speed and prefix-cache hits in this attempt. Groups that an earlier attempt
-    generated (read from the journal) do not count.
+    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt. Groups that
+    an earlier attempt generated (read from the journal) do not count.
 
     Args:
         runner: the runner of the round, after it has finished all groups.
@@ -91,13 +92,24 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
     """
     cached, num_samples = runner.generator.num_cached_tokens, len(runner.generated)
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
-    return {
+    return speculation_metrics(runner.generator.drafts) | {
         "rollout/num_adopted_groups": float(len(runner.adopted)),
         "rollout/prefix_cache_hit_rate": cached / max(runner.generator.num_prompt_tokens, 1),
         "rollout/avg_cached_tokens_per_sample": cached / max(num_samples, 1),
         "perf/rollout_time": sum(seconds.values()),
         "perf/tokens_per_gpu_per_sec": runner.num_response_tokens / seconds["generate"] / num_gpus,
         "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
+    }
+
+
+def speculation_metrics(drafts: DraftCounts) -> dict[str, float]:
+    """Return the metrics of speculative decoding: tokens per verification, and fraction of draft tokens accepted; {} if
+    no draft token was verified."""
+    if drafts.proposed == 0:
+        return {}
+    return {
+        "rollout/spec_accept_length": 1 + drafts.accepted / drafts.verifications,
+        "rollout/spec_accept_rate": drafts.accepted / drafts.proposed,
     }
 
 

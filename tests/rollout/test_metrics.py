@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from penstock.engines.generation import DraftCounts
 from penstock.stages.rollout.metrics import (
     PREVIEW_CHARS,
     clip_text,
     drop_metrics,
     rollout_metrics,
     sample_preview,
+    speculation_metrics,
     staleness_metrics,
 )
 from penstock.storage.samples.sample import Sample, Status
@@ -84,6 +86,12 @@ def test_staleness_is_the_age_of_the_first_token() -> None:
     samples = [sample(i, [1], policy_versions=versions) for i, versions in enumerate([(7, 7), (5, 7), (4, 5)])]
     assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 5 / 3, "rollout/staleness/max": 3.0}
     assert staleness_metrics([sample(0, [1])], 7) == {}  # a demonstration
+
+
+def test_speculation_metrics_are_absent_without_speculation() -> None:
+    found = speculation_metrics(DraftCounts(verifications=4, proposed=12, accepted=6))
+    assert found == {"rollout/spec_accept_length": 2.5, "rollout/spec_accept_rate": 0.5}
+    assert speculation_metrics(DraftCounts()) == {}
 
 
 def test_dropped_groups_are_counted_by_reason() -> None:

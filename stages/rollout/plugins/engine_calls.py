@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engines.generation import EngineClient, Generation
+from penstock.engines.generation import DraftCounts, EngineClient, Generation
 from penstock.stages.rollout.config import GenerationConfig
 from penstock.stages.rollout.group import append_generation, sampling_params_for
 from penstock.stages.rollout.plugins.user_sample import UserSample
@@ -41,6 +41,7 @@ class EngineCalls:
         self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
         self.num_prompt_tokens = 0  # prompt tokens of all requests
         self.num_cached_tokens = 0  # prompt tokens that were in the engines' prefix cache
+        self.drafts = DraftCounts()  # of speculative decoding
 
     async def generate(self, sample: Sample, **sampling: Any) -> str:
         """Generate a continuation of `sample`, append the generated tokens to `sample`, and return the generated text.
@@ -83,6 +84,7 @@ class EngineCalls:
             raise
         self.num_prompt_tokens += num_before
         self.num_cached_tokens += generation.cached_tokens
+        self.drafts.add(generation.drafts)
         if generation.finish_reason == "abort" and isinstance(sample, UserSample):
             sample.aborted = True
         else:
