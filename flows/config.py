@@ -137,6 +137,11 @@ class PostTrainConfig(StageConfig):
     train: TrainConfig = option(default_factory=TrainConfig)
     eval: EvalConfig = option(default_factory=EvalConfig)
 
+    @property
+    def speculates(self) -> bool:
+        """Return whether the engines use speculative decoding, for which exports keep the MTP layers."""
+        return self.rollout.sglang.get("speculative_algorithm") is not None
+
     @model_validator(mode="before")
     @classmethod
     def _reject_unusable_values(cls, values: Any) -> Any:

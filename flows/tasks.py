@@ -219,7 +219,8 @@ def export(session: Session, version: int) -> CheckpointRef:
     prefix = session.keys.export_prefix(version)
     commit = session.store.committed(prefix)
     if commit is None:
-        checkpoint, origin = session.keys.checkpoint_prefix(version), export_origin(session.config.convert)
+        checkpoint = session.keys.checkpoint_prefix(version)
+        origin = export_origin(session.config.convert, keep_mtp=session.config.speculates)
         arguments = (session.store, session.read_existing_commit(checkpoint), origin, prefix)
         inputs, timeout = {"checkpoint": commit_key(checkpoint)}, session.config.convert.convert_timeout
         # From the trainer's memory if it still holds this version, else from the checkpoint.

@@ -34,6 +34,7 @@ def estimate_engine_memory(
     *,
     bytes_per_weight: float = 2,
     bytes_per_kv_element: int = 2,
+    num_draft_layers: int = 0,
 ) -> EngineMemory:
     """Estimate the memory for weights and KV cache on one GPU of an engine.
 
@@ -44,15 +45,18 @@ def estimate_engine_memory(
         static_bytes: bytes of the GPU for weights and KV cache together.
         bytes_per_weight: bytes of a weight; the mean if some weights are quantized.
         bytes_per_kv_element: bytes of an element of the KV cache.
+        num_draft_layers: multi-token prediction layers used for speculative decoding. Each has the size of the model's
+            last layer and a replicated projection [hidden, 2 * hidden]; embedding and LM head are the model's.
     """
     parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
+    draft = count_rank_parameters(shape, [shape.num_layers - 1], tensor=gpus_per_engine, outer=()).total
+    parameters += num_draft_layers * (draft + 2 * shape.hidden_size**2)
+    num_layers = shape.num_layers + num_draft_layers
     if shape.latent:
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:
         heads = max(1, shape.num_query_groups // gpus_per_engine)
         width = 2 * heads * shape.head_dim
         replicated = heads - shape.num_query_groups / gpus_per_engine
-        parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * shape.num_layers)
-    return EngineMemory(
-        round(bytes_per_weight * parameters), static_bytes, bytes_per_kv_element * width * shape.num_layers
-    )
+        parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * num_layers)
+    return EngineMemory(round(bytes_per_weight * parameters), static_bytes, bytes_per_kv_element * width * num_layers)

@@ -15,8 +15,9 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
-from penstock.engines.sglang.architectures import check_model
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
+from penstock.engines.sglang.checks.architectures import check_model
+from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
 from penstock.engines.weights.fp8 import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
@@ -80,8 +81,16 @@ class SGLangBackend(EngineBackend):
                     "cluster has none: omit --rollout-sampling-seeds"
                 )
             args = {**args, "enable_deterministic_inference": True}
+        speculative = is_speculative(check_sglang_args(args))
+        if speculative and not has_gpus:
+            raise OptionError(
+                "--sglang-speculative-algorithm needs a GPU, because SGLang ignores the temperature when it verifies "
+                "draft tokens on a CPU, but the cluster has no GPU: omit it"
+            )
         if options.offload and has_gpus:
             args = {**args, "enable_memory_saver": True}
+            if speculative:  # weight updates do not replace the draft layers
+                args["enable_draft_weights_cpu_backup"] = True
         return args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -96,10 +105,11 @@ class SGLangBackend(EngineBackend):
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
-        check_sglang_args(spec.args)
+        args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)
         check_sampling(options.sampling, routed=routed)
+        check_speculative(args, options)
         check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
             engine_url(address)
@@ -161,6 +171,7 @@ class SGLangBackend(EngineBackend):
             round((share or STATIC_SHARE) * gpu_bytes),
             bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+            num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
         )
 
     def check_external_server(self, url: str, model_path: str) -> None:

@@ -254,6 +254,7 @@ class WeightUpdate:
                     "serialized_named_tensors": payloads[url],
                     "load_format": "flattened_bucket",
                     "flush_cache": self._flushes_prefix_cache(url, last),
+                    **self._only_target_model(url, "/update_weights_from_tensor"),
                 },
             )
         )
@@ -267,7 +268,9 @@ class WeightUpdate:
                 self.post,
                 url,
                 "/update_weights_from_distributed",
-                body | {"flush_cache": self._flushes_prefix_cache(url, last)},
+                body
+                | {"flush_cache": self._flushes_prefix_cache(url, last)}
+                | self._only_target_model(url, "/update_weights_from_distributed"),
             )
             for url in self.urls
         ]
@@ -314,6 +317,14 @@ class WeightUpdate:
         not if the KV cache is released (it has been flushed then)."""
         return last and url not in self._without_cache
 
+    def _only_target_model(self, url: str, path: str) -> dict[str, Any]:
+        """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are."""
+        release, _ = self.facts[url]
+        if release >= NEEDS_SESSION:
+            return {"selector": "target"}
+        # Earlier releases have no field for broadcasts, which never reach their draft layers.
+        return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
+
     def _begin_sessions(self) -> None:
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if release >= NEEDS_SESSION]
@@ -321,12 +332,12 @@ class WeightUpdate:
 
     def _begin_session(self, url: str) -> None:
         try:
-            self.post(url, "/begin_weight_update", {})
+            self.post(url, "/begin_weight_update", {"selector": "target"})
         except EngineRefused as error:
             if "already open" not in str(error):
                 raise
             self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self.post(url, "/begin_weight_update", {})
+            self.post(url, "/begin_weight_update", {"selector": "target"})
 
     def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update.

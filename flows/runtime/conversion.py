@@ -78,12 +78,16 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
     return run_conversion(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
 
 
-def export_origin(config: ConvertConfig) -> Origin:
-    """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family)."""
+def export_origin(config: ConvertConfig, *, keep_mtp: bool = False) -> Origin:
+    """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family).
+
+    `keep_mtp` exports the MTP layers even if `--mtp` does not ask for them.
+    """
     from penstock.stages.convert.export_plan import Origin
 
     directory = Path(config.hf_checkpoint)
-    return Origin(directory, config.export_dtype, mtp=config.mtp, family_path=config.model_family_path)
+    mtp = "keep" if keep_mtp else config.mtp
+    return Origin(directory, config.export_dtype, mtp=mtp, family_path=config.model_family_path)
 
 
 def run_export(

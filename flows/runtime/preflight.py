@@ -118,6 +118,11 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             f"--check-weight-update-equal has no effect in the flow `{flow}`, which sends no weights to engines: "
             "omit it"
         )
+    if run.check_weight_update_equal and config.speculates:
+        raise OptionError(
+            "--check-weight-update-equal cannot be combined with --sglang-speculative-algorithm, because it overwrites "
+            "the draft layers too, which weight updates do not replace: omit one of them"
+        )
     check_debug_options(flow, config)
     check_weight_directory(config)
     if flow == "post_train":

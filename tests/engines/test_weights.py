@@ -121,6 +121,7 @@ class FakeServer:
     def take(self, path: str, body: dict[str, Any]) -> tuple[bool, str]:
         self.calls.append(path)
         if path == "/begin_weight_update":
+            assert body == {"selector": "target"}
             was_open, self.session_open = self.session_open, True
             return not was_open, "a weight-update session is already open"
         if path == "/end_weight_update":
@@ -139,6 +140,8 @@ class FakeServer:
             assert self.memory == {"weights", "kv_cache"}
         elif path == "/update_weights_from_tensor":
             assert "weights" in self.memory
+            assert body.get("selector") == (None if self.release == "0.5.15.post1" else "target")
+            assert body.get("disable_draft_model") == (True if self.release == "0.5.15.post1" else None)
             assert "kv_cache" in self.memory or not body["flush_cache"]
             assert body["load_format"] == "flattened_bucket"
             assert len(body["serialized_named_tensors"]) == 2  # one payload for each of its ranks

@@ -607,6 +607,9 @@ def rows_of_one_half() -> Iterator[Bad]:
     """Weight updates and their checks, and runs of one half."""
     for command in ("sft", "eval"):  # they send no weights to engines
         yield on(command, "--check-weight-update-equal")
+    yield train("--check-weight-update-equal", "--sglang-speculative-algorithm", "NEXTN")
+    yield train("--sglang-speculative-num-steps", "3")
+    yield train("--sglang-speculative-algorithm", "NEXTN", culprit="has no multi-token prediction layer")
     yield train("--update-weight-disk-dir", "{root}/prompts.jsonl")
     yield train("--update-weight-disk-dir", "{root}", "--update-weight-transport", "nccl")
     for more in ((), ("--update-weight-transport", "disk")):

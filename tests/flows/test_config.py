@@ -4,6 +4,7 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
 from penstock.flows.options.flags import parse_config, penstock_flags, split_flags
+from penstock.flows.runtime.conversion import export_origin
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -144,3 +145,9 @@ def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:
         assert options_by_mutability(config, "identity")["rollout.apply_chat_template_kwargs"] == expected
     with pytest.raises(OptionError, match="--apply-chat-template-kwargs"):
         parse_config([*base, "--apply-chat-template-kwargs", '{"enable_thinking": fals'])
+
+
+def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> None:
+    speculative = parse_config([*MODEL, "--sglang-speculative-algorithm", "NEXTN"])
+    for config, mtp in ((speculative, "keep"), (parse_config(MODEL), "skip")):
+        assert export_origin(config.convert, keep_mtp=config.speculates).mtp == mtp
