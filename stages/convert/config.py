@@ -23,7 +23,8 @@ class ConvertConfig(StageConfig):
     """Dtype of exported weights; default: dtype of the checkpoint. fp8: e4m3, one scale per 128 x 128 block."""
 
     mtp: Mtp = option("skip", mutability="schedule")
-    """Tensors of multi-token prediction layers, which are not trained: skip them, or copy them into every export."""
+    """Tensors of multi-token prediction layers, which are not trained: skip them, or copy them into every export
+    (always with --sglang-speculative-algorithm)."""
 
     convert_ranks: int = option(1, mutability="placement", ge=1)
     """Number of processes of a conversion; use several if the disk is faster than one process."""
