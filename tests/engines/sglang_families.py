@@ -32,8 +32,12 @@ import sglang.srt.models.registry  # noqa: E402 F401  (else every child would im
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.benchmark import one_batch  # noqa: E402
+from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
+from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # noqa: E402
+from sglang.srt.model_loader.loader import get_model_loader  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
@@ -154,10 +158,34 @@ def checksums_around_reset(runner: Any, checkpoint: Path) -> list[dict[str, str]
     return [result["checksums"] for result in results]
 
 
+@torch.no_grad()
+def draft_around_update(runner: Any, checkpoint: str) -> dict[str, Any]:
+    """Load the draft model (MTP layer) of a checkpoint, and do what an update over disk to this checkpoint does: load
+    the tensors of the model into both. Return which draft tensors changed, and whether the MTP layer was loaded."""
+    config = ModelConfig.from_server_args(
+        runner.server_args, model_path=checkpoint, model_revision=None, is_draft_model=True
+    )
+    draft = get_model_loader(LoadConfig(), config).load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+    draft.set_embed_and_head(*runner.model.get_embed_and_head())
+    before = {name: tensor.clone() for name, tensor in draft.named_parameters()}
+    weights, mtp = (
+        load_file(Path(checkpoint) / "model.safetensors"),
+        f"model.layers.{config.hf_config.num_hidden_layers}.",
+    )
+    draft.load_weights(iter([(name, 2 * tensor) for name, tensor in weights.items() if not name.startswith(mtp)]))
+    update(runner, Path(checkpoint))
+    after = dict(draft.named_parameters())
+    return {
+        "loaded": torch.equal(after["model.eh_proj.weight"], weights[mtp + "eh_proj.weight"]),
+        "changed": sorted(name for name, tensor in after.items() if not torch.equal(tensor, before[name])),
+        "shared": torch.equal(after["lm_head.weight"][: len(weights["lm_head.weight"])], weights["lm_head.weight"]),
+    }
+
+
 def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
     """Generate with one model before and after a weight update."""
     runner = load(checkpoint)
-    model = type(runner.model)
+    model, predicts = type(runner.model), getattr(runner.model_config.hf_config, "num_nextn_predict_layers", 0)
     passes = [generate(runner)]
     update(runner, Path(other_checkpoint))
     passes.append(generate(runner))
@@ -166,6 +194,7 @@ def answer(checkpoint: str, other_checkpoint: str) -> dict[str, Any]:
         "prompts": prompts(runner.model_config.vocab_size),
         "passes": passes,
         "checksums": checksums_around_reset(runner, Path(other_checkpoint)),
+        "draft": draft_around_update(runner, checkpoint) if predicts else None,
     }
 
 

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 # Measured 2e-6, but 8e-5 for the two with latent attention and rms_norm_eps 1e-5: SGLang gives that epsilon to the
 # norms of the compressed queries and keys too, where transformers has 1e-6.
 TOLERANCE = 2e-4
-PREDICTING = ("glm4.5", "deepseek-v3")  # their files hold a prediction layer (MTP), as the hub's do; it is not served
+PREDICTING = ("glm4.5", "deepseek-v3")  # their files hold a prediction layer (MTP), as the hub's do
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +112,12 @@ def test_an_update_restores_every_overwritten_tensor(name: str, directory: Path)
     assert "error" not in answer, answer["error"]
     before, overwritten, after = answer["checksums"]
     assert before == after and not [tensor for tensor in before if before[tensor] == overwritten[tensor]]
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_draft_layer_keeps_its_weights_over_an_update(name: str, directory: Path) -> None:
+    """An update changes embedding and head, which the draft layer shares with the model, and nothing else in it."""
+    answer = json.loads((directory / f"{name}.json").read_text())
+    assert "error" not in answer, answer["error"]
+    changed = ["lm_head.weight", "model.embed_tokens.weight"]
+    assert answer["draft"] == {"loaded": True, "changed": changed, "shared": True}
