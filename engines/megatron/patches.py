@@ -24,12 +24,9 @@ def patch_module(module: ModuleType) -> None:
 
         names["fused_weight_gradient_mlp_cuda"] = weight_gradients
         names["_grad_accum_fusion_available"] = True
-    elif importlib.util.find_spec("transformer_engine") is None:
-        _patch_without_transformer_engine(module, names)
-
-
-def _patch_without_transformer_engine(module: ModuleType, names: dict[str, Any]) -> None:
-    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+    elif importlib.util.find_spec("transformer_engine") is not None:
+        return
+    elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
     elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine

@@ -156,28 +156,22 @@ class Session:
         if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
-                self._warn_if_not_learning(commit.index)
-                self._warn_of_logprob_gap(commit.index)
+                self._warn_about_step(commit.index)
         return commit
 
-    def _warn_if_not_learning(self, rollout_id: int) -> None:
-        """Print a warning if round `rollout_id` and the rounds just before it had zero gradients."""
+    def _warn_about_step(self, rollout_id: int) -> None:
+        """Print a warning if round `rollout_id` and the rounds just before it had zero gradients and, once per run, if
+        the log-probs of engine and trainer differ and no option corrects it."""
         train = self.config.train
         custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
         group_relative = (
             train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not custom_advantages
         )
-        if warning := zero_gradient_warning(self.store, self.keys, rollout_id, group_relative=group_relative):
-            self.display.warn(warning)
-            get_run_logger().warning(warning)
-
-    def _warn_of_logprob_gap(self, rollout_id: int) -> None:
-        """Print a warning, once per run, if the log-probs of engine and trainer differ and no option corrects it."""
-        train = self.config.train
-        if train.use_tis or train.use_rollout_logprobs:
-            return
-        fp8 = bool(fp8_weights(self.config.convert.hf_checkpoint))
-        if warning := logprob_gap_warning(self.store, self.keys, rollout_id, fp8=fp8):
+        warnings = [zero_gradient_warning(self.store, self.keys, rollout_id, group_relative=group_relative)]
+        if not (train.use_tis or train.use_rollout_logprobs):
+            fp8 = bool(fp8_weights(self.config.convert.hf_checkpoint))
+            warnings.append(logprob_gap_warning(self.store, self.keys, rollout_id, fp8=fp8))
+        for warning in filter(None, warnings):
             self.display.warn(warning)
             get_run_logger().warning(warning)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -124,10 +124,12 @@ class ExportPlan:
         """Write one weight file of the export from a checkpoint's `weights`; return {file name: xxh3-128 hash}."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for source in file.sources:
-                for hf_name, tensor in self._read_tensors(source, weights):
-                    yield hf_name, tensor
-                    progress.add(tensor.nbytes)
+            for source in file.sources:  # a Megatron parameter, or a tensor that is copied from the origin's directory
+                copied = self.carried.fetch(source) if self.carried and source in self.carried.info else None
+                with weights.open_parameter(source) if copied is None else nullcontext(copied) as parameter:
+                    for hf_name, tensor in self._convert_parameter(source, parameter):
+                        yield hf_name, tensor
+                        progress.add(tensor.nbytes)
 
         return {file.name: write_shard(directory / file.name, file.shard, tensors())}
 
@@ -185,15 +187,6 @@ class ExportPlan:
             return [(name, replace(info, dtype=torch.bfloat16))]
         scales = TensorInfo(torch.float32, scale_shape(info.shape))
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
-
-    def _read_tensors(self, source: str, weights: TorchDistWeights) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the exported tensors of `source`, which names a Megatron parameter or a tensor that
-        is copied from the origin's directory."""
-        if self.carried and source in self.carried.info:
-            yield from self._convert_parameter(source, self.carried.fetch(source))
-            return
-        with weights.open_parameter(source) as parameter:
-            yield from self._convert_parameter(source, parameter)
 
     def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of the exported tensors of `source`, whose value is `parameter`."""

@@ -142,5 +142,5 @@ def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
         kind="step", run="r", index=0, policy_version=0, summary={"train/train_rollout_logprob_abs_diff": 0.5}
     )
     session.store.commit(KEYS.step_prefix(0), step)
-    session._warn_of_logprob_gap(0)
+    session._warn_about_step(0)
     assert len(shown) == (not options)

@@ -7,13 +7,13 @@ keep the weights with which the engine started: weight updates replace the targe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.engines.families.entries import read_config
 from penstock.engines.options import EngineOptions
+from penstock.engines.weights.hf_headers import stored_tensors, weight_files
 from penstock.storage.errors import EngineError, ModelError
 
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3")
@@ -56,7 +56,12 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
             f"--sglang-speculative-algorithm {algorithm[:40]} is not supported: give NEXTN to draft with the model's "
             "own MTP layer, or EAGLE or EAGLE3 with --sglang-speculative-draft-model-path"
         )
-    _check_sizes(args)
+    steps, topk, tokens = (args.get(name) for name in SIZES)
+    default = (steps, topk, tokens) == (None, None, None) or args.get("speculative_adaptive")
+    if not default and (steps is None or topk is None or (topk != 1 and tokens is None)):  # SGLang fails at start
+        raise EngineError(
+            f"{', '.join(map(_flag, SIZES))} depend on each other: give all of them, or none to use SGLang's defaults"
+        )
     _check_sampling(args, options)
     if draft := _draft_model(args):
         if not (Path(draft) / "config.json").is_file():
@@ -78,17 +83,6 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
 def _draft_model(args: Mapping[str, Any]) -> str | None:
     """Return the directory of the separate draft model, or None."""
     return next((str(args[name]) for name in DRAFT_MODEL if args.get(name) is not None), None)
-
-
-def _check_sizes(args: Mapping[str, Any]) -> None:
-    """Check that the numbers of draft tokens are all given, or all left to SGLang; it fails at start otherwise."""
-    steps, topk, tokens = (args.get(name) for name in SIZES)
-    if (steps, topk, tokens) == (None, None, None) or args.get("speculative_adaptive"):
-        return
-    if steps is None or topk is None or (topk != 1 and tokens is None):
-        raise EngineError(
-            f"{', '.join(map(_flag, SIZES))} depend on each other: give all of them, or none to use SGLang's defaults"
-        )
 
 
 def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
@@ -132,22 +126,11 @@ def _check_mtp_layer(directory: Path) -> None:
             "exactly one: omit --sglang-speculative-algorithm"
         )
     tensor = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    if tensor not in _tensor_names(directory):
+    if tensor not in stored_tensors(directory, weight_files(directory)):
         raise ModelError(
             f"{directory} lacks {tensor}, a tensor of the multi-token prediction layer that config.json has "
             "(num_nextn_predict_layers 1): use the original checkpoint, or an export made with --mtp keep"
         )
-
-
-def _tensor_names(directory: Path) -> set[str]:
-    """Return the names of the tensors in a Hugging Face directory's safetensors files."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    from safetensors import safe_open
-
-    with safe_open(directory / "model.safetensors", framework="numpy") as file:
-        return set(file.keys())
 
 
 def _flag(name: str) -> str:
