@@ -42,8 +42,11 @@ def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTen
     alone, each with its scales if it is quantized."""
     first, second = FUSED
     waiting: dict[str, list[NamedTensor]] = {}
-    for group in _group_scales(named):
-        name = group[0][0]
+    tensors = iter(named)
+    for name, tensor in tensors:
+        group = [(name, tensor)]
+        if tensor.dtype == torch.float8_e4m3fn:
+            group.append(next(tensors))  # its scales, which follow it
         partner = name.replace(second, first) if second in name else name.replace(first, second)
         if partner == name:
             yield group
@@ -52,10 +55,3 @@ def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTen
         else:
             waiting[name] = group
     yield from waiting.values()  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj
-
-
-def _group_scales(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Yield each tensor alone, and an fp8 weight together with its scales, which follow it."""
-    tensors = iter(named)
-    for name, tensor in tensors:
-        yield [(name, tensor), next(tensors)] if tensor.dtype == torch.float8_e4m3fn else [(name, tensor)]
