@@ -96,12 +96,12 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def check_weight_updates(self, options: EngineOptions) -> None:
-        """Check that the engines' weights can be replaced by the trainer's, which are in bf16 or fp32 and are quantized
-        to block fp8 before they are sent to engines whose model has such weights.
+        """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
+        that the checkpoint stores in block fp8 are quantized before they are sent.
 
         Raises:
-            EngineError: an option makes the engines store weights in another form.
-            ModelError: the engines' model does.
+            EngineError: an option makes the engines quantize weights while they load them.
+            ModelError: the checkpoint has another quantization.
         """
 
     @abstractmethod

@@ -139,8 +139,14 @@ class PostTrainConfig(StageConfig):
 
     @property
     def speculates(self) -> bool:
-        """Return whether the engines use speculative decoding, for which exports keep the MTP layers."""
+        """Return whether the engines use speculative decoding."""
         return self.rollout.sglang.get("speculative_algorithm") is not None
+
+    @property
+    def drafts_with_mtp_layers(self) -> bool:
+        """Return whether the engines draft with the MTP layers of --hf-checkpoint, which exports then keep."""
+        sglang = self.rollout.sglang
+        return self.speculates and not {"speculative_draft_model_path", "speculative_draft_model"} & sglang.keys()
 
     @model_validator(mode="before")
     @classmethod

@@ -152,6 +152,16 @@ def check_fp8_widths(config: PostTrainConfig, shape: ModelShape) -> None:
         ".self_attn.k_proj.": ("num_key_value_heads x head_dim", groups * shape.head_dim),
         ".mlp.gate_proj.": ("intermediate_size", shape.ffn_hidden_size // size),
     }
+    if shape.latent:
+        latent = shape.latent
+        widths |= {
+            ".self_attn.q_b_proj.": ("num_attention_heads x qk head dim", heads * shape.head_dim),
+            ".self_attn.kv_b_proj.": (
+                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+                heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            ),
+            ".self_attn.o_proj.": ("num_attention_heads x v_head_dim", heads * latent.v_head_dim),
+        }
     if shape.experts:
         widths[".experts.0.gate_proj."] = ("moe_intermediate_size", shape.experts.ffn_hidden_size // size)
     for part, (width, num_rows) in widths.items():

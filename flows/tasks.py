@@ -220,13 +220,13 @@ def export(session: Session, version: int) -> CheckpointRef:
     commit = session.store.committed(prefix)
     if commit is None:
         checkpoint = session.keys.checkpoint_prefix(version)
-        origin = export_origin(session.config.convert, keep_mtp=session.config.speculates)
+        origin = export_origin(session.config.convert, keep_mtp=session.config.drafts_with_mtp_layers)
         arguments = (session.store, session.read_existing_commit(checkpoint), origin, prefix)
         inputs, timeout = {"checkpoint": commit_key(checkpoint)}, session.config.convert.convert_timeout
-        # From the trainer's memory if it still holds this version, else from the checkpoint.
-        commit = session.processes.trainer.export(
-            version, origin.directory, partial(export_hf, *arguments, inputs=inputs), timeout
-        ) or session.processes.cluster.run(export_hf, *arguments, inputs=inputs, timeout=timeout)
+        write = partial(export_hf, *arguments, inputs=inputs)
+        commit = session.processes.trainer.export(version, origin.directory, write, timeout)
+        if commit is None:  # the trainer does not hold this version: from the checkpoint
+            commit = session.processes.cluster.run(export_hf, *arguments, inputs=inputs, timeout=timeout)
     session.print_and_track(prefix, commit)
     uri = session.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)

@@ -9,7 +9,7 @@ Contract of the loss function:
     loss_fn(hidden, head, packed) -> (loss, outputs)
 
     hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
-              a rank has only some of the tokens: `loss_token_indices(packed)` returns their indices in the pack.
+              a rank has only some of the tokens: `loss_token_slice(packed)` returns which.
     head      maps rows of hidden states to logits, or to values if the engine's role is "value".
     packed    the packed micro-batch that the caller passed.
     loss      scalar tensor, or None in a forward-only pass.
@@ -40,7 +40,7 @@ from torch import Tensor
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
-from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting
+from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting
 from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import EnginePack, PackedStream, pack_stream
@@ -159,12 +159,10 @@ class MegatronEngine:
         """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def loss_token_indices(self, packed: EnginePack) -> Tensor | None:
-        """Return the indices, in the micro-batch, of the tokens whose hidden states this rank's loss function gets. [r]
-
-        None means all tokens, in order. Not collective.
-        """
-        return self._stream_of(packed).pack_index if self.layout.context > 1 else None
+    def loss_token_slice(self, packed: EnginePack) -> slice | None:
+        """Return the tokens of the micro-batch whose hidden states this rank's loss function gets; None: all. Not
+        collective."""
+        return self._stream_of(packed).pack_slice if self.layout.context > 1 else None
 
     def pack_stream(self, packed: EnginePack) -> PackedStream:
         """Return the tokens of a micro-batch that this rank processes, padded and split, on the device. Kept in
@@ -260,9 +258,7 @@ class MegatronEngine:
         if ranks == self.layout.context == 1:
             return None
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
-        rows = torch.arange(stream.first_token, stream.first_token + len(stream.token_ids))
-        rows[stream.num_tokens :] = UNKNOWN
-        return rows.chunk(ranks)[rank]
+        return stream.router_rows(rank, ranks)
 
     def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.

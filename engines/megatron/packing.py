@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.model.attention_kernel import AttentionKernel
-from penstock.engines.megatron.model.router_replay import StreamRouting
+from penstock.engines.megatron.model.router_replay import UNKNOWN, StreamRouting
 
 
 class PackedTokens(Protocol):
@@ -50,7 +50,9 @@ class PackedStream:
 
     token_ids: Tensor  # [t]
     positions: Tensor  # [t] position in the sequence
-    cu_seqlens: Tensor  # [S + 1] int32, index of each sequence's first token in the padded micro-batch, and its length
+    cu_seqlens: (
+        Tensor  # [S + 1] int32, index of each sequence's first token in the padded micro-batch; then its length T
+    )
     max_seqlen: int  # number of tokens of the longest sequence
     cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
     buckets: list[Bucket] | None = None  # sequences grouped by length, for the kernel "padded"
@@ -61,9 +63,21 @@ class PackedStream:
     qkv_format: str = "thd"  # Megatron's name for packed sequences
 
     @property
-    def pack_index(self) -> Tensor:
-        """Return the index in the micro-batch of each of this rank's tokens that are not padding. [r]"""
-        return torch.arange(self.first_token, self.first_token + self.num_tokens, device=self.token_ids.device)
+    def pack_slice(self) -> slice:
+        """Return which tokens of the micro-batch are this rank's."""
+        return slice(self.first_token, self.first_token + self.num_tokens)
+
+    def router_rows(self, rank: int, ranks: int) -> Tensor:
+        """Return the index in the micro-batch of each token that the routers of one rank process, -1 for padding.
+        [t / ranks], on the CPU
+
+        Args:
+            rank: index in the sequence-parallel group, over which the stream is split equally.
+            ranks: size of that group.
+        """
+        rows = torch.arange(self.first_token, self.first_token + len(self.token_ids))
+        rows[self.num_tokens :] = UNKNOWN
+        return rows.chunk(ranks)[rank]
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Patches for megatron-core 0.16.1: faster kernels, and what fails if TransformerEngine is not installed."""
+"""Patches for megatron-core 0.16.1: faster kernels, and fixes for modules that fail without
+TransformerEngine."""
 
 from __future__ import annotations
 

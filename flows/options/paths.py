@@ -17,6 +17,7 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
     "rollout": ("prompt_data", "data_cache", "rm_model_path"),
     "train": ("ref_load", "opd_teacher_load"),
 }
+DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")  # SGLang's flags that name a directory
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
     "convert": ("model_family_path",),  # file.py or pkg.module
     "rollout": (
@@ -71,6 +72,10 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         old = getattr(config, section)
         new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
         new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
+        if section == "rollout":
+            new["sglang"] = {
+                name: change_file_path(value) if name in DRAFT_MODEL else value for name, value in old.sglang.items()
+            }
         sections[section] = old.model_copy(update=new)
     evals = config.eval
     new = {"eval_prompt_data": [(name, change_file_path(path)) for name, path in evals.eval_prompt_data]}

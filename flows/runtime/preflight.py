@@ -206,6 +206,11 @@ def check_ref_load(config: PostTrainConfig) -> None:
             "--ref-load has no effect without a KL to the reference, unless --hf-checkpoint has fp8 weights: add "
             "--use-kl-loss or --kl-coef, or omit it"
         )
+    if train.ref_load and config.run.debug_rollout_only:
+        raise OptionError(
+            "--ref-load has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
+            "omit one of them"
+        )
 
 
 def check_fp8_hardware(config: PostTrainConfig) -> None:
@@ -222,8 +227,9 @@ def check_fp8_hardware(config: PostTrainConfig) -> None:
         names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
         found = f"GPUs of compute capability {names}" if names else "no GPU"
         raise EngineError(
-            f"--hf-checkpoint {config.convert.hf_checkpoint} has fp8 weights, which engines need GPUs of compute "
-            f"capability 8.9 or 9.0 (Ada, Hopper) for, but this machine has {found}: use a bf16 checkpoint"
+            f"engines with the fp8 weights of --hf-checkpoint {config.convert.hf_checkpoint} need GPUs of compute "
+            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide others with CUDA_VISIBLE_DEVICES, or use a bf16 "
+            "checkpoint"
         )
 
 

@@ -14,7 +14,9 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
 from penstock.engines import scratch
+from penstock.engines.local_ray import ClusterLost
 from penstock.engines.memory import GIB, MemorySwitch
+from penstock.engines.placement import NodeLost
 from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
@@ -149,7 +151,10 @@ class Session:
     def start_trainer(self) -> None:
         """Start the trainer's processes if rounds are left to train; they start while the model is converted."""
         if self.num_trained_rounds() < self.num_rounds:
-            self.processes.start_trainer()
+            try:
+                self.processes.start_trainer()
+            except (ClusterLost, NodeLost, TimeoutError) as error:  # the stage `restore` starts it, with retries
+                self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to MLflow, unless this commit was logged before. Return the commit."""

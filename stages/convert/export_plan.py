@@ -22,7 +22,6 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.external import source_hash
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.host_memory import NUM_THREADS
 from penstock.engines.weights.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
 from penstock.engines.weights.hf_headers import SCALE
 from penstock.stages.convert.config import ExportDtype, Mtp
@@ -45,6 +44,7 @@ if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
     from penstock.engines.megatron.weights import GatheredWeights
 
 SHARD_BYTES = 5_000_000_000
+NUM_THREADS = 4  # that read a checkpoint; each holds up to three copies of a parameter
 # Exported in its own dtype, because rounding it to bf16 would change which experts are selected: name in Megatron, and
 # in Hugging Face's multi-token prediction layers, which are copied.
 KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")

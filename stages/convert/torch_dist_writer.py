@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
-from penstock.engines.megatron.checkpoints.writer import ArchiveFile, without_crc
+from penstock.engines.megatron.checkpoints.writer import ArchiveFile, disable_crc
 from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
@@ -216,7 +216,8 @@ def write_unit(
     spans: list[tuple[int, int]] = []
 
     def write(directory: Path) -> None:
-        with open(directory / unit.file, "wb") as file, without_crc():
+        disable_crc()
+        with open(directory / unit.file, "wb") as file:
             out = ArchiveFile(file, on_bytes)
             for piece in unit.slices:
                 start = out.length

@@ -326,6 +326,11 @@ class RolloutConfig(GenerationConfig):
     sglang: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
     """Arguments of the SGLang servers, under SGLang's names; on the command line --sglang-<name>."""
 
+    @field_validator("sglang", "router")
+    @classmethod
+    def _use_underscores(cls, args: dict[str, Any]) -> dict[str, Any]:
+        return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
+
     sglang_python: str | None = option(None, mutability="placement")
     """Python interpreter of the SGLang servers. Default: the interpreter of this process."""
 

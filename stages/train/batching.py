@@ -124,23 +124,21 @@ class PackedMicrobatch:
     stream: PackedStream | None = None  # tokens of this rank on the device (`EnginePack`)
 
     def to_local(
-        self, device: torch.device, positions: Tensor | None = None, group: dist.ProcessGroup | None = None
+        self, device: torch.device, tokens: slice | None = None, group: dist.ProcessGroup | None = None
     ) -> PackedMicrobatch:
         """Return a copy whose loss inputs are on `device` and contain only trained tokens with hidden states on this
         rank.
 
         Args:
             device: device on which the loss is computed; the engine moves `token_ids` itself.
-            positions: [r] positions (of T) whose hidden states this rank holds under context parallelism; None = all.
+            tokens: tokens (of T) whose hidden states this rank has under context parallelism; None = all.
             group: context-parallel ranks that hold the other positions of the same sequences.
         """
         kept: slice | Tensor = slice(None)
         trained = self.trained
-        if positions is not None:
-            local_row = torch.full((len(self.token_ids),), -1)
-            local_row[positions.cpu()] = torch.arange(len(positions))
-            kept = local_row[self.trained] >= 0
-            trained = local_row[self.trained[kept]]
+        if tokens is not None:
+            kept = (trained >= tokens.start) & (trained < tokens.stop)
+            trained = trained[kept] - tokens.start
         return replace(
             self,
             trained=trained.to(device),

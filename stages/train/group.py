@@ -331,16 +331,18 @@ class TrainerGroup:
                 raise RankDied(f"cannot call {method!r}: the trainer's ranks were killed after an earlier error")
             if method in FREES_ENGINES_MEMORY:
                 self.before_onload()
-            deadline = time.monotonic() + (timeout or self.spec.config.train_timeout)
+            seconds = timeout or self.spec.config.train_timeout
+            deadline = time.monotonic() + seconds
             calls = [actor.call.remote(self._owner, method, *args) for actor in actors[:ranks]]
             waiting = calls
             try:
                 while waiting:
                     done, waiting = self.cluster.wait(waiting, deadline - time.monotonic())
                     if not done:
+                        flag = "--convert-timeout" if method == "export" else "--train-timeout"
                         raise TimeoutError(
-                            f"{len(waiting)} of {len(calls)} trainer ranks did not finish {method!r} in time; all "
-                            "ranks were killed: raise --train-timeout if the ranks are slow, not stuck"
+                            f"{len(waiting)} of {len(calls)} trainer ranks did not finish {method!r} in {seconds:g} s; "
+                            f"all ranks were killed: raise {flag} if the ranks are slow, not stuck"
                         )
                     self.cluster.get(done[0])  # raises this rank's error; other ranks may be waiting in a collective
                 return [self.cluster.get(call) for call in calls]

@@ -47,7 +47,7 @@ def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Ste
             packed.stream = engine.pack_stream(packed)  # now, because a copy to the GPU would interrupt the passes
         steps.append(
             [
-                packed.to_local(engine.device, engine.loss_token_indices(packed), engine.context_group)
+                packed.to_local(engine.device, engine.loss_token_slice(packed), engine.context_group)
                 for packed in microbatches
             ]
         )

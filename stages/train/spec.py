@@ -27,7 +27,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "publish": ("weights",),
     "export": ("weights",),
 }
-# Methods before which engines on the same devices free their memory; engines that get new weights have freed theirs.
+# Methods before which engines on the same devices free their memory. `publish` is not one: they have freed it by then.
 FREES_ENGINES_MEMORY = ("load", "train", "save", "optimizer_digest", "export")
 # Methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's.
 POLICY_METHODS = ("publish", "export")

@@ -178,7 +178,7 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     rank, size = engine.data_parallel_rank_and_size
     worst = 0.0
     for output, pack, expected in zip(outputs, packs, reference["logits"][rank::size]):
-        rows = engine.loss_token_indices(pack)
+        rows = engine.loss_token_slice(pack)
         worst = max(worst, (output["logits"] - (expected if rows is None else expected[rows])).abs().max().item())
     assert worst < TOLERANCE, f"logits differ by {worst:.1e}"
 
@@ -222,7 +222,7 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
         targets, counted = targets_of(pack)
-        rows = engine.loss_token_indices(pack)
+        rows = engine.loss_token_slice(pack)
         if rows is not None:
             targets, counted = targets[rows], counted[rows]
         loss = F.cross_entropy(logits[counted], targets[counted], reduction="sum")

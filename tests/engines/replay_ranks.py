@@ -118,7 +118,7 @@ def compare(
     engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
     for output, pack, logprobs in zip(outputs, packs, expected):
-        rows = engine.loss_token_indices(pack)
+        rows = engine.loss_token_slice(pack)
         error = (output["logprobs"] - (logprobs if rows is None else logprobs[rows])).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
     learning_rate = engine.optimizer.param_groups[0]["lr"]
@@ -148,7 +148,7 @@ def loss_fn_of(engine: Any) -> Any:
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
         targets, counted = targets_of(pack)
-        rows = engine.loss_token_indices(pack)
+        rows = engine.loss_token_slice(pack)
         if rows is not None:
             targets, counted = targets[rows], counted[rows]
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted

@@ -121,12 +121,12 @@ def test_attention_over_context_parallel_ranks_equals_one_rank(
     def attend(rank: int) -> Tensor:
         ranks.rank, stream = rank, streams[rank]
         padding = len(stream.token_ids) - stream.num_tokens
-        rows = [F.pad(x[stream.pack_index], (0, 0, 0, 0, 0, padding), value=1e3) for x in inputs]
+        rows = [F.pad(x[stream.pack_slice], (0, 0, 0, 0, 0, padding), value=1e3) for x in inputs]
         return causal_attention(*rows, stream, 0.25, group)[: stream.num_tokens]
 
     for stream in streams:
-        assert torch.equal(stream.token_ids[: stream.num_tokens], pack.token_ids[stream.pack_index])
-        assert torch.equal(stream.positions[: stream.num_tokens], pack.position_ids[stream.pack_index])
+        assert torch.equal(stream.token_ids[: stream.num_tokens], pack.token_ids[stream.pack_slice])
+        assert torch.equal(stream.positions[: stream.num_tokens], pack.position_ids[stream.pack_slice])
     with ThreadPoolExecutor(context) as threads:
         out = torch.cat(list(threads.map(attend, range(context))))
     expected = naive_attention(*inputs, LENGTHS)
@@ -139,13 +139,20 @@ def test_attention_over_context_parallel_ranks_equals_one_rank(
 def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
     stream = pack_stream(make_pack([5, 6]), CPU, tensor=4)
     assert len(stream.token_ids) == 12 and stream.num_tokens == 11
-    assert torch.equal(stream.pack_index, torch.arange(11))
+    assert stream.pack_slice == slice(0, 11)
     assert stream.cu_seqlens.tolist() == [0, 5, 11, 12]
+
+
+def test_routers_process_a_part_of_a_ranks_tokens() -> None:
+    stream = pack_stream(make_pack([3, 4]), CPU, tensor=2)
+    assert [stream.router_rows(rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, -1]]
+    second = pack_stream(make_pack([3, 4]), CPU, tensor=2, context=2, context_rank=1)
+    assert [second.router_rows(rank, 2).tolist() for rank in (0, 1)] == [[4, 5], [6, -1]]
 
 
 def test_a_rank_may_have_only_padding() -> None:
     stream = pack_stream(make_pack([1, 1]), CPU, context=4, context_rank=3)
-    assert len(stream.token_ids) == 1 and stream.num_tokens == len(stream.pack_index) == 0
+    assert len(stream.token_ids) == 1 and stream.num_tokens == 0
 
 
 def test_rotate_is_a_complex_rotation_of_pairs() -> None:

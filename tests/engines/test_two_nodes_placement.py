@@ -27,7 +27,9 @@ class Nodes:
 
     def __init__(self, root: Path, temp_dir: str) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
-        self.environment = {**os.environ, **token, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
+        # a slow raylet is not a dead one; a dead one refuses the connection at once
+        slow = {"RAY_health_check_timeout_ms": "60000"}
+        self.environment = {**os.environ, **token, **slow, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
         self.root = root
         self.processes: list[subprocess.Popen[Any]] = []
         port = reserve_free_port()

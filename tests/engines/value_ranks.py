@@ -48,7 +48,7 @@ def step(engine: Any) -> tuple[float, float]:
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
         targets, rows = (
             torch.sin(packed.token_ids.double() + packed.position_ids).float(),
-            engine.loss_token_indices(packed),
+            engine.loss_token_slice(packed),
         )
         loss = (head(hidden)[:, 0] - (targets if rows is None else targets[rows])).square().sum()
         return loss, {"loss": loss.detach()}

@@ -104,15 +104,18 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
 
 
 def _engine(group: dist.ProcessGroup | None) -> Any:
-    """Return the engine that `plan` needs: one data-parallel rank; context-parallel shares alternate by two tokens."""
+    """Return the engine that `plan` needs: one data-parallel rank; context-parallel ranks have a half of the tokens."""
 
-    def loss_token_indices(packed: Any) -> Tensor | None:
-        return None if group is None else torch.nonzero(packed.position_ids // 2 % 2 == dist.get_rank(group))[:, 0]
+    def loss_token_slice(packed: Any) -> slice | None:
+        if group is None:
+            return None
+        middle, total = len(packed.token_ids) // 2, len(packed.token_ids)
+        return slice(middle, total) if dist.get_rank(group) else slice(0, middle)
 
     return SimpleNamespace(
         data_parallel_rank_and_size=(0, 1),
         device=torch.device("cpu"),
-        loss_token_indices=loss_token_indices,
+        loss_token_slice=loss_token_slice,
         pack_stream=lambda packed: None,
         context_group=group,
     )

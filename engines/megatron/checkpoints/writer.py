@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +51,8 @@ class ParallelWriter(dcp.FileSystemWriter):
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
-        with open(Path(self.path) / name, "wb") as file, without_crc():
+        disable_crc()
+        with open(Path(self.path) / name, "wb") as file:
             out = ArchiveFile(file)
             for item in items:
                 data, start = planner.resolve_data(item), out.length
@@ -90,8 +90,8 @@ class ArchiveFile:
         self._content: Iterable[memoryview] = ()
 
     def save(self, sizes: Sequence[int], dtype: torch.dtype, content: Iterable[memoryview]) -> None:
-        """Append a tensor of this shape and dtype, whose bytes are the concatenated chunks of `content`. Call it inside
-        `without_crc`."""
+        """Append a tensor of this shape and dtype, whose bytes are the concatenated chunks of `content`. Call
+        `disable_crc` first."""
         placeholder = torch.empty(sizes, dtype=dtype)
         self._address, self._num_written, self._content = placeholder.data_ptr(), 0, content
         torch.save(placeholder, self)  # type: ignore[arg-type]
@@ -120,16 +120,10 @@ class ArchiveFile:
         self.length += len(data)
 
 
-@contextmanager
-def without_crc() -> Iterator[None]:
-    """Disable the CRC of `torch.save` in this thread, which would read the placeholder. No version of torch checks the
-    CRC."""
-    before = torch.serialization.get_crc32_options()
+def disable_crc() -> None:
+    """Make `torch.save` in this thread (before torch 2.12 in this process) write no CRC, which would read the
+    placeholder. No version of torch checks the CRC."""
     torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _split_evenly(items: Sequence[WriteItem], num_parts: int) -> list[list[WriteItem]]:
