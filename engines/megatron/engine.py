@@ -396,6 +396,7 @@ class MegatronEngine:
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
+            **({"context": "all-to-all over heads"} if self.layout.context > 1 else {}),
         }
 
 

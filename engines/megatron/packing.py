@@ -50,14 +50,12 @@ class PackedStream:
 
     token_ids: Tensor  # [t]
     positions: Tensor  # [t] position in the sequence
-    cu_seqlens: (
-        Tensor  # [S + 1] int32, index of each sequence's first token in the padded micro-batch; then its length T
-    )
+    cu_seqlens: Tensor  # [S + 1] int32, index of each sequence's first token, and the padded micro-batch's length T
     max_seqlen: int  # number of tokens of the longest sequence
+    first_token: int  # index in the micro-batch of this rank's first token
+    num_tokens: int  # r: number of this rank's tokens that are not padding; the padding comes after them
     cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
     buckets: list[Bucket] | None = None  # sequences grouped by length, for the kernel "padded"
-    first_token: int = 0  # index in the micro-batch of this rank's first token
-    num_tokens: int = 0  # r: number of this rank's tokens that are not padding; the padding comes after them
     routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
     kernel: AttentionKernel = "padded"
     qkv_format: str = "thd"  # Megatron's name for packed sequences

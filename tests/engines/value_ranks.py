@@ -88,6 +88,7 @@ def check(case: str, name: str, rank: int, directory: Path, expected: dict[str, 
     """Compare with one rank, from the base and then from the checkpoint of the layout `before`."""
     init_parallel(rank, 2, f"file://{directory}/{case}-{name}", LAYOUTS[case][0])
     engine = critic(SHAPES[name], LAYOUTS[case][0])
+    assert ("context" in engine.fingerprint()) == (LAYOUTS[case][0].context > 1)
     engine.load_weights(directory / f"base-{name}-0")
     for key, tensor in weights(engine).items():
         assert torch.equal(tensor, expected["initial"][key]), (case, key)
