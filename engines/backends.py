@@ -95,12 +95,21 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def check_weight_updates(self, options: EngineOptions) -> None:
+    def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
+        """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
+
+    @abstractmethod
+    def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
         that the checkpoint stores in block fp8 are quantized before they are sent.
 
+        Args:
+            options: options of the engines.
+            capabilities: compute capability of each GPU of the engines; None: unknown, because they are elsewhere.
+
         Raises:
-            EngineError: an option makes the engines quantize weights while they load them.
+            EngineError: an option makes the engines quantize weights while they load them, or the GPUs do not support
+                updates of such weights.
             ModelError: the checkpoint has another quantization.
         """
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.weights.fp8 import BLOCK, fp8_weights
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node
 from penstock.storage.errors import EngineError, LayoutError, OptionError
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from penstock.engines.serving.memory import EngineMemory
 
 GIB = 1 << 30
-# Flags of SGLang with which the GPUs of an engine do not all shard the same weights.
-OTHER_SHARDING = {"enable_dp_attention", "ep_size", "expert_parallel_size", "moe_dense_tp_size", "pp_size"}
 
 
 @dataclass(frozen=True)
@@ -134,43 +131,6 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
     heads = shape.num_attention_heads
     if heads % size and not config.rollout.sglang.get("enable_dp_attention"):
         raise LayoutError(f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}")
-
-
-def check_fp8_widths(config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that an engine's GPUs get whole blocks of merged fp8 weights (query with key and value, gate with up).
-
-    Raises:
-        LayoutError: a width per GPU is not a multiple of BLOCK, so SGLang would not start.
-    """
-    rollout, size = config.rollout, config.rollout.rollout_num_gpus_per_engine
-    names = fp8_weights(config.convert.hf_checkpoint)
-    if not names or rollout.rollout_external_engine_addrs or rollout.sglang.keys() & OTHER_SHARDING:
-        return
-    heads, groups = shape.num_attention_heads // size, max(1, shape.num_query_groups // size)
-    widths = {  # part of a weight's name -> name of the width, its size on a GPU
-        ".self_attn.q_proj.": ("num_attention_heads x head_dim", heads * shape.head_dim),
-        ".self_attn.k_proj.": ("num_key_value_heads x head_dim", groups * shape.head_dim),
-        ".mlp.gate_proj.": ("intermediate_size", shape.ffn_hidden_size // size),
-    }
-    if shape.latent:
-        latent = shape.latent
-        widths |= {
-            ".self_attn.q_b_proj.": ("num_attention_heads x qk head dim", heads * shape.head_dim),
-            ".self_attn.kv_b_proj.": (
-                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
-                heads * (latent.qk_nope_head_dim + latent.v_head_dim),
-            ),
-            ".self_attn.o_proj.": ("num_attention_heads x v_head_dim", heads * latent.v_head_dim),
-        }
-    if shape.experts:
-        widths[".experts.0.gate_proj."] = ("moe_intermediate_size", shape.experts.ffn_hidden_size // size)
-    for part, (width, num_rows) in widths.items():
-        if num_rows % BLOCK and any(part in name for name in names):
-            raise LayoutError(
-                f"{config.convert.hf_checkpoint} has fp8 weights in blocks of {BLOCK}, but {width} gives {num_rows} "
-                f"rows for each of the {size} GPUs of an engine (--rollout-num-gpus-per-engine), and SGLang needs a "
-                f"multiple of {BLOCK}: use fewer GPUs per engine, or a bf16 checkpoint"
-            )
 
 
 def check_nodes(config: PostTrainConfig) -> None:

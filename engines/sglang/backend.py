@@ -17,6 +17,7 @@ from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.checks.architectures import check_model
+from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
 from penstock.engines.weights.fp8 import BLOCK, find_unsupported_entry, mean_bytes_per_weight
@@ -131,7 +132,10 @@ class SGLangBackend(EngineBackend):
                         "free one"
                     ) from None
 
-    def check_weight_updates(self, options: EngineOptions) -> None:
+    def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
+        check_fp8_widths(options, shape)
+
+    def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)
         quantization = read_config(directory / "config.json").get("quantization_config")
         copy = (
@@ -151,6 +155,8 @@ class SGLangBackend(EngineBackend):
                 f"cannot replace in the engines; they replace e4m3 weights with a scale per {BLOCK} x {BLOCK} block "
                 f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
+        if capabilities is not None:
+            check_fp8_hardware(options, capabilities)
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         from penstock.engines.serving.memory import estimate_engine_memory

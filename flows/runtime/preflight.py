@@ -20,7 +20,6 @@ from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
-    check_fp8_widths,
     check_gpu_count,
     check_memory,
     check_nodes,
@@ -78,8 +77,8 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     if flow in GENERATING and not config.run.debug_train_only:
         engine_backend().check_options(options := engine_options(config))
         if flow == "post_train" and not config.run.debug_rollout_only:
-            engine_backend().check_weight_updates(options)
-            check_fp8_hardware(config)
+            on_this_machine = config.run.ray_address is None and not options.external
+            engine_backend().check_weight_updates(options, visible_gpu_capabilities() if on_this_machine else None)
     open_store(config.run)  # last, because it writes a probe
 
 
@@ -213,26 +212,6 @@ def check_ref_load(config: PostTrainConfig) -> None:
         )
 
 
-def check_fp8_hardware(config: PostTrainConfig) -> None:
-    """Check that this machine can run engines with fp8 weights, unless the engines run elsewhere. Raises EngineError.
-
-    Weight updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels
-    compute in bf16, and the layout of the scales on GPUs after Hopper.
-    """
-    elsewhere = config.run.ray_address is not None or config.rollout.rollout_external_engine_addrs
-    if elsewhere or not fp8_weights(config.convert.hf_checkpoint):
-        return
-    capabilities = visible_gpu_capabilities()
-    if not capabilities or not all((8, 9) <= capability < (10, 0) for capability in capabilities):
-        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
-        found = f"GPUs of compute capability {names}" if names else "no GPU"
-        raise EngineError(
-            f"engines with the fp8 weights of --hf-checkpoint {config.convert.hf_checkpoint} need GPUs of compute "
-            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide others with CUDA_VISIBLE_DEVICES, or use a bf16 "
-            "checkpoint"
-        )
-
-
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
     from penstock.engines.megatron.check_parallelism import (
@@ -268,7 +247,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     check_nodes(config)
     if flow in GENERATING:
         check_engine_gpus(config, shape)
-        check_fp8_widths(config, shape)
+        engine_backend().check_sharding(engine_options(config), shape)
     gpus = visible_gpu_bytes()
     if not gpus:
         return

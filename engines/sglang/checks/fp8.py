@@ -1,0 +1,72 @@
+"""Check that SGLang can run a checkpoint with block fp8 weights, before an engine starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.engines.weights.fp8 import BLOCK, fp8_weights
+from penstock.storage.errors import EngineError, LayoutError
+
+if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
+    from penstock.engines.options import EngineOptions
+
+# Flags with which the GPUs of an engine do not all shard the same weights.
+OTHER_SHARDING = {"enable_dp_attention", "ep_size", "expert_parallel_size", "moe_dense_tp_size", "pp_size"}
+
+
+def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
+    """Check that an engine's GPUs get whole blocks of merged fp8 weights (query with key and value, gate with up).
+
+    Raises:
+        LayoutError: a width per GPU is not a multiple of BLOCK, so SGLang would not start.
+    """
+    size, names = options.gpus_per_engine, fp8_weights(options.spec.model_path)
+    if not names or options.external or options.spec.args.keys() & OTHER_SHARDING:
+        return
+    heads, groups = shape.num_attention_heads // size, max(1, shape.num_query_groups // size)
+    widths = {  # part of a weight's name -> name of the width, its size on a GPU
+        ".self_attn.q_proj.": ("num_attention_heads x head_dim", heads * shape.head_dim),
+        ".self_attn.k_proj.": ("num_key_value_heads x head_dim", groups * shape.head_dim),
+        ".mlp.gate_proj.": ("intermediate_size", shape.ffn_hidden_size // size),
+    }
+    if shape.latent:
+        latent = shape.latent
+        widths |= {
+            ".self_attn.q_b_proj.": ("num_attention_heads x qk head dim", heads * shape.head_dim),
+            ".self_attn.kv_b_proj.": (
+                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+                heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            ),
+            ".self_attn.o_proj.": ("num_attention_heads x v_head_dim", heads * latent.v_head_dim),
+        }
+    if shape.experts:
+        widths[".experts.0.gate_proj."] = ("moe_intermediate_size", shape.experts.ffn_hidden_size // size)
+    for part, (width, num_rows) in widths.items():
+        if num_rows % BLOCK and any(part in name for name in names):
+            raise LayoutError(
+                f"{options.spec.model_path} has fp8 weights in blocks of {BLOCK}, but {width} gives {num_rows} "
+                f"rows for each of the {size} GPUs of an engine (--rollout-num-gpus-per-engine), and SGLang needs a "
+                f"multiple of {BLOCK}: use fewer GPUs per engine, or a bf16 checkpoint"
+            )
+
+
+def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int]]) -> None:
+    """Check that fp8 weights can be updated on GPUs of these compute capabilities.
+
+    Updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels compute in
+    bf16, and the layout of the scales on GPUs after Hopper.
+
+    Raises:
+        EngineError: there is no GPU, or a GPU of another generation.
+    """
+    if not fp8_weights(options.spec.model_path):
+        return
+    if not capabilities or not all((8, 9) <= capability < (10, 0) for capability in capabilities):
+        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
+        found = f"GPUs of compute capability {names}" if names else "no GPU"
+        raise EngineError(
+            f"engines with the fp8 weights of --hf-checkpoint {options.spec.model_path} need GPUs of compute "
+            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide others with CUDA_VISIBLE_DEVICES, or use a bf16 "
+            "checkpoint"
+        )
