@@ -49,7 +49,7 @@ def test_models_with_an_mtp_layer_are_accepted(name: str, algorithm: str, models
     for more in ({}, {"speculative_num_steps": 2, "speculative_eagle_topk": 1}, dict.fromkeys(SIZES, 4)):
         chosen = options(models / name, {"speculative_algorithm": algorithm, **more}, transport="disk")
         backend.check_options(chosen)
-        backend.check_weight_updates(chosen)
+        backend.check_weight_updates(chosen, None)
 
 
 @pytest.mark.parametrize(
