@@ -6,7 +6,8 @@ in `CoreAttention`, with one of the kernels of `attention_kernel.py`. MLA (`mla.
 only `causal_attention`.
 
 Under context parallelism each rank has a part of the tokens. Two all-to-all exchanges, as in DeepSpeed-Ulysses
-(arXiv:2309.14509), give each rank all tokens of a part of the heads, and return the outputs (design note 0022).
+(arXiv:2309.14509), give each rank all tokens of a part of the heads, and return the outputs (design note 0022). One
+half of a rank's heads is exchanged while the other half is computed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from penstock.engines.megatron.model.rotary import apply_rope
+from penstock.engines.megatron.model.side_stream import side_stream
 from penstock.engines.megatron.packing import Bucket, PackedStream
 
 
@@ -83,20 +85,29 @@ def causal_attention(
     """Return the output of causal attention within each packed sequence, for this rank's tokens and heads.
 
     Under context parallelism every rank of the group exchanges its t tokens of all heads for all T tokens of an equal
-    number of heads, and the outputs back.
+    number of heads, and the outputs back. It does so with one half of its heads at a time, if they can be halved.
     """
     ranks = context_group.size()
     if ranks == 1:
         return packed_attention(query, key, value, stream, scale)
-    num_heads = query.shape[1]
-    heads = divide_heads(query, key, value, ranks)
-    sent = torch.cat([x.reshape(len(x), ranks, -1).transpose(0, 1) for x in heads], dim=-1)  # [ranks, t, ...]
-    received = all_to_all(context_group, sent).flatten(0, 1)  # [T, ...]
-    parts = received.split([x.shape[1] // ranks * x.shape[2] for x in heads], dim=-1)
-    query, key, value = (part.unflatten(-1, (-1, x.shape[2])) for part, x in zip(parts, heads))
-    out = packed_attention(query, key, value, stream, scale)  # [T, heads / ranks, value_dim]
-    out = all_to_all(context_group, out.unflatten(0, (ranks, -1)))  # [ranks, t, heads / ranks, value_dim]
-    return out.transpose(0, 1).flatten(1, 2)[:, :num_heads]
+
+    def exchange(*heads: Tensor) -> Tensor:  # [t, ranks, heads, dim] each -> [T, sum of heads * dim]
+        sent = torch.cat([x.flatten(2).transpose(0, 1) for x in heads], dim=-1)  # [ranks, t, ...]
+        return all_to_all(context_group, sent).flatten(0, 1)
+
+    def send_back(out: Tensor) -> Tensor:  # [T, heads, value_dim] -> [t, ranks, heads, value_dim]
+        return all_to_all(context_group, out.unflatten(0, (ranks, -1))).transpose(0, 1)
+
+    heads = [x.unflatten(1, (ranks, -1)) for x in divide_heads(query, key, value, ranks)]  # [t, ranks, heads, dim]
+    num_parts = 2 if heads[1].shape[2] % 2 == 0 else 1
+    side = side_stream(query.device)
+    received = [side.start(exchange, *part) for part in zip(*(x.chunk(num_parts, dim=2) for x in heads))]
+    returned = []
+    for wait in received:
+        parts = wait().split([x.shape[2] // num_parts * x.shape[3] for x in heads], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(parts, heads))
+        returned.append(side.start(send_back, packed_attention(q, k, v, stream, scale)))
+    return torch.cat([wait() for wait in returned], dim=2).flatten(1, 2)[:, : query.shape[1]]
 
 
 def divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
