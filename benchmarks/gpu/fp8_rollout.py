@@ -1,6 +1,6 @@
 """Compare the generated tokens per second of an engine with fp8 weights and one with bf16 weights, on one GPU.
 
-    python benchmarks/gpu/fp8_rollout.py DIRECTORY --model 30b-a3b --layers 8 [-- SGLANG OPTIONS]
+    python benchmarks/gpu/fp8_rollout.py DIRECTORY --model 30b-a3b --layers 8 --requests 16 64 [-- SGLANG OPTIONS]
 
 Both engines answer the same requests, one after the other, with the same random weights: the fp8 copy is made as weight
 updates make it. Each engine also gets two weight updates of the bf16 weights over CUDA IPC, the second of which is
@@ -52,7 +52,9 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", choices=MODELS, default="4b")
     parser.add_argument("--layers", type=int, default=8, help="depth of 30b-a3b")
-    parser.add_argument("--requests", type=int, default=256, help="responses that are generated at the same time")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[32, 256], help="numbers of responses generated at the same time"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a response")
     options, engine_options = parser.parse_known_args()
     if not torch.cuda.is_available():
@@ -87,9 +89,8 @@ def main() -> int:
         report["engines"][name]["floor"] = round(weight_bytes / report["copy_gb_per_s"] / 1e9, 5)
         print(json.dumps(report, indent=1), flush=True)
     cluster.stop()
-    report["speedup"] = round(
-        report["engines"]["fp8"]["tokens_per_second"] / report["engines"]["bf16"]["tokens_per_second"], 3
-    )
+    plain_speeds, fp8_speeds = (report["engines"][name]["tokens_per_second"] for name in models)
+    report["speedup"] = {num: round(fp8_speeds[num] / speed, 3) for num, speed in plain_speeds.items()}
     (options.directory / "fp8_rollout.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report, indent=1))
     return 0
@@ -135,28 +136,32 @@ def measure_engine(
     pool = EnginePool(cluster, ServerSpec(model_path=str(model), args=args, log_dir=logs))
     try:
         client = connect(pool.urls)
-        seconds = [asyncio.run(generate(pool.urls, options)) for _ in range(1 + REPETITIONS)]
+        seconds = {
+            num: [asyncio.run(generate(pool.urls, num, options.length)) for _ in range(1 + REPETITIONS)]
+            for num in options.requests
+        }
         updates = [update(client, model, plain) for _ in range(2)]
     finally:
         pool.stop()
-    num_tokens = options.requests * options.length
+    medians = {num: statistics.median(values[1:]) for num, values in seconds.items()}
     return {
         "weight_bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
-        "tokens_per_second": round(num_tokens / statistics.median(seconds[1:])),
-        "seconds": [round(value, 3) for value in seconds],
-        "seconds_per_decoding_step": round(statistics.median(seconds[1:]) / options.length, 5),
+        "tokens_per_second": {num: round(num * options.length / median) for num, median in medians.items()},
+        "seconds": {num: [round(value, 3) for value in values] for num, values in seconds.items()},
+        "seconds_per_decoding_step": {num: round(median / options.length, 5) for num, median in medians.items()},
         "update_seconds": round(updates[-1], 3),
     }
 
 
-async def generate(urls: list[str], options: argparse.Namespace) -> float:
-    """Return the seconds in which the engine answers all requests, with an empty prefix cache for their prompts."""
+async def generate(urls: list[str], num_requests: int, length: int) -> float:
+    """Return the seconds in which the engine generates `length` tokens for each of `num_requests` prompts that are not
+    in its prefix cache."""
     generator = torch.Generator().manual_seed(time.monotonic_ns())
-    prompts = torch.randint(4, 50, (options.requests, PROMPT_TOKENS), generator=generator).tolist()
-    sampling = {"temperature": 1.0, "max_new_tokens": options.length, "ignore_eos": True}
+    prompts = torch.randint(4, 50, (num_requests, PROMPT_TOKENS), generator=generator).tolist()
+    sampling = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
     async with connect(urls) as client:
         start = time.perf_counter()
-        await client.generate_each(prompts, [sampling] * options.requests)
+        await client.generate_each(prompts, [sampling] * num_requests)
         return time.perf_counter() - start
 
 
