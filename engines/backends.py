@@ -95,6 +95,14 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
+    def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
+        """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.
+
+        Raises:
+            OptionError: an option needs GPUs, but `has_gpus` is False.
+        """
+
+    @abstractmethod
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
 

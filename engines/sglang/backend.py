@@ -72,25 +72,15 @@ class SGLangBackend(EngineBackend):
         return SGLangServer
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
+        self.check_gpus(options, has_gpus=has_gpus)
         args = options.spec.args
         if options.return_experts:
             args = add_return_experts_flag(args)
         if options.sampling_seeds:
-            if not has_gpus and not options.external:
-                raise OptionError(
-                    "--rollout-sampling-seeds needs a GPU, because SGLang samples reproducibly only on GPUs, but the "
-                    "cluster has none: omit --rollout-sampling-seeds"
-                )
             args = {**args, "enable_deterministic_inference": True}
-        speculative = is_speculative(check_sglang_args(args))
-        if speculative and not has_gpus:
-            raise OptionError(
-                "--sglang-speculative-algorithm needs a GPU, because SGLang ignores the temperature when it verifies "
-                "draft tokens on a CPU, but the cluster has no GPU: omit it"
-            )
         if options.offload and has_gpus:
             args = {**args, "enable_memory_saver": True}
-            if speculative:  # weight updates do not replace the draft layers
+            if is_speculative(check_sglang_args(args)):  # weight updates do not replace the draft layers
                 args["enable_draft_weights_cpu_backup"] = True
         return args
 
@@ -131,6 +121,20 @@ class SGLangBackend(EngineBackend):
                         f"port {spec.port} of --sglang-port is in use: give another port, or omit the option to use a "
                         "free one"
                     ) from None
+
+    def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
+        if has_gpus or options.external:
+            return
+        if options.sampling_seeds:
+            raise OptionError(
+                "--rollout-sampling-seeds was given, but no GPU was found for the engines, and SGLang samples "
+                "reproducibly only on GPUs: omit it, or use a machine with GPUs"
+            )
+        if is_speculative(check_sglang_args(options.spec.args)):
+            raise OptionError(
+                "--sglang-speculative-algorithm was given, but no GPU was found for the engines, and SGLang ignores "
+                "the temperature when it verifies draft tokens on a CPU: omit it, or use a machine with GPUs"
+            )
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
         check_fp8_widths(options, shape)

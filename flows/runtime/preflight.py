@@ -76,9 +76,12 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         check_data(flow, config, shape)
     if flow in GENERATING and not config.run.debug_train_only:
         engine_backend().check_options(options := engine_options(config))
+        on_this_machine = config.run.ray_address is None and not options.external
+        capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
+        if capabilities is not None:
+            engine_backend().check_gpus(options, has_gpus=bool(capabilities))
         if flow == "post_train" and not config.run.debug_rollout_only:
-            on_this_machine = config.run.ray_address is None and not options.external
-            engine_backend().check_weight_updates(options, visible_gpu_capabilities() if on_this_machine else None)
+            engine_backend().check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
 
 

@@ -104,8 +104,16 @@ def test_server_keeps_the_draft_layers_while_its_memory_is_released(models: Path
     assert "enable_draft_weights_cpu_backup" not in engine_backend().server_args(
         options(models / "glm4.5", {}, offload=True), has_gpus=True
     )
-    with pytest.raises(OptionError, match="needs a GPU"):
-        engine_backend().server_args(options(models / "glm4.5", NEXTN), has_gpus=False)
+
+
+@pytest.mark.parametrize(("args", "more"), [(NEXTN, {}), ({}, {"sampling_seeds": True})], ids=["drafts", "seeds"])
+def test_engines_without_gpus_are_refused_unless_external(
+    args: dict[str, Any], more: dict[str, Any], models: Path
+) -> None:
+    with pytest.raises(OptionError, match="no GPU was found"):
+        engine_backend().server_args(options(models / "glm4.5", args, **more), has_gpus=False)
+    external = options(models / "glm4.5", args, external=("10.0.0.7:30000",), **more)
+    engine_backend().check_gpus(external, has_gpus=False)
 
 
 def test_flags_exist_in_the_installed_sglang() -> None:

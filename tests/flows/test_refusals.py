@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
-from penstock.storage.errors import RewardError
+from penstock.storage.errors import OptionError, RewardError
 
 
 @pytest.fixture
@@ -142,6 +142,27 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
     assert "--ref-load has no effect" in refusal(good | {"--ref-load": str(bf16_model)}, capsys)
     alone = {"--ref-load": str(bf16_model), "--debug-rollout-only": "true"}
     assert "--debug-rollout-only" in refusal(options | alone, capsys)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--rollout-sampling-seeds true", "--sglang-speculative-algorithm EAGLE --sglang-speculative-draft-model {}"],
+)
+@pytest.mark.parametrize("flow", ["post_train", "evaluate"])
+def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
+    good, flag: str, flow: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.flows.options.flags import parse_config
+    from penstock.flows.runtime import preflight
+
+    words = [*(word for pair in good.items() for word in pair), *flag.format(tiny_model).split()]
+    words += ["--eval-prompt-data", "sums", good["--prompt-data"]]
+    monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [])
+    with pytest.raises(OptionError, match=f"{flag.split()[0]} was given, but no GPU was found .* use a machine"):
+        preflight.preflight(flow, parse_config(words))
+    preflight.preflight(flow, parse_config([*words, "--ray-address", "10.0.0.7:6379"]))  # unknown GPUs
+    monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [(9, 0)])
+    preflight.preflight(flow, parse_config(words))
 
 
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
