@@ -27,6 +27,7 @@ from penstock.engines.generation import DraftCounts, Generation, WeightTransport
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang import control
 from penstock.engines.sglang.client import SGLangClient
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -51,6 +52,11 @@ TOLERANCE = 0.05  # of bf16 log-probs
 MIN_ACCEPTED = 3.0  # tokens per verification; at most 4, and about 1 with a draft layer of random weights
 
 
+def most_probable_next(token: Any, seed: int) -> Any:
+    """Return the most probable token after `token`, of the model that `make_checkpoint` writes with this seed."""
+    return (5 * token + 3 + 2 * seed) % 64
+
+
 def make_checkpoint(directory: Path, seed: int) -> Path:
     """Write the tiny model that the module's docstring describes."""
     make_family(directory, "glm4.5", seed=seed, dtype="bfloat16", num_nextn_predict_layers=1, **SIZES)
@@ -62,8 +68,7 @@ def make_checkpoint(directory: Path, seed: int) -> Path:
     for name in ("model.norm.weight", f"{mtp}enorm.weight", f"{mtp}shared_head.norm.weight"):
         weights[name] = torch.ones(HIDDEN, dtype=torch.bfloat16)
     weights[mtp + "eh_proj.weight"] = torch.eye(HIDDEN, 2 * HIDDEN, dtype=torch.bfloat16)
-    followers = (5 * torch.arange(64) + 3 + 2 * seed) % 64  # token -> the most probable next token
-    weights["lm_head.weight"][followers] = 0.2 * weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"][most_probable_next(torch.arange(64), seed)] = 0.2 * weights["model.embed_tokens.weight"]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -99,6 +104,12 @@ def published(model: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that a trainer publishes: all but those of the MTP layer, which it does not train."""
     weights = load_file(model / "model.safetensors", device="cuda")
     return {name: tensor for name, tensor in weights.items() if not name.startswith(f"model.layers.{LAYERS}.")}
+
+
+def num_running_requests(url: str) -> int:
+    """Return how many requests the server decodes; each of them has its first token. SGLang updates this number every
+    15 decoding steps (`--load-snapshot-publish-interval`)."""
+    return sum(load["num_running_reqs"] for load in control.call_server(url, "/v1/loads")["loads"])
 
 
 def accept_length(generations: list[Generation]) -> float:
@@ -170,15 +181,21 @@ def test_update_during_speculative_generation_loses_no_request(
     with serve(cluster, first, tmp_path, speculate=True) as pool:
         publisher = SGLangClient(pool.urls)
         publisher.update_weights(published(first).items(), "test/1")
+        weights = published(second)
 
         async def generate_and_update() -> list[Generation]:
             async with SGLangClient(pool.urls, timeout=120) as client:
                 running = asyncio.create_task(client.generate(PROMPT, GREEDY | {"max_new_tokens": 1500}, n=4))
-                await asyncio.sleep(0.15)
-                await asyncio.to_thread(publisher.update_weights, published(second).items(), "test/2")
+                while await asyncio.to_thread(num_running_requests, pool.urls[0]) < 4:
+                    assert not running.done(), "the server did not report that all four requests were running"
+                    await asyncio.sleep(0.005)
+                await asyncio.to_thread(publisher.update_weights, weights.items(), "test/2")
                 return await running
 
         generations = asyncio.run(generate_and_update())
         assert [len(generation.token_ids) for generation in generations] == [1500] * 4
         assert {generation.weight_version for generation in generations} == {"test/2"}
+        for generation in generations:  # the tokens show which weights sampled them: 0.5.15.post1 reports only the last
+            assert generation.token_ids[0] == most_probable_next(PROMPT[-1], seed=0)
+            assert generation.token_ids[-1] == most_probable_next(generation.token_ids[-2], seed=1)
         assert accept_length(generations) > MIN_ACCEPTED
