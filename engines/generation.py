@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,19 +31,18 @@ class EngineRefused(RuntimeError):
     """An engine answered a call with an error."""
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Counts of speculative decoding, of one response or of several."""
+@dataclass(frozen=True)
+class TokenCounts:
+    """Token counts of one generation, or of several; the last three are zero without speculative decoding."""
 
+    prompt: int = 0  # prompt tokens; each turn of a conversation counts all preceding tokens again
+    cached: int = 0  # prompt tokens that were in the engines' prefix cache
     verifications: int = 0  # forward passes that verified draft tokens; each also samples one token of its own
     proposed: int = 0  # draft tokens
     accepted: int = 0  # draft tokens that became part of a response
 
-    def add(self, other: DraftCounts) -> None:
-        """Add the counts of other responses."""
-        self.verifications += other.verifications
-        self.proposed += other.proposed
-        self.accepted += other.accepted
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
@@ -56,11 +56,10 @@ class Generation:
     first_weight_version: (
         str  # of the weights that sampled the first token; differs if weights were updated during generation
     )
-    cached_tokens: int  # prompt tokens found in the prefix cache
+    counts: TokenCounts = TokenCounts()
     # Routed expert ids of all prompt and response tokens except the last one, encoded as in
     # storage/samples/routed_experts.py; None if they were not requested.
     routed_experts: bytes | None = None
-    drafts: DraftCounts = field(default_factory=DraftCounts)  # zeros without speculative decoding
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engines.generation import DraftCounts, Generation
+from penstock.engines.generation import Generation, TokenCounts
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
@@ -19,7 +19,7 @@ def parse_generation(
     Args:
         answer: the JSON object of the response.
         experts: storage format of the routed expert ids; None if they were not requested.
-        num_prompt_tokens: number of prompt tokens; the engine returns routed experts for these, too.
+        num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
 
     Raises:
         RuntimeError: routed experts were requested, but are missing or have the wrong size.
@@ -53,11 +53,12 @@ def parse_generation(
         finish_reason=reason,
         weight_version=version,
         first_weight_version=str(spans[0]["version"]),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        routed_experts=routed_experts,
-        drafts=DraftCounts(
+        counts=TokenCounts(
+            prompt=num_prompt_tokens,
+            cached=int(meta.get("cached_tokens") or 0),
             verifications=int(meta.get("spec_verify_ct") or 0),
             proposed=int(meta.get("spec_num_proposed_drafts") or 0),
             accepted=int(meta.get("spec_num_correct_drafts") or 0),
         ),
+        routed_experts=routed_experts,
     )

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.engines.generation import DraftCounts, EngineClient, Generation
+from penstock.engines.generation import EngineClient, Generation, TokenCounts
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
@@ -39,18 +39,8 @@ class Generator(Protocol):
     """
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens in all requests; each turn of a conversation counts all preceding tokens again."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were in the engines' prefix cache."""
-        ...
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """Counts of speculative decoding in all requests."""
+    def counts(self) -> TokenCounts:
+        """Token counts of all requests."""
         ...
 
     async def __call__(self, samples: Group) -> Group:
@@ -147,9 +137,7 @@ class EngineGenerator:
         self.config = config
         self.tokenizer = tokenizer
         self.round = round
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.drafts = DraftCounts()
+        self.counts = TokenCounts()
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group with its responses.
@@ -173,11 +161,9 @@ class EngineGenerator:
             [sample.token_ids for sample, _ in pending], [params for _, params in pending]
         )
         assert len(generations) == len(pending), f"{len(generations)} responses for {len(pending)} samples"
-        self.num_prompt_tokens += sum(len(sample.token_ids) for sample, _ in pending)
         for (sample, _), generation in zip(pending, generations):
             append_generation(sample, generation, self.round)
-            self.num_cached_tokens += generation.cached_tokens
-            self.drafts.add(generation.drafts)
+            self.counts += generation.counts
         # Decode the whole response: where a sample was aborted, a character's bytes may be split between two requests.
         texts = self.tokenizer.decode(
             [sample.token_ids[num_prompt:] for sample, _ in pending],

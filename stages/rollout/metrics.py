@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engines.generation import DraftCounts
+from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.group import GroupRunner
 from penstock.storage.samples.sample import Sample, Status
 
@@ -90,26 +90,26 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
         seconds: seconds of each phase of the round (prepare, generate, reward, write).
         num_gpus: GPUs of all engines; on a machine without GPUs, the number of engines.
     """
-    cached, num_samples = runner.generator.num_cached_tokens, len(runner.generated)
+    counts = runner.generator.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
-    return speculation_metrics(runner.generator.drafts) | {
+    return speculation_metrics(counts) | {
         "rollout/num_adopted_groups": float(len(runner.adopted)),
-        "rollout/prefix_cache_hit_rate": cached / max(runner.generator.num_prompt_tokens, 1),
-        "rollout/avg_cached_tokens_per_sample": cached / max(num_samples, 1),
+        "rollout/prefix_cache_hit_rate": counts.cached / max(counts.prompt, 1),
+        "rollout/avg_cached_tokens_per_sample": counts.cached / max(len(runner.generated), 1),
         "perf/rollout_time": sum(seconds.values()),
         "perf/tokens_per_gpu_per_sec": runner.num_response_tokens / seconds["generate"] / num_gpus,
         "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
     }
 
 
-def speculation_metrics(drafts: DraftCounts) -> dict[str, float]:
+def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
     """Return the metrics of speculative decoding: tokens per verification, and fraction of draft tokens accepted; {} if
     no draft token was verified."""
-    if drafts.proposed == 0:
+    if counts.proposed == 0:
         return {}
     return {
-        "rollout/spec_accept_length": 1 + drafts.accepted / drafts.verifications,
-        "rollout/spec_accept_rate": drafts.accepted / drafts.proposed,
+        "rollout/spec_accept_length": 1 + counts.accepted / counts.verifications,
+        "rollout/spec_accept_rate": counts.accepted / counts.proposed,
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
+from penstock.engines.generation import TokenCounts
 from penstock.engines.ports import reserve_free_port
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.response import parse_generation
@@ -25,11 +26,8 @@ def test_generate_sends_one_request_for_a_group() -> None:
     generations = with_servers([echo], use)
     assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
     assert generations[1].logprobs == [-4.5, -0.5]
-    assert (generations[0].finish_reason, generations[0].weight_version, generations[0].cached_tokens) == (
-        "stop",
-        "run/3",
-        2,
-    )
+    assert (generations[0].finish_reason, generations[0].weight_version) == ("stop", "run/3")
+    assert generations[0].counts == TokenCounts(prompt=3, cached=2)
 
 
 EXPERTS = ExpertsFormat(num_layers=3, num_dense_layers=1, num_experts=4, top_k=2)

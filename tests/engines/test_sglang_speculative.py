@@ -15,7 +15,7 @@ from small_servers import answer
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import shape_from_config
-from penstock.engines.generation import DraftCounts
+from penstock.engines.generation import TokenCounts
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.args import sglang_flags
@@ -147,7 +147,7 @@ def test_broadcasts_replace_the_target_model_only(release: tuple[int, ...], monk
     assert all("disable_draft_model" not in body for _, body in bodies)
 
 
-def test_draft_counts_are_read_and_added() -> None:
+def test_token_counts_are_read_and_added() -> None:
     """The fields that both releases of SGLang return; a response without verifications has none of them."""
     meta = {
         "spec_accept_rate": 7 / 12,
@@ -157,8 +157,6 @@ def test_draft_counts_are_read_and_added() -> None:
         "spec_verify_ct": 4,
         "spec_correct_drafts_histogram": [0, 2, 1, 1],
     }
-    total = DraftCounts()
-    for generation in (parse_generation(answer([4, 5], **meta)), parse_generation(answer([4]))):
-        total.add(generation.drafts)
-    total.add(DraftCounts(1, 3, 2))
-    assert total == DraftCounts(verifications=5, proposed=15, accepted=9)
+    generations = [parse_generation(answer([4, 5], **meta), None, 7), parse_generation(answer([4]), None, 6)]
+    total = sum((generation.counts for generation in generations), TokenCounts(0, 0, 1, 3, 2))
+    assert total == TokenCounts(prompt=13, cached=4, verifications=5, proposed=15, accepted=9)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
-from penstock.engines.generation import DraftCounts, Generation, WeightTransport
+from penstock.engines.generation import Generation, TokenCounts, WeightTransport
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.serving.server import ServerSpec
@@ -113,9 +113,7 @@ def num_running_requests(url: str) -> int:
 
 
 def accept_length(generations: list[Generation]) -> float:
-    total = DraftCounts()
-    for generation in generations:
-        total.add(generation.drafts)
+    total = sum((generation.counts for generation in generations), TokenCounts())
     assert 0 <= total.accepted <= total.proposed == 3 * total.verifications > 0
     return 1 + total.accepted / total.verifications
 
@@ -141,7 +139,7 @@ def test_mtp_layer_drafts_for_the_updated_model(cluster: Cluster, checkpoints: l
         [plain] = sample(pool)
         SGLangClient(pool.urls).update_weights(published(second).items(), "test/1")
         [plain_second] = sample(pool)
-        assert plain.drafts == DraftCounts() and plain.token_ids != plain_second.token_ids
+        assert plain.counts.proposed == 0 and plain.token_ids != plain_second.token_ids
 
     def check(expected: Generation) -> None:
         [generation] = sample(pool)

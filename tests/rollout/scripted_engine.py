@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor, rand_like
 
-from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineGone, EngineUrls, Generation, WeightTransport
+from penstock.engines.generation import (
+    OVER_MEMORY,
+    EngineClient,
+    EngineGone,
+    EngineUrls,
+    Generation,
+    TokenCounts,
+    WeightTransport,
+)
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
@@ -63,7 +71,7 @@ class ScriptedClient(EngineClient):
             finish_reason=self.finish_reason,
             weight_version=self.served_version,
             first_weight_version=self.served_version,
-            cached_tokens=2,
+            counts=TokenCounts(prompt=len(input_ids), cached=2),
         )
 
     async def abort(self) -> None:
@@ -146,7 +154,7 @@ class SlowClient(ScriptedClient):
                 versions.append(self.served_version)
         ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
         first, last = (versions[0], versions[-1]) if versions else ("", "")
-        return Generation(token_ids, [-0.5] * len(token_ids), ended, last, first, cached_tokens=0)  # type: ignore[arg-type]
+        return Generation(token_ids, [-0.5] * len(token_ids), ended, last, first)  # type: ignore[arg-type]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.generation import DraftCounts
+from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.metrics import (
     PREVIEW_CHARS,
     clip_text,
@@ -89,9 +89,9 @@ def test_staleness_is_the_age_of_the_first_token() -> None:
 
 
 def test_speculation_metrics_are_absent_without_speculation() -> None:
-    found = speculation_metrics(DraftCounts(verifications=4, proposed=12, accepted=6))
+    found = speculation_metrics(TokenCounts(verifications=4, proposed=12, accepted=6))
     assert found == {"rollout/spec_accept_length": 2.5, "rollout/spec_accept_rate": 0.5}
-    assert speculation_metrics(DraftCounts()) == {}
+    assert speculation_metrics(TokenCounts()) == {}
 
 
 def test_dropped_groups_are_counted_by_reason() -> None:

@@ -91,7 +91,7 @@ def logprobs_of(engine: Any, pack: Any, routing: str | None) -> Tensor:
 def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path: Path) -> None:
     shape = read_shape(checkpoint)
     answers = sampled(checkpoint, shape, tmp_path)
-    assert answers[2][0].cached_tokens >= 30, "the third request shall find its prompt"
+    assert answers[2][0].counts.cached >= 30, "the third request shall find its prompt"
     store = Store(str(tmp_path / "store"))
     table = read_table(store, committed(store, answers))
     choices, rows = EngineChoices.from_table(table, shape), range(len(table))

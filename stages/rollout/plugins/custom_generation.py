@@ -20,7 +20,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.engines.generation import DraftCounts, EngineClient
+from penstock.engines.generation import EngineClient, TokenCounts
 from penstock.stages.plugins import check_signature, describe_function, load_function
 from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.config import RolloutConfig
@@ -141,19 +141,9 @@ class CustomGeneration:
         await asyncio.to_thread(self.handle.close)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests."""
-        return self.handle.num_prompt_tokens
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were in the engines' prefix cache."""
-        return self.handle.num_cached_tokens
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """Counts of speculative decoding in all requests."""
-        return self.handle.drafts
+    def counts(self) -> TokenCounts:
+        """Token counts of all requests."""
+        return self.handle.counts
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group's samples with their responses. A sample is followed by any further samples that the

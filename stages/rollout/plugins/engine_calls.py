@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engines.generation import DraftCounts, EngineClient, Generation
+from penstock.engines.generation import EngineClient, Generation, TokenCounts
 from penstock.stages.rollout.config import GenerationConfig
 from penstock.stages.rollout.group import append_generation, sampling_params_for
 from penstock.stages.rollout.plugins.user_sample import UserSample
@@ -39,9 +39,7 @@ class EngineCalls:
         self.round = round
         self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
         self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
-        self.num_prompt_tokens = 0  # prompt tokens of all requests
-        self.num_cached_tokens = 0  # prompt tokens that were in the engines' prefix cache
-        self.drafts = DraftCounts()  # of speculative decoding
+        self.counts = TokenCounts()  # of all requests
 
     async def generate(self, sample: Sample, **sampling: Any) -> str:
         """Generate a continuation of `sample`, append the generated tokens to `sample`, and return the generated text.
@@ -82,9 +80,7 @@ class EngineCalls:
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self.fault = error
             raise
-        self.num_prompt_tokens += num_before
-        self.num_cached_tokens += generation.cached_tokens
-        self.drafts.add(generation.drafts)
+        self.counts += generation.counts
         if generation.finish_reason == "abort" and isinstance(sample, UserSample):
             sample.aborted = True
         else:
