@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ from penstock.stages.convert.hf.weights import (
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import Progress
 from penstock.storage.disk import map_in_threads
-
-if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
-    from penstock.engines.megatron.weights import GatheredWeights
 
 SHARD_BYTES = 5_000_000_000
 NUM_THREADS = 4  # that read a checkpoint; each holds up to three copies of a parameter
@@ -118,10 +115,8 @@ class ExportPlan:
         if self.carried:
             self.carried.__exit__(*exception)
 
-    def write_file(
-        self, file: ExportFile, directory: Path, weights: TorchDistWeights, progress: Progress
-    ) -> dict[str, str]:
-        """Write one weight file of the export from a checkpoint's `weights`; return {file name: xxh3-128 hash}."""
+    def write_file(self, file: ExportFile, directory: Path, weights: TorchDistWeights, progress: Progress) -> str:
+        """Write one weight file of the export from a checkpoint's `weights`; return its xxh3-128 hash."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for source in file.sources:  # a Megatron parameter, or a tensor that is copied from the origin's directory
@@ -131,23 +126,24 @@ class ExportPlan:
                         yield hf_name, tensor
                         progress.add(tensor.nbytes)
 
-        return {file.name: write_shard(directory / file.name, file.shard, tensors())}
+        return write_shard(directory / file.name, file.shard, tensors())
 
-    def write_files(self, directory: Path, weights: TorchDistWeights | GatheredWeights) -> dict[str, str]:
-        """Write all weight files of the export; return file name -> xxh3-128 hash. Files are read from a checkpoint in
-        parallel, and written from a trainer's weights in the order in which they are gathered."""
-        hashes: dict[str, str] = {}
-        if isinstance(weights, TorchDistWeights):
-            progress = Progress(self.num_bytes, None)
-            write = partial(self.write_file, directory=directory, weights=weights, progress=progress)
-            for written in map_in_threads(write, self.files, NUM_THREADS):
-                hashes |= written
-            return hashes
+    def write_files(self, directory: Path, weights: TorchDistWeights) -> dict[str, str]:
+        """Write all weight files of the export in parallel from a checkpoint's `weights`; return file name -> xxh3-128
+        hash."""
+        progress = Progress(self.num_bytes, None)
+        write = partial(self.write_file, directory=directory, weights=weights, progress=progress)
+        hashes = map_in_threads(write, self.files, NUM_THREADS)
+        return {file.name: digest for file, digest in zip(self.files, hashes)}
+
+    def write_gathered(self, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Write all weight files of the export from (Megatron parameter name, full tensor) of every parameter, in any
+        order; return file name -> xxh3-128 hash."""
         with ExitStack() as stack:
             files = [stack.enter_context(ShardFile(directory / file.name, file.shard)) for file in self.files]
             file_of = {source: files[index] for index, file in enumerate(self.files) for source in file.sources}
             carried = ((name, self.carried.fetch(name)) for name in self.carried.info) if self.carried else ()
-            for source, parameter in chain(weights.tensors, carried):
+            for source, parameter in chain(weights, carried):
                 for name, tensor in self._convert_parameter(source, parameter.detach()):
                     file_of[source].write(name, tensor)
         return {file.path.name: file.hash() for file in files}

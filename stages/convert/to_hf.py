@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,12 +65,15 @@ def export_hf(
         return commit
     start, attempt = time.monotonic(), store.new_attempt(prefix)
     with full_disk_as_store_error(store), ExitStack() as stack:
-        source = weights or TorchDistWeights(
-            stack.enter_context(checkpoint_files(store, checkpoint)), checkpoint_layout(origin.shape())
-        )
-        plan = stack.enter_context(ExportPlan(source.meta, origin, shard_bytes))
+        if weights is None:
+            source = stack.enter_context(checkpoint_files(store, checkpoint))
+            stored = TorchDistWeights(source, checkpoint_layout(origin.shape()))
+            meta, write_weights = stored.meta, partial(ExportPlan.write_files, weights=stored)
+        else:
+            meta, write_weights = weights.meta, partial(ExportPlan.write_gathered, weights=weights.tensors)
+        plan = stack.enter_context(ExportPlan(meta, origin, shard_bytes))
         writing = stack.enter_context(store.writing(attempt))
-        writing.hashes = plan.write_files(writing.path, source)
+        writing.hashes = write_weights(plan, writing.path)
         plan.write_config_and_index(writing.path)
         failpoint("export-writing")
     path = checkpoint.attempt or "" if isinstance(checkpoint, Commit) else str(checkpoint)
@@ -176,7 +180,7 @@ def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress:
             hashes: dict[str, str] = {}
 
             def write(directory: Path) -> None:
-                hashes.update(plan.write_file(file, directory, weights, progress))
+                hashes[file.name] = plan.write_file(file, directory, weights, progress)
 
             files = write_files(work.target, write, lambda: hashes)
             return {"files": [file.model_dump() for file in files]}
