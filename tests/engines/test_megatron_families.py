@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
 from penstock.engines.megatron.check_parallelism import check_model_parallel
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
+from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import OptionError
@@ -207,6 +209,30 @@ def test_grouped_experts_train_the_same_and_share_checkpoints(
     ours, theirs = (TorchDistWeights(tmp_path / directory, layout) for directory in ("grouped", "again"))
     assert all(torch.equal(ours.fetch(weight).clone(), theirs.fetch(weight)) for weight in layout.slices)
     assert train(plain, 1) == pytest.approx(train(grouped, 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"moe_grouped_gemm": True}], ids=str)
+def test_checkpoint_files_of_a_mixture_separate_weights_from_optimizer_state(
+    world: None, shapes: dict[str, ModelShape], overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    from penstock.engines.megatron.checkpoints.writer import is_weight
+
+    shape = shapes["deepseek-v3"]
+    engine = make_engine(shape, dtype="bf16", overrides=overrides)
+    assert len(engine.optimizer.chained_optimizers) == 2  # of the routed experts, and of all other parameters
+    engine.save(tmp_path, {})
+    metadata = read_metadata(tmp_path)
+    entries = metadata.state_dict_metadata.items()
+    tensors = {key for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    weights = {piece.key for piece in checkpoint_layout(shape).all_slices()}
+    trained = {key for key in weights if not key.endswith("expert_bias")}
+    assert {key for key in tensors if is_weight(key)} == weights
+    assert {key for key in tensors if not is_weight(key)} == {
+        f"optimizer.state.{name}.{key}" for name in ("param", "exp_avg", "exp_avg_sq") for key in trained
+    }
+    files = {place.relative_path for index, place in metadata.storage_data.items() if index.fqn in weights}
+    others = {place.relative_path for index, place in metadata.storage_data.items() if index.fqn not in weights}
+    assert files and others and files.isdisjoint(others)
 
 
 @pytest.mark.parametrize(
