@@ -1,5 +1,5 @@
-"""The command line: `penstock demo | train | sft | convert | eval | resume | replay | fork | rm | verify | gc | deploy
-| runs | doctor`.
+"""The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | rm | verify
+| gc | deploy | runs | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -25,6 +25,7 @@ USAGE = """usage: penstock COMMAND [options]
 
   demo      make a tiny model and train it in all stages, a few minutes on a laptop
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
+  train-async   the same loop; rollouts are generated while earlier ones are trained (--async-buffer-size, default 1)
   sft       the same loop over demonstrations (no engine)
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
@@ -120,6 +121,21 @@ def _flow_command(name: str) -> Command:
     return call
 
 
+def _run_train_async(argv: list[str]) -> int:
+    """Run `penstock train-async`: `penstock train`, with one rollout ahead of the trainer unless options say
+    otherwise."""
+    from penstock.flows.config import validate_config
+    from penstock.flows.options import flags
+    from penstock.flows.runtime.runner import run_flow
+
+    if asks_for_help(argv):
+        print(flags.help_text("train-async"))
+        return 0
+    values = flags.parse_values(argv)
+    values.setdefault("run", {}).setdefault("async_buffer_size", 1)
+    return run_flow("post_train", validate_config(values))
+
+
 def _module_command(name: str) -> Command:
     """Return a command that runs `main` of `penstock.flows.<name>`; the module is imported when the command is called.
 
@@ -152,6 +168,7 @@ def _run_eval_command(argv: list[str]) -> int:
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
     "train": _flow_command("post_train"),
+    "train-async": _run_train_async,
     "sft": _flow_command("sft"),
     "convert": _module_command("convert"),
     "eval": _run_eval_command,
@@ -165,7 +182,7 @@ COMMANDS: dict[str, Command] = {
     "runs": _module_command("commands.run_table"),
     "doctor": _module_command("commands.doctor"),
 }
-RESUMABLE = ("demo", "train", "sft", "convert", "eval", "resume")
+RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------

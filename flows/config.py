@@ -13,119 +13,24 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.values import check_value
+from penstock.flows.run_config import RunConfig
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
-from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
-
-
-class RunConfig(StageConfig):
-    """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, MLflow."""
-
-    run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
-    """Name of the run; the same name resumes it. Letters, digits, dot, dash, underscore, at most 200 characters."""
-
-    store: str = option("penstock-store", mutability="placement", secret=True)
-    """Where runs are stored: a directory or any fsspec URI such as s3://bucket/prefix."""
-
-    store_options: dict[str, Any] = option({}, mutability="placement", secret=True)
-    """Passed to the fsspec file system (endpoint, credentials, ...); give a secret as env:NAME or secret-file:PATH."""
-
-    store_single_writer: bool = option(False, mutability="placement")
-    """Declare that only one process writes to the store; required for stores without conditional create."""
-
-    num_rollout: int = option(0, mutability="schedule", ge=0)
-    """Number of generate -> train rounds; 0 evaluates without training."""
-
-    save_interval: int | None = option(None, mutability="schedule", ge=1)
-    """Save a checkpoint every N rounds; the last round is always saved."""
-
-    num_rollout_per_start: int | None = option(None, mutability="schedule", ge=1)
-    """Instead of --num-rollout, for scheduled runs: each start of the flow trains N more rounds, or, if the previous
-    start was interrupted, the rest of its N rounds."""
-
-    keep_checkpoints: int | None = option(None, mutability="placement", ge=1)
-    """Keep only the newest N checkpoints; default all. Rounds are kept, so older policies can be restored by replay."""
-
-    keep_best: str | None = option(None, mutability="placement")
-    """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
-
-    grace_period: float = option(30.0, mutability="placement", ge=0)
-    """Seconds a stage may continue after SIGTERM; it is then cancelled and reruns on resume."""
-
-    ray_address: str | None = option(None, mutability="placement")
-    """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
-
-    num_gpus_per_node: int | None = option(None, mutability="placement", ge=1)
-    """GPUs that the run uses on each node. Default: --actor-num-gpus-per-node with several --actor-num-nodes, otherwise
-    all GPUs of a node."""
-
-    network_interface: str | None = option(None, mutability="placement")
-    """Network interface (such as eth0) over which the nodes of --ray-address communicate; default: that of Ray's node
-    address."""
-
-    node_timeout: float = option(600.0, mutability="placement", ge=0)
-    """Seconds to wait for a node of the Ray cluster that died during the run before the stage fails."""
-
-    mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
-    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
-
-    update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
-    """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
-    and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""
-
-    update_weight_disk_dir: str | None = option(None, mutability="placement")
-    """Directory shared by trainer and engines, for weight updates over disk; default: in the store if it is local."""
-
-    check_weight_update_equal: bool = option(False, mutability="placement")
-    """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
-
-    debug_rollout_only: bool = option(False, mutability="placement")
-    """Only generate and commit the rollouts, all with the start weights, without a trainer."""
-
-    debug_train_only: bool = option(False, mutability="placement")
-    """Only train, on the rollouts that the run has committed, without engines and evaluations."""
-
-    colocate: bool = option(False, mutability="placement")
-    """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
-
-    offload_train: bool | None = option(None, mutability="placement")
-    """Move the trainer's weights, gradients and optimizer state to host memory while the engines generate."""
-
-    offload_rollout: bool | None = option(None, mutability="placement")
-    """Release the engines' weights and KV cache on the GPU while the trainer works."""
-
-    stage_retries: int = option(2, mutability="placement", ge=0)
-    """How often a failed stage is retried before the run fails."""
-
-    @property
-    def offloads_trainer(self) -> bool:
-        """Return whether the trainer's state is in host memory while the engines generate."""
-        return self.colocate if self.offload_train is None else self.offload_train
-
-    @property
-    def offloads_engines(self) -> bool:
-        """Return whether the engines release their GPU memory while the trainer works."""
-        return self.colocate if self.offload_rollout is None else self.offload_rollout
-
-    @property
-    def alternates_trainer_and_engines(self) -> bool:
-        """Return whether the trainer or the engines free device memory while the other side works."""
-        return self.offloads_trainer or self.offloads_engines
 
 
 class PostTrainConfig(StageConfig):
@@ -187,6 +92,22 @@ class PostTrainConfig(StageConfig):
                 "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
                 "external engines keep their memory: omit one of them"
             )
+        if self.run.generates_ahead and self.run.alternates_trainer_and_engines:
+            raise OptionError(
+                f"--async-buffer-size {self.run.async_buffer_size} generates while the trainer works, but with "
+                "--colocate, --offload-train or --offload-rollout trainer and engines use the memory in turns: omit "
+                "one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correct_for_stale_tokens(self) -> PostTrainConfig:
+        """Turn on --use-tis if tokens may be older than the policy that they train, unless it is given or cannot be
+        used."""
+        train = self.train
+        is_policy_loss = train.loss_type == "policy_loss" and not train.use_rollout_logprobs
+        if self.run.staleness_limit and is_policy_loss and "use_tis" not in train.model_fields_set:
+            train.use_tis = True
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.prompt_audit import max_staleness
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -59,7 +60,8 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
         )
     untrained = [index for index in rollouts if index not in trained]
     last = store.committed(keys.rollout_prefix(max(untrained))) if untrained else None
-    if last is not None and last.policy_version < last.index and not (run.debug_rollout_only or run.debug_train_only):
+    is_debugging = run.debug_rollout_only or run.debug_train_only
+    if last is not None and last.policy_version < last.index - max_staleness(last) and not is_debugging:
         raise RunError(
             f"run {run.run!r} has {len(untrained)} untrained rollouts of --debug-rollout-only, which policy "
             f"version {last.policy_version} generated: train on them with --debug-train-only, or give another --run"

@@ -1,7 +1,7 @@
 """RL post-training: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export.
 
 Each step of the loop is a task whose result is committed to the store. After a kill, the same call resumes after the
-last committed task.
+last committed task. With --async-buffer-size, further rollouts are generated while a round is trained (ahead.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from prefect import flow
 
 from penstock.flows import tasks
+from penstock.flows.ahead import rollouts
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.session import Session
 
@@ -31,11 +32,12 @@ def post_train(config: PostTrainConfig) -> None:
         due = tasks.build_stage_schedule(session)
         for stage in due(0):
             stage(session, 0)
-        for r in session.remaining_rounds():
-            rollout = tasks.rollout(session, r)
-            if config.run.debug_rollout_only:
-                continue
-            tasks.train(session, rollout)
-            for stage in due(r + 1):
-                stage(session, r + 1)
+        with rollouts(session) as get_rollout:
+            for r in session.remaining_rounds():
+                rollout = get_rollout(r)
+                if config.run.debug_rollout_only:
+                    continue
+                tasks.train(session, rollout)
+                for stage in due(r + 1):
+                    stage(session, r + 1)
         tasks.publish_results(session)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.flows.config import PostTrainConfig, RunConfig, flag_of_field, training_options, validate_config
+from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_config
+from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.config import field_meta

@@ -48,19 +48,19 @@ def restore(session: Session) -> None:
 
 @stage("rollout-{rollout_id:06d}")
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
-    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`, or always with version 0
-    under --debug-rollout-only."""
+    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`; with an older one, which
+    the commit records, under --async-buffer-size, --update-weights-interval and --debug-rollout-only."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.resume_point import read_resume_point
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
-    prefix, version = (
-        session.keys.rollout_prefix(rollout_id),
-        0 if session.config.run.debug_rollout_only else rollout_id,
-    )
+    prefix, processes = session.keys.rollout_prefix(rollout_id), session.processes
     commit = session.store.committed(prefix)
     if commit is None:
-        with session.display.progress("samples") as report, session.processes.engines_at(version) as engines:
+        with (
+            session.display.progress("samples") as report,
+            processes.engines_for_rollout(rollout_id) as (version, engines),
+        ):
             context = RolloutContext(
                 session.store,
                 session.config.rollout,
@@ -71,9 +71,10 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.training_client_factory,
+                connect=processes.training_client_factory,
             )
-            round = RolloutRound(session.keys.run, rollout_id, policy_version=version)
+            limit = session.config.run.staleness_limit
+            round = RolloutRound(session.keys.run, rollout_id, policy_version=version, max_staleness=limit)
             commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
 
@@ -103,7 +104,8 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 
     r = rollout.rollout_id
     prefix = session.keys.step_prefix(r)
-    commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
+    with session.processes.turns.training(r):
+        commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
     return step_ref(session.keys, session.print_and_track(prefix, commit))
 
 
@@ -200,6 +202,14 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     return [score.result() for score in scores]
 
 
+def request_evaluation(session: Session, version: int) -> None:
+    """Make the thread that generates rollouts evaluate policy `version` before its next rollout, unless all its
+    evaluations are committed."""
+    names = [name for name, _ in session.config.eval.eval_prompt_data]
+    if any(session.store.committed(session.keys.eval_prefix(version, name)) is None for name in names):
+        session.processes.turns.request_evaluation(version)
+
+
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
@@ -241,20 +251,22 @@ def publish_results(session: Session) -> None:
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
-    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish."""
+    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish. If
+    rollouts are generated ahead, the thread that generates them also publishes."""
     run, evals = session.config.run, session.config.eval
     last, generates = run.num_rollout, session.config.train.loss_type != "sft_loss"
 
     def due(version: int) -> list[Callable[[Session, int], Any]]:
         stages: list[Callable[[Session, int], Any]] = []
         is_last = version == last
-        if version > 0 and generates:
+        if version > 0 and version % run.update_weights_interval == 0 and generates and not run.generates_ahead:
             stages.append(publish)
         if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
             stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores and not run.debug_train_only:
-            stages.append(evaluate)
+            in_turn = version in (0, last) or not run.generates_ahead
+            stages.append(evaluate if in_turn else request_evaluation)
         if version > 0 and is_last:
             stages.append(export)
         return stages

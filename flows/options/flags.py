@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from penstock.flows.config import PostTrainConfig, RunConfig, flag_of_field, list_options, read_toml, validate_config
+from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
+from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 

@@ -21,6 +21,8 @@ from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, run_placement, starting_weights
 from penstock.flows.runtime.runs import missing_fork_checkpoint
+from penstock.flows.turns import Turns
+from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
@@ -75,6 +77,9 @@ class Processes:
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         self._switches: list[MemorySwitch] = []  # since the last weight update
+        run = config.run
+        max_ahead = run.num_rollout if run.debug_rollout_only else run.async_buffer_size
+        self.turns = Turns(max_ahead, run.update_weights_interval)
         # Policy version and address function inside `share_engines_at`.
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
 
@@ -206,9 +211,28 @@ class Processes:
             return self._engines
 
     @contextmanager
-    def engines_at(self, version: int) -> Iterator[Callable[[], list[str]]]:
+    def engines_for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Callable[[], list[str]]]]:
+        """Wait until rollout `rollout_id` may start, and load the policy version that generates it into all engines.
+        Yields this version and a function that returns the addresses of the live engines."""
+        version = self.turns.begin_rollout(rollout_id)
+        try:
+            with self.engines_at(version, rewind=False) as urls:
+                yield version, urls
+        except BaseException:
+            self.turns.forget_weights()  # the trainer may have a newer version by now
+            raise
+        finally:
+            self.turns.end_turn()
+
+    @contextmanager
+    def engines_at(self, version: int, *, rewind: bool = True) -> Iterator[Callable[[], list[str]]]:
         """Load policy `version` into all engines, and into engines that restart during the block. Yields a function
-        that returns the addresses of the live engines."""
+        that returns the addresses of the live engines.
+
+        Args:
+            version: the policy version.
+            rewind: whether a trainer that has a newer version is restored to `version`; otherwise RunError is raised.
+        """
         if self._shared is not None:
             shared_version, urls = self._shared
             assert shared_version == version, f"the engines are shared at version {shared_version}"
@@ -216,7 +240,9 @@ class Processes:
             return
         engines = self.start_engines()
         self._offload_trainer(keep_weights=True)
-        with engines.serving(self.weight_version(version), partial(self._publish, version)) as urls:
+        publish = partial(self._publish, version, rewind=rewind)
+        with engines.serving(self.weight_version(version), publish) as urls:
+            self.turns.weights_sent(version)
             self._offload_trainer()
             yield urls
 
@@ -235,8 +261,18 @@ class Processes:
         engines = self.start_engines()
         self._offload_trainer(keep_weights=True)
         engines.update_to_version(self.weight_version(version), partial(self._publish, version))
+        self.turns.weights_sent(version)
 
-    def _publish(self, version: int, urls: list[str]) -> None:
+    def _publish(self, version: int, urls: list[str], *, rewind: bool = True) -> None:
+        with self.turns.sending():
+            self._send_weights(version, urls, rewind=rewind)
+
+    def _send_weights(self, version: int, urls: list[str], *, rewind: bool) -> None:
+        if not rewind and (state := self.trainer.policy_state()) is not None and state.version > version:
+            raise RunError(
+                f"an engine needs the weights of version {version}, but the trainer has version {state.version}: the "
+                "rollout starts again with these; finished groups are kept"
+            )
         trainer = self.restore_trainer_at(version)
         start = time.perf_counter()
         transport = self._weight_transport(trainer, urls)

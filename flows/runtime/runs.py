@@ -15,7 +15,6 @@ from typing import Any
 
 from penstock.flows.config import (
     PostTrainConfig,
-    RunConfig,
     config_hash,
     flag_of_field,
     options_by_mutability,
@@ -24,6 +23,7 @@ from penstock.flows.config import (
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
+from penstock.flows.run_config import RunConfig
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.keys import is_run_name

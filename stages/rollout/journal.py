@@ -1,10 +1,10 @@
 """Write finished groups of a round to the round's journal in the store while other groups are still being generated.
 
 A round that was killed or cancelled restarts with the same prompts, and takes from its journal every group that the
-same policy generated with the same sampling parameters; only the other groups are generated. Journal entries are not
-training data: only the commit of the round makes its samples available, so every sample is used once. Groups are
-journaled before they are graded, so all rewards of a round come from the same reward function. The journal is optional:
-groups that cannot be written to it or read from it are generated again.
+same policy, or one that is new enough, generated with the same sampling parameters; only the other groups are
+generated. Journal entries are not training data: only the commit of the round makes its samples available, so every
+sample is used once. Groups are journaled before they are graded, so all rewards of a round come from the same reward
+function. The journal is optional: groups that cannot be written to it or read from it are generated again.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ class Journal:
         """Return {group id: samples} of a journal entry; {} if the entry was written for another policy version or
         other sampling options, or cannot be read."""
         groups: dict[str, list[Sample]] = defaultdict(list)
-        if (entry.policy_version, entry.state.get("identity")) == (self.round.policy_version, self.identity):
+        round = self.round
+        oldest = round.rollout_id - round.max_staleness if round.max_staleness else round.policy_version
+        is_fresh = oldest <= entry.policy_version <= round.policy_version
+        if is_fresh and entry.state.get("identity") == self.identity:
             try:
                 for sample in read_samples(self.store, entry):
                     groups[sample.group_id].append(sample)

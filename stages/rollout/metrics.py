@@ -70,8 +70,8 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
-    """Return the mean and maximum staleness of samples: the round's `policy_version` minus the policy version that
-    generated the sample's first response token; {} for SFT data."""
+    """Return the mean and maximum staleness of samples: `policy_version`, which they train, minus the policy version
+    that generated the sample's first response token; {} for SFT data."""
     ages = [policy_version - sample.policy_versions[0] for sample in samples if sample.policy_versions[0] >= 0]
     return {f"rollout/staleness/{name}": value for name, value in (_mean_and_max(ages) if ages else {}).items()}
 

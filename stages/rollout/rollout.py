@@ -169,7 +169,7 @@ def rollout_stage(
         state={
             "data_source": intake.source.state_dict(),
             "shown": sample_preview(samples, config.num_shown_samples),
-            **state_of_adopted_and_dropped_groups(result),
+            **state_of_groups(result, round),
         },
         **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
@@ -328,15 +328,16 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
     return samples
 
 
-def state_of_adopted_and_dropped_groups(result: RoundResult) -> dict[str, Any]:
-    """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal) and `dropped` (id, drop
-    reason and source row of every dropped group); empty entries are omitted."""
+def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
+    """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop
+    reason and source row of every dropped group) and `max_staleness`; empty entries are omitted."""
     adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
         for group, reason in result.groups.dropped
     ]
-    return ({"adopted_groups": adopted} if adopted else {}) | ({"dropped": dropped} if dropped else {})
+    entries = {"adopted_groups": adopted, "dropped": dropped, "max_staleness": round.max_staleness}
+    return {name: value for name, value in entries.items() if value}
 
 
 def round_metrics(
@@ -353,7 +354,7 @@ def round_metrics(
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
     if dataset.round.kind == "rollout":
-        metrics |= staleness_metrics(samples, dataset.round.policy_version)
+        metrics |= staleness_metrics(samples, dataset.round.rollout_id)
     return metrics
 
 

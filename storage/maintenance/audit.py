@@ -16,7 +16,7 @@ from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
-from penstock.storage.maintenance.prompt_audit import PromptAudit, read_round
+from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
 from penstock.storage.maintenance.retention import Tombstone, expired_versions, read_tombstone, tombstone_key
 from penstock.storage.refs import (
     ORIGINS,
@@ -222,10 +222,12 @@ class _RunAudit:
             version = index + 1 if kind == "step" else index
             # --debug-rollout-only generates all rounds with version 0; -1: demonstrations
             earlier = kind == "rollout" and commit.policy_version in (-1, 0)
-            self.result.num_off_policy += earlier and 0 == commit.policy_version < index
-            if commit.policy_version != version and not earlier:
+            oldest = version - max_staleness(commit)
+            self.result.num_off_policy += earlier and 0 == commit.policy_version < oldest
+            if not oldest <= commit.policy_version <= version and not earlier:
+                allowed = f"{version}" if oldest == version else f"{oldest} to {version}"
                 self.add_problem(
-                    f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {version}"
+                    f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {allowed}"
                 )
             source = {
                 "step": ("rollout", keys.rollout_prefix(index)),

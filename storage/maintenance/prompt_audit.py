@@ -112,11 +112,18 @@ def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commi
     """Return whether the round and policy versions of a sample match its commit. A sample that was started in an
     earlier round may begin with an older policy version."""
     first, last = row["policy_versions"]
-    if metadata.get("start_rollout_id") is None:
-        matches = first == last == commit.policy_version
+    if metadata.get("start_rollout_id") is not None:
+        oldest = 0
+    elif limit := max_staleness(commit):
+        oldest = commit.index - limit
     else:
-        matches = first <= last <= commit.policy_version
-    return bool(row["rollout_id"] == commit.index and matches)
+        oldest = commit.policy_version
+    return bool(row["rollout_id"] == commit.index and oldest <= first <= last <= commit.policy_version)
+
+
+def max_staleness(commit: Commit) -> int:
+    """Return by how many policy versions the samples of a rollout may be older than the policy that they train."""
+    return int(commit.state.get("max_staleness", 0))
 
 
 def _describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:

@@ -40,6 +40,7 @@ class RolloutRound:
     policy_version: int  # policy version that the engines serve; a response of another version is an error
     kind: Kind = "rollout"  # or "eval"
     id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
+    max_staleness: int = 0  # the round is trained at most so many versions after the policy version that generates it
 
     @property
     def weight_version(self) -> str:

@@ -1,0 +1,95 @@
+"""The rollouts of a run, in order: generated when the trainer asks for them, or ahead of it by a second thread."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+
+from penstock.flows import tasks
+from penstock.flows.runtime.session import Session
+from penstock.storage.preemption import Preempted
+from penstock.storage.refs import RolloutRef
+
+END_TIMEOUT = 60.0  # seconds for the thread to end after a failure; a rollout is cancelled within a second
+
+
+def rollouts(session: Session) -> AbstractContextManager[Callable[[int], RolloutRef]]:
+    """Return a context manager that yields a function: number of a round -> its committed rollout, to be called in the
+    order of the rounds. With --async-buffer-size, rollouts are generated ahead of these calls."""
+    session.processes.turns.num_trained = session.num_trained_rounds()
+    if session.config.run.generates_ahead and not session.config.run.debug_train_only:
+        return RolloutsAhead(session)
+    return nullcontext(partial(tasks.rollout, session))
+
+
+class RolloutsAhead:
+    """Generates the remaining rollouts and evaluates policies in a thread; `Turns` decides when.
+
+    A context manager that yields `get`. Its end ends the thread. If the block raised an exception, a rollout that is
+    being generated is cancelled; its finished groups are in the journal.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.turns = session.processes.turns
+        self._finished: dict[int, RolloutRef] = {}  # number of a round -> its rollout
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
+        self._thread = threading.Thread(target=flow_run.run, args=(self._run,), name="rollouts", daemon=True)
+
+    def __enter__(self) -> Callable[[int], RolloutRef]:
+        self._thread.start()
+        return self.get
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.turns.close()
+        if error is not None:
+            self.session.stop.request(grace_seconds=0.0)
+        self._thread.join(None if error is None else END_TIMEOUT)
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def get(self, rollout_id: int) -> RolloutRef:
+        """Wait until rollout `rollout_id` is committed. Raises the exception with which the thread failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: rollout_id in self._finished or self._failure is not None)
+            if rollout_id in self._finished:
+                return self._finished.pop(rollout_id)
+            assert self._failure is not None
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._generate()
+        except BaseException as error:
+            if not (isinstance(error, Preempted) and self.turns.closed):
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+            self.turns.close()
+
+    def _generate(self) -> None:
+        first, end = max(0, self.session.num_trained_rounds() - 1), self.session.num_rounds
+        for r in range(first, end):
+            self._evaluate_until_turn(r)
+            rollout = tasks.rollout(self.session, r)
+            self.turns.set_next(r + 1 if r + 1 < end else None)  # first, so that its turn comes before the trainer's
+            with self._changed:
+                self._finished[r] = rollout
+                self._changed.notify_all()
+        self._evaluate_until_turn(None)
+
+    def _evaluate_until_turn(self, rollout_id: int | None) -> None:
+        """Wait until rollout `rollout_id` may start, and before that run the evaluations that are requested."""
+        while (version := self.turns.wait_for_turn(rollout_id)) is not None:
+            try:
+                tasks.evaluate(self.session, version)
+            finally:
+                self.turns.end_turn()

@@ -1,0 +1,119 @@
+"""The options of a run as a whole: name, store, rounds, weight updates, Ray, MLflow."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from penstock.storage.config import StageConfig, option
+from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
+
+
+class RunConfig(StageConfig):
+    """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, MLflow."""
+
+    run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
+    """Name of the run; the same name resumes it. Letters, digits, dot, dash, underscore, at most 200 characters."""
+
+    store: str = option("penstock-store", mutability="placement", secret=True)
+    """Where runs are stored: a directory or any fsspec URI such as s3://bucket/prefix."""
+
+    store_options: dict[str, Any] = option({}, mutability="placement", secret=True)
+    """Passed to the fsspec file system (endpoint, credentials, ...); give a secret as env:NAME or secret-file:PATH."""
+
+    store_single_writer: bool = option(False, mutability="placement")
+    """Declare that only one process writes to the store; required for stores without conditional create."""
+
+    num_rollout: int = option(0, mutability="schedule", ge=0)
+    """Number of generate -> train rounds; 0 evaluates without training."""
+
+    save_interval: int | None = option(None, mutability="schedule", ge=1)
+    """Save a checkpoint every N rounds; the last round is always saved."""
+
+    num_rollout_per_start: int | None = option(None, mutability="schedule", ge=1)
+    """Instead of --num-rollout, for scheduled runs: each start of the flow trains N more rounds, or, if the previous
+    start was interrupted, the rest of its N rounds."""
+
+    keep_checkpoints: int | None = option(None, mutability="placement", ge=1)
+    """Keep only the newest N checkpoints; default all. Rounds are kept, so older policies can be restored by replay."""
+
+    keep_best: str | None = option(None, mutability="placement")
+    """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
+
+    grace_period: float = option(30.0, mutability="placement", ge=0)
+    """Seconds a stage may continue after SIGTERM; it is then cancelled and reruns on resume."""
+
+    ray_address: str | None = option(None, mutability="placement")
+    """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
+
+    num_gpus_per_node: int | None = option(None, mutability="placement", ge=1)
+    """GPUs that the run uses on each node. Default: --actor-num-gpus-per-node with several --actor-num-nodes, otherwise
+    all GPUs of a node."""
+
+    network_interface: str | None = option(None, mutability="placement")
+    """Network interface (such as eth0) over which the nodes of --ray-address communicate; default: that of Ray's node
+    address."""
+
+    node_timeout: float = option(600.0, mutability="placement", ge=0)
+    """Seconds to wait for a node of the Ray cluster that died during the run before the stage fails."""
+
+    mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
+    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
+
+    update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
+    """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
+    and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""
+
+    update_weight_disk_dir: str | None = option(None, mutability="placement")
+    """Directory shared by trainer and engines, for weight updates over disk; default: in the store if it is local."""
+
+    update_weights_interval: int = option(1, mutability="schedule", ge=1)
+    """Send the weights to the engines after every N rounds."""
+
+    async_buffer_size: int = option(0, mutability="schedule", ge=0)
+    """Rollouts that may be generated ahead of the trainer; 0: generate and train in turn."""
+
+    check_weight_update_equal: bool = option(False, mutability="placement")
+    """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
+
+    debug_rollout_only: bool = option(False, mutability="placement")
+    """Only generate and commit the rollouts, all with the start weights, without a trainer."""
+
+    debug_train_only: bool = option(False, mutability="placement")
+    """Only train, on the rollouts that the run has committed, without engines and evaluations."""
+
+    colocate: bool = option(False, mutability="placement")
+    """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
+
+    offload_train: bool | None = option(None, mutability="placement")
+    """Move the trainer's weights, gradients and optimizer state to host memory while the engines generate."""
+
+    offload_rollout: bool | None = option(None, mutability="placement")
+    """Release the engines' weights and KV cache on the GPU while the trainer works."""
+
+    stage_retries: int = option(2, mutability="placement", ge=0)
+    """How often a failed stage is retried before the run fails."""
+
+    @property
+    def offloads_trainer(self) -> bool:
+        """Return whether the trainer's state is in host memory while the engines generate."""
+        return self.colocate if self.offload_train is None else self.offload_train
+
+    @property
+    def offloads_engines(self) -> bool:
+        """Return whether the engines release their GPU memory while the trainer works."""
+        return self.colocate if self.offload_rollout is None else self.offload_rollout
+
+    @property
+    def alternates_trainer_and_engines(self) -> bool:
+        """Return whether the trainer or the engines free device memory while the other side works."""
+        return self.offloads_trainer or self.offloads_engines
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Return whether rollouts are generated while earlier ones are trained."""
+        return self.async_buffer_size > 0
+
+    @property
+    def staleness_limit(self) -> int:
+        """Return by how many policy versions the tokens of a rollout may be older than the policy that they train."""
+        return self.async_buffer_size + self.update_weights_interval - 1
