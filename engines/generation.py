@@ -52,10 +52,9 @@ class Generation:
     token_ids: list[int]  # [R], including the end-of-sequence token if it was sampled
     logprobs: list[float]  # [R], of the sampled tokens at the sampling temperature
     finish_reason: FinishReason
-    weight_version: str  # of the weights that sampled the last token
-    first_weight_version: (
-        str  # of the weights that sampled the first token; differs if weights were updated during generation
-    )
+    weight_versions: list[tuple[str, int]]
+    """Weight version -> number of consecutive tokens that these weights sampled, in order; several versions if weights
+    were updated during the generation. [] without tokens."""
     counts: TokenCounts = TokenCounts()
     # Routed expert ids of all prompt and response tokens except the last one, encoded as in
     # storage/samples/routed_experts.py; None if they were not requested.

@@ -63,7 +63,7 @@ class EnginePool:
         self._connect = backend.connect
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
-        self._serving = False
+        self._serving: Supervisor | None = None  # of the `serving` block that a thread is inside
         owner = uuid.uuid4().hex
         kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes)
         if external:
@@ -102,12 +102,23 @@ class EnginePool:
         with self._lock:
             supervisor = self._make_supervisor(version, publish)
             supervisor.restart_and_publish()
-            self._serving = True
+            self._serving = supervisor
             try:
                 with supervisor:
                     yield supervisor.live_urls
             finally:
-                self._serving = False
+                self._serving = None
+
+    def update_while_serving(self, version: str, publish: Publish) -> None:
+        """Send the weights of policy version `version` to the engines while another thread is inside `serving`; that
+        block keeps the engines at this version from now on. Requests in flight continue with the new weights.
+
+        `publish` and errors as in `serving`.
+        """
+        supervisor = self._serving
+        if supervisor is None:
+            raise RuntimeError("weights are sent to engines in use, but no stage uses them: it has failed or ended")
+        supervisor.update(version, publish)
 
     def update_to_version(self, version: str, publish: Publish) -> None:
         """Restart dead engines, and send the weights to every engine that does not serve policy version `version`.
@@ -152,7 +163,7 @@ class EnginePool:
         release. Does nothing inside a `serving` block, where the engines must keep their memory: there the trainer
         is restored only to send the weights to a restarted engine.
         """
-        if self._serving:
+        if self._serving is not None:
             return
         with self._lock:
             for replica in self._replicas:

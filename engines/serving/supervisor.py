@@ -106,6 +106,25 @@ class Supervisor:
         with self._lock:
             self._stopped.set()
 
+    def update(self, version: str, publish: Publish) -> None:
+        """Send the weights of `version` to the live engines while they generate. From now on restarted engines get
+        weights from `publish`, too.
+
+        An engine that dies meanwhile is restarted as usual. Raises ConnectionError if the update of a healthy engine
+        failed; the caller may retry.
+        """
+        with self._lock:
+            self.version, self.publish = version, publish
+            live = [replica for replica in self.replicas if replica.index in self._live]
+            while live:
+                try:
+                    return publish([self._live[replica.index] for replica in live])
+                except ConnectionError:
+                    healthy = [replica for replica in live if replica.generates_tokens(self.health.timeout)]
+                    if len(healthy) == len(live):
+                        raise
+                    live = healthy
+
     def live_urls(self) -> list[str]:
         """Return the addresses of the engines that serve the policy version; empty while all engines are restarting.
 

@@ -189,7 +189,7 @@ class SGLangClient(EngineClient):
                             f"a generation request failed in all {self.num_tries} tries (the last one at {url}: "
                             f"{error}): see the engines' logs"
                         ) from error
-        return [Generation([], [], "abort", "", "") for _ in prompts]
+        return [Generation([], [], "abort", []) for _ in prompts]
 
     async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> Any:
         """Send a generation request once and return the JSON response. Meanwhile it is counted in `_load` and listed in

@@ -30,8 +30,9 @@ def parse_generation(
     assert token_ids == list(answer.get("output_ids") or []), (
         f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
     )
-    version = str(meta["weight_version"])
-    spans = meta.get("weight_versions") or [{"version": version}]
+    spans = meta.get("weight_versions")  # SGLang 0.5.21; earlier releases only report the last version
+    if not spans:
+        spans = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
     reason = (meta.get("finish_reason") or {}).get("type")
     assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
     routed_experts = None
@@ -51,8 +52,9 @@ def parse_generation(
         token_ids=token_ids,
         logprobs=[float(pair[0]) for pair in pairs],
         finish_reason=reason,
-        weight_version=version,
-        first_weight_version=str(spans[0]["version"]),
+        weight_versions=[
+            (str(span["version"]), span["end"] - span["start"]) for span in spans if span["end"] > span["start"]
+        ],
         counts=TokenCounts(
             prompt=num_prompt_tokens,
             cached=int(meta.get("cached_tokens") or 0),

@@ -324,7 +324,7 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
         )
     if config.mask_offpolicy_in_partial_rollout:
         for sample in samples:
-            mask_stale_tokens(sample)
+            mask_stale_tokens(sample, oldest=sample.policy_versions[1])
     return samples
 
 

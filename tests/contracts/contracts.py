@@ -162,7 +162,7 @@ class DigitClient(ScriptedClient):
         self.written |= set(zip(token_ids, logprobs))
         version = "contract/0" if token_ids else ""
         reason = "abort" if self.over else "stop" if length == 4 else "length"
-        return Generation(token_ids, logprobs, reason, version, version)
+        return Generation(token_ids, logprobs, reason, [(version, len(token_ids))])
 
 
 def generate(path: str, bench: Bench) -> None:

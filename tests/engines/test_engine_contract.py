@@ -84,7 +84,7 @@ def test_a_generation_has_its_tokens_their_logprobs_and_the_published_version(fl
     for generation in [*same, *each]:
         assert len(generation.logprobs) == len(generation.token_ids) and max(generation.logprobs) <= 0
         assert generation.finish_reason == "length"
-        assert generation.weight_version == generation.first_weight_version == "contract/1"
+        assert generation.weight_versions == [("contract/1", len(generation.token_ids))]
 
 
 def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
@@ -99,7 +99,8 @@ def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
 
     generations = run(client, use)
     assert [len(g.token_ids) for g in generations] == [LENGTH] * 4
-    assert ("contract/2", "contract/3") in {(g.first_weight_version, g.weight_version) for g in generations}
+    assert ["contract/2", "contract/3"] in [[version for version, _ in g.weight_versions] for g in generations]
+    assert {sum(num for _, num in g.weight_versions) for g in generations} == {LENGTH}
 
 
 def test_abort_ends_only_the_requests_of_its_client(fleet: Fleet) -> None:
@@ -118,7 +119,7 @@ def test_abort_ends_only_the_requests_of_its_client(fleet: Fleet) -> None:
     aborted = [g for g in stopped if g.finish_reason == "abort"]
     assert aborted and max(len(g.token_ids) for g in aborted) < LENGTH
     assert {g.finish_reason for g in stopped} <= {"abort", "length"}  # a fast engine has finished some
-    assert (late.token_ids, late.finish_reason, late.weight_version) == ([], "abort", "")
+    assert (late.token_ids, late.finish_reason, late.weight_versions) == ([], "abort", [])
     assert (len(finished.token_ids), finished.finish_reason) == (LENGTH, "length")
 
 
@@ -171,7 +172,7 @@ def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_ba
         client.resume_kv_cache()
         assert client.weight_version(url) == version
     [generation] = run(client, lambda: client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
-    assert (len(generation.token_ids), generation.weight_version) == (4, "contract/6")
+    assert (len(generation.token_ids), generation.weight_versions) == (4, [("contract/6", 4)])
 
 
 def test_checksums_are_those_of_the_loaded_tensors(fleet: Fleet) -> None:

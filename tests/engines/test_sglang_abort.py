@@ -58,11 +58,11 @@ def test_abort_ends_only_the_requests_of_this_client() -> None:
             await asyncio.sleep(0.1)
             await client.abort()
             answers = [generation for group in await asyncio.gather(*running) for generation in group]
-            assert [(g.token_ids, g.finish_reason, g.weight_version) for g in answers] == [
-                ([index], "abort", "run/3") for index in (0, 0, 1, 1, 2, 2)
+            assert [(g.token_ids, g.finish_reason, g.weight_versions) for g in answers] == [
+                ([index], "abort", [("run/3", 1)]) for index in (0, 0, 1, 1, 2, 2)
             ]
             [late] = await client.generate([7], {})
-            assert (late.token_ids, late.finish_reason, late.weight_version) == ([], "abort", "")
+            assert (late.token_ids, late.finish_reason, late.weight_versions) == ([], "abort", [])
             assert not elsewhere.done() and len(engine.aborted) == 6 and len(engine.bodies) == 4
             elsewhere.cancel()
             await client.abort()  # again: nothing to do

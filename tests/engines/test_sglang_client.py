@@ -26,7 +26,7 @@ def test_generate_sends_one_request_for_a_group() -> None:
     generations = with_servers([echo], use)
     assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
     assert generations[1].logprobs == [-4.5, -0.5]
-    assert (generations[0].finish_reason, generations[0].weight_version) == ("stop", "run/3")
+    assert (generations[0].finish_reason, generations[0].weight_versions) == ("stop", [("run/3", 2)])
     assert generations[0].counts == TokenCounts(prompt=3, cached=2)
 
 
@@ -70,7 +70,7 @@ def test_missing_or_misshaped_routed_experts_raise(meta: dict[str, str], message
 def test_parse_generation_reads_version_spans_and_rejects_disagreeing_tokens() -> None:
     spans = [{"version": "run/2", "start": 0, "end": 1}, {"version": "run/3", "start": 1, "end": 2}]
     generation = parse_generation(answer([4, 5], weight_versions=spans))
-    assert (generation.first_weight_version, generation.weight_version) == ("run/2", "run/3")
+    assert generation.weight_versions == [("run/2", 1), ("run/3", 1)]
     assert parse_generation(answer([])).logprobs == []
     with pytest.raises(AssertionError, match="disagree"):
         parse_generation({**answer([4, 5]), "output_ids": [4, 6]})

@@ -48,7 +48,7 @@ def test_requests_survive_the_death_of_an_engine_and_of_the_router(tmp_path: Pat
                 [one] = await client.generate([7, 8], {"temperature": 0.5, "min_p": 0.1, "sampling_seed": 3})
                 listening = [c for c in psutil.Process(router.pid).net_connections() if c.status == psutil.CONN_LISTEN]
                 assert listening and {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
-                assert (one.token_ids, one.logprobs, one.weight_version) == ([8, 0], [-4.0, 0.0], "run/3")
+                assert (one.token_ids, one.logprobs, one.weight_versions) == ([8, 0], [-4.0, 0.0], [("run/3", 2)])
                 assert engines[0].bodies[0]["sampling_params"] == {"temperature": 0.5, "min_p": 0.1, "sampling_seed": 3}
 
                 live.append(urls[1])

@@ -192,7 +192,7 @@ def test_update_during_speculative_generation_loses_no_request(
 
         generations = asyncio.run(generate_and_update())
         assert [len(generation.token_ids) for generation in generations] == [1500] * 4
-        assert {generation.weight_version for generation in generations} == {"test/2"}
+        assert {generation.weight_versions[-1][0] for generation in generations} == {"test/2"}
         for generation in generations:  # the tokens show which weights sampled them: 0.5.15.post1 reports only the last
             assert generation.token_ids[0] == most_probable_next(PROMPT[-1], seed=0)
             assert generation.token_ids[-1] == most_probable_next(generation.token_ids[-2], seed=1)

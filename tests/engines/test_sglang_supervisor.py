@@ -142,6 +142,30 @@ def test_an_engine_that_dies_during_publish_is_restarted(world: World) -> None:
         world.supervisor()
 
 
+def test_engines_in_use_get_new_weights_also_after_a_restart(world: World) -> None:
+    newer: list[list[str]] = []
+
+    def publish_newer(urls: list[str]) -> None:
+        if len(newer) == 1:  # the second engine dies during the second update
+            world.engines[1].die()
+            newer.append([])
+            raise EngineGone("hung up")
+        newer.append(urls)
+        for engine in world.engines:
+            if engine.server is not None and engine.server.url in urls:
+                engine.server.version = "run/4" if len(newer) == 1 else "run/5"
+
+    with world.supervisor() as running:
+        running.update("run/4", publish_newer)
+        assert newer == [world.urls] and running.live_urls() == world.urls
+        first = world.engines[0].server.url  # type: ignore[union-attr]
+        running.update("run/5", publish_newer)
+        assert newer[1:] == [[], [first]]
+        eventually(lambda: len(newer) == 4 and running.live_urls() == world.urls)
+        assert newer[3] == [world.urls[1]] and [engine.num_starts for engine in world.engines] == [1, 2]
+        assert {engine.server.version for engine in world.engines if engine.server} == {"run/5"}
+
+
 def test_engines_are_not_restarted_after_the_supervisor_exits(world: World) -> None:
     with world.supervisor() as running:
         world.engines[0].start_seconds = 60

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ class ScriptedClient(EngineClient):
             token_ids=[6 + (len(input_ids) + index) % 10, 1],
             logprobs=[-0.5, -0.25],
             finish_reason=self.finish_reason,
-            weight_version=self.served_version,
-            first_weight_version=self.served_version,
+            weight_versions=[(self.served_version, 2)],
             counts=TokenCounts(prompt=len(input_ids), cached=2),
         )
 
@@ -153,8 +153,8 @@ class SlowClient(ScriptedClient):
                 token_ids.append(6 + len(token_ids) % 10)
                 versions.append(self.served_version)
         ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
-        first, last = (versions[0], versions[-1]) if versions else ("", "")
-        return Generation(token_ids, [-0.5] * len(token_ids), ended, last, first)  # type: ignore[arg-type]
+        spans = [(version, len(list(tokens))) for version, tokens in groupby(versions)]
+        return Generation(token_ids, [-0.5] * len(token_ids), ended, spans)  # type: ignore[arg-type]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:

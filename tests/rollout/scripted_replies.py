@@ -43,7 +43,7 @@ class ScriptedReplies(ScriptedClient):
         token_ids = token_ids[:limit]
         logprobs = [-float(self.num_tokens + index) for index in range(1, len(token_ids) + 1)]
         self.num_tokens += len(token_ids)
-        return [Generation(token_ids, logprobs, reason, "run/0", "run/0")]  # type: ignore[arg-type]
+        return [Generation(token_ids, logprobs, reason, [("run/0", len(token_ids))])]  # type: ignore[arg-type]
 
 
 def handle_with(template: str | None, *replies: str | list[int] | Exception, **options: Any) -> EngineHandle:

@@ -48,8 +48,8 @@ class ScriptedTurns(ScriptedClient):
         ids, whole = ids[: sampling["max_new_tokens"]], len(ids) <= sampling["max_new_tokens"]
         logprobs = [-(turn + 1.0) for _ in ids]
         if self._aborted:
-            return [Generation(ids[:1], logprobs[:1], "abort", self.served_version, self.served_version)]
-        return [Generation(ids, logprobs, "stop" if whole else "length", self.served_version, self.served_version)]
+            return [Generation(ids[:1], logprobs[:1], "abort", [(self.served_version, 1)])]
+        return [Generation(ids, logprobs, "stop" if whole else "length", [(self.served_version, len(ids))])]
 
 
 class Bench:

@@ -204,7 +204,7 @@ def test_masking_multi_turn_sample_keeps_last_policy() -> None:
         "s", "g", "s", 0, token_ids=[1] * 8, loss_mask=[0, 1, 1, 0, 1, 0, 1, 1], rollout_logprobs=[-1.0] * 8
     )
     sample.metadata["policy_spans"] = [[0, 2], [1, 1], [3, 2]]
-    mask_stale_tokens(sample)
+    assert mask_stale_tokens(sample, oldest=3) == 3
     assert sample.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1] and sample.rollout_logprobs == [0.0] * 6 + [-1.0] * 2
 
 

@@ -298,7 +298,7 @@ async def generated(urls: list[str], prompts: list[list[int]]) -> list[Sample]:
         for g, prompt in enumerate(prompts):
             sampling = {"temperature": TEMPERATURE, "max_new_tokens": 12}
             for i, answer in enumerate(await client.generate(prompt, sampling, n=8)):
-                assert answer.weight_version == "run/3"
+                assert [version for version, _ in answer.weight_versions] == ["run/3"]
                 logprobs = [0.0] * len(prompt) + answer.logprobs
                 mask = [0] * len(prompt) + [1] * len(answer.token_ids)
                 name, ids = f"3-{g}-{i}", prompt + answer.token_ids

@@ -65,7 +65,7 @@ def check_weights(url: str, model_path: Path, version: str) -> None:
     async def generate() -> list[float]:
         async with SGLangClient([url]) as client:
             [generation] = await client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True})
-            assert generation.weight_version == version
+            assert [served for served, _ in generation.weight_versions] == [version]
             return [*generation.token_ids, *generation.logprobs]
 
     result = asyncio.run(generate())

@@ -274,7 +274,7 @@ class CustomGeneration:
                 "`rollout_log_probs`"
             )
         for version in getattr(part, "weight_versions", ()):  # of requests that the function sent without EngineHandle
-            if version != self.round.weight_version:
+            if self.round.policy_version_of(version) is None:
                 raise RuntimeError(
                     f"{self.name} got a response generated with weight version {version!r}, but expected "
                     f"{self.round.weight_version!r}: send requests to the engines of this run "

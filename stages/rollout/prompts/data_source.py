@@ -41,11 +41,19 @@ class RolloutRound:
     kind: Kind = "rollout"  # or "eval"
     id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
     max_staleness: int = 0  # the round is trained at most so many versions after the policy version that generates it
+    updates_in_flight: bool = False  # weights are updated while it generates: responses may have any policy version
 
     @property
     def weight_version(self) -> str:
         """Return the weight-version string that engines report while they serve this policy version."""
         return f"{self.run}/{self.policy_version}"
+
+    def policy_version_of(self, weight_version: str) -> int | None:
+        """Return the policy version of a response's weight version; None if the round must not use it."""
+        run, _, number = weight_version.rpartition("/")
+        if self.updates_in_flight and run == self.run and number.isdecimal():
+            return int(number)
+        return self.policy_version if weight_version == self.weight_version else None
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
