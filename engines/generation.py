@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from operator import add
+from operator import add, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +43,9 @@ class TokenCounts:
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(*map(sub, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ async def run_with_deadline(
                 task.cancel()
         return result
     except BaseExceptionGroup as failures:  # later exceptions follow from the first one or have the same cause
-        errors = list(_flatten_errors(failures))
+        errors = list(flatten_errors(failures))
         raise next((error for error in errors if isinstance(error, Preempted)), errors[0]) from None
     except TimeoutError:
         if deadline.expired():
@@ -107,10 +107,11 @@ async def _watch_stop_request(stop: StopRequest | None, progress: SampleProgress
             )
 
 
-def _flatten_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+def flatten_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Yield the exceptions of a group, also of groups inside it."""
     for error in failures.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            yield from _flatten_errors(error)
+            yield from flatten_errors(error)
         else:
             yield error
 

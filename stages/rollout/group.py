@@ -68,6 +68,17 @@ class GroupRunner:
     num_response_tokens: int = 0  # trained tokens generated in this attempt
     adopted: list[str] = field(default_factory=list)  # ids of groups taken from the journal
     last_token_time: float = field(default_factory=time.perf_counter)  # time when the last group was generated
+    counts_before: TokenCounts = field(default_factory=TokenCounts)  # of the generator's requests in earlier rounds
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Token counts of the requests of this round."""
+        return self.generator.counts - self.counts_before
+
+    def begin_round(self, round: RolloutRound, journal: Journal) -> None:
+        """Count what is generated from now on for `round`, and add it to this round's journal."""
+        self.round, self.journal, self.counts_before = round, journal, self.generator.counts
+        self.generated, self.num_response_tokens, self.adopted = [], 0, []
 
     async def run(self, group: Group) -> Group:
         """Return the group with responses and rewards. If `stop` aborted the group, return it ungraded: with the tokens
@@ -96,7 +107,7 @@ class GroupRunner:
         await self.generator.abort()
 
     async def _generate(self, group: Group) -> Group:
-        num_before = _num_trained_tokens(group)
+        num_before = num_trained_tokens(group)
         async with self.slots:
             try:
                 group = await self.generator(group)
@@ -106,7 +117,7 @@ class GroupRunner:
                 return group
         self.last_token_time = time.perf_counter()
         self.generated += group
-        self.num_response_tokens += _num_trained_tokens(group) - num_before
+        self.num_response_tokens += num_trained_tokens(group) - num_before
         if self.round.kind == "eval":
             failpoint("eval-generating")
         if all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in group):
@@ -266,13 +277,15 @@ def policy_spans(sample: Sample) -> list[list[int]]:
 
 def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     """Set the loss mask and rollout log-probs to 0 for all tokens of a sample that policy versions before `oldest`
-    generated. Return their number."""
+    generated. Return their number. `policy_spans` still counts them, `policy_versions` does not."""
     num_stale = sum(count for version, count in policy_spans(sample) if version < oldest)
     if num_stale:
         trained = [position for position, is_trained in enumerate(sample.loss_mask) if is_trained]
         start = trained[num_stale] if num_stale < len(trained) else len(sample.loss_mask)
         sample.loss_mask = [0] * start + sample.loss_mask[start:]
         sample.rollout_logprobs = [0.0] * start + sample.rollout_logprobs[start:]
+        fresh = [version for version, _ in policy_spans(sample) if version >= oldest]
+        sample.policy_versions = (fresh[0], fresh[-1]) if fresh else (sample.policy_versions[1],) * 2
     return num_stale
 
 
@@ -280,7 +293,8 @@ def _is_unfinished(group: Group) -> bool:
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
-def _num_trained_tokens(group: Group) -> int:
+def num_trained_tokens(group: Group) -> int:
+    """Return the number of tokens with loss mask 1 of a group."""
     return sum(sum(sample.loss_mask) for sample in group)
 
 

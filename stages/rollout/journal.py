@@ -77,12 +77,16 @@ class Journal:
         while entry := self.store.committed(self._entry_key(self._num_entries)):
             self._num_entries += 1
             for group_id, samples in self._read_entry(entry).items():
-                self._finished.setdefault(group_id, samples)
+                self._finished[group_id] = samples  # the latest, if a group was generated again
 
     def find_finished_group(self, group: Group) -> Group | None:
         """Return `group` with the responses that an earlier attempt wrote to the journal; None if there are none."""
         finished = self._finished.get(group[0].group_id)
         return finished if finished and _has_response_for_each_sample(finished, group) else None
+
+    def forget_finished_group(self, group_id: str) -> None:
+        """Do not return this group again from `find_finished_group`."""
+        self._finished.pop(group_id, None)
 
     def add_finished_group(self, samples: Sequence[Sample]) -> None:
         """Add a finished group, which the next `flush` writes."""
@@ -175,9 +179,7 @@ def _has_response_for_each_sample(finished: Group, group: Group) -> bool:
         return False
     for sample in finished:
         origin = origins[sample.trajectory_id]
-        same = all(
-            getattr(sample, name) == getattr(origin, name) for name in ("group_id", "rollout_id", "prompt", "label")
-        )
+        same = all(getattr(sample, name) == getattr(origin, name) for name in ("group_id", "prompt", "label"))
         if not same or not origin.metadata.items() <= sample.metadata.items():
             return False
         length = len(origin.token_ids)

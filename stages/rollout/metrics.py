@@ -90,7 +90,7 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
         seconds: seconds of each phase of the round (prepare, generate, reward, write).
         num_gpus: GPUs of all engines; on a machine without GPUs, the number of engines.
     """
-    counts = runner.generator.counts
+    counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
     return speculation_metrics(counts) | {
         "rollout/num_adopted_groups": float(len(runner.adopted)),

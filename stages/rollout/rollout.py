@@ -161,7 +161,7 @@ def rollout_stage(
         prefix,
         samples,
         seconds,
-        lambda: summarize(samples) | round_metrics(result, intake, samples, seconds),
+        lambda: summarize(samples) | round_metrics(result, intake, round, samples, seconds),
         buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
         index=round.rollout_id,
@@ -330,18 +330,24 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
 
 def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
     """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop
-    reason and source row of every dropped group) and `max_staleness`; empty entries are omitted."""
+    reason and source row of every dropped group), `max_staleness` and `updates_in_flight`; empty entries are
+    omitted."""
     adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
         for group, reason in result.groups.dropped
     ]
     entries = {"adopted_groups": adopted, "dropped": dropped, "max_staleness": round.max_staleness}
+    entries["updates_in_flight"] = round.updates_in_flight
     return {name: value for name, value in entries.items() if value}
 
 
 def round_metrics(
-    result: RoundResult, intake: PromptIntake, samples: Sequence[Sample], seconds: Mapping[str, float]
+    result: RoundResult,
+    intake: PromptIntake,
+    round: RolloutRound,
+    samples: Sequence[Sample],
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round."""
     groups, dataset = result.groups, intake.source.dataset
@@ -353,8 +359,8 @@ def round_metrics(
     metrics |= drop_metrics(groups.drop_reasons)
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
-    if dataset.round.kind == "rollout":
-        metrics |= staleness_metrics(samples, dataset.round.rollout_id)
+    if round.kind == "rollout":
+        metrics |= staleness_metrics(samples, round.rollout_id)
     return metrics
 
 

@@ -112,9 +112,10 @@ def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commi
     """Return whether the round and policy versions of a sample match its commit. A sample that was started in an
     earlier round may begin with an older policy version."""
     first, last = row["policy_versions"]
-    if metadata.get("start_rollout_id") is not None:
+    limit = max_staleness(commit)
+    if metadata.get("start_rollout_id") is not None and not commit.state.get("updates_in_flight"):
         oldest = 0
-    elif limit := max_staleness(commit):
+    elif limit:
         oldest = commit.index - limit
     else:
         oldest = commit.policy_version

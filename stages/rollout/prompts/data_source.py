@@ -353,6 +353,11 @@ class PromptIntake:
                     sample.status = Status.PENDING
         return groups
 
+    def begin_round(self, round: RolloutRound) -> None:
+        """Assign groups that are taken from now on to `round`."""
+        self.source.dataset.round = round
+        self._skipped_before = self.source.dataset.state.skipped
+
     def groups_discarded_by_source(self, *used_groups: Iterable[Group]) -> list[Group]:
         """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
         before, but neither in `used_groups` nor in the buffer."""

@@ -1,0 +1,353 @@
+"""Generate without a pause, over the boundaries of rounds (`--async-mode streaming`).
+
+In rollout.py a round starts its requests and ends with its slowest response. Here a thread keeps groups in flight all
+the time, while new weights are loaded into the engines, and a round takes the groups that finished first. Everything
+else is as there: the round's commit holds the samples to train on, the position in the data, and in its buffer every
+group that was started but not used, so a restart issues no prompt twice and loses none.
+
+A token that is more than `max_staleness` policy versions older than the policy that it would train is masked. A group
+without any other token is generated once more; rounds then wait for it before it gets too old again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.engines.generation import EngineUrls
+from penstock.stages.rollout.deadline import flatten_errors
+from penstock.stages.rollout.group import GroupRunner, mask_stale_tokens, num_trained_tokens
+from penstock.stages.rollout.journal import Journal
+from penstock.stages.rollout.metrics import rollout_metrics
+from penstock.stages.rollout.plugins.filters import load_group_filter
+from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.rollout import (
+    CollectedGroups,
+    RolloutContext,
+    RoundResult,
+    commit_samples,
+    open_generator,
+    open_prompt_intake,
+    prompt_files_by_name,
+    round_metrics,
+    sample_preview,
+    samples_to_train,
+    state_of_groups,
+)
+from penstock.storage.preemption import Preempted
+from penstock.storage.refs import Commit
+from penstock.storage.samples.sample import Sample, Status
+
+FILL_INTERVAL = 0.05  # seconds between checks whether more groups may be started
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group from its start to its use."""
+
+    before: Group  # as it was before its generation, to start it again
+    version: int  # policy version in the engines at its start
+    is_repeated: bool = False  # whether it is generated once more, because all its tokens became too old
+    group: Group | None = None  # with responses and rewards, once it is finished
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a round took from the stream, and the state of the stream at this moment."""
+
+    samples: list[Sample]  # to train on
+    journal: Journal
+    seconds: dict[str, float]
+    metrics: dict[str, float]
+    state: dict[str, Any]  # of the commit
+    buffer: list[Sample]  # of all groups that were started but not used
+
+
+class RolloutStream:
+    """Generates groups in a thread from `start` to `close`. After an exception in `run_round`, close the stream and
+    create another one, which continues after the last committed round.
+
+    Args:
+        context: inputs and callbacks of the run's rollouts. Its `engines` are not used.
+        engines: context manager that yields the engines' addresses; entered by the stream's thread.
+        prefix_of: number of a round -> store prefix of its rollout.
+        round: the first round, with `updates_in_flight`.
+        resume_point: data-source state and buffered groups after the previous round.
+        num_rounds: number of rounds of the run; groups for later rounds are not started.
+        engine_version: returns the policy version that all engines have; other threads update them.
+    """
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        engines: Callable[[], AbstractContextManager[EngineUrls]],
+        prefix_of: Callable[[int], str],
+        round: RolloutRound,
+        resume_point: ResumePoint,
+        num_rounds: int,
+        engine_version: Callable[[], int],
+    ) -> None:
+        assert context.grader is not None, "the stream needs a grader that outlives its rounds"
+        self.context = context
+        self.engines = engines
+        self.prefix_of = prefix_of
+        self.round = round
+        self.num_rounds, self.engine_version = num_rounds, engine_version
+        self.hooks, self.filter = Hooks(context.config), load_group_filter(context.config)
+        self.intake = open_prompt_intake(context, round, resume_point)
+        self._running: dict[asyncio.Task[None], Flight] = {}
+        self._finished: list[Flight] = []  # the group that finished first comes first
+        self._dropped: list[tuple[Group, str]] = []
+        self._num_wasted_tokens = 0
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()  # set when `_loop` runs or has failed
+        self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, and wait until the engines serve."""
+        self._thread.start()
+        self._ready.wait()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Cancel the groups in flight and end the thread. Finished groups are in the journal."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join()
+
+    def run_round(self, rollout_id: int) -> Commit:
+        """Wait for the groups of the next round, and commit them.
+
+        Raises:
+            RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter dropped too many
+                groups.
+            TimeoutError: the groups were not finished within `config.rollout_timeout`.
+            Preempted: a stop was requested.
+        """
+        self._raise_failure()
+        future = asyncio.run_coroutine_threadsafe(self._take(rollout_id), self._loop)
+        try:
+            taken = future.result()
+        except CancelledError:
+            self._thread.join()
+            self._raise_failure()
+            raise Preempted("the stream was closed") from None
+        fields = {"run": self.round.run, "inputs": prompt_files_by_name(self.context.config), **self.context.provenance}
+        with taken.journal:
+            commit = commit_samples(
+                self.context.store,
+                self.prefix_of(rollout_id),
+                taken.samples,
+                taken.seconds,
+                lambda: rollout_metrics(taken.samples) | taken.metrics,
+                buffer=taken.buffer,
+                kind="rollout",
+                index=rollout_id,
+                policy_version=max(sample.policy_versions[1] for sample in taken.samples),
+                state=taken.state,
+                **fields,
+            )
+        taken.journal.delete_entries()
+        return commit
+
+    # ---- the stream's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self.engines() as urls:
+                asyncio.run(self._generate(urls))
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _generate(self, urls: EngineUrls) -> None:
+        """Keep groups in flight until `close` is called, a stop is requested or a group fails."""
+        context, config = self.context, self.context.config
+        self._loop, self._closed, self._changed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        assert context.grader is not None
+        journal = self._open_journal(self.round)
+        journal.load_finished_groups()
+        client = context.connect(urls, timeout=config.rollout_timeout)
+        self._num_engines = max(1, len(client.urls))
+        async with client, open_generator(context, client, self.round) as generator:
+            self.runner = GroupRunner(
+                self.round,
+                generator,
+                journal,
+                context.grader.submit_group,
+                hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
+                slots=asyncio.Semaphore(
+                    max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
+                ),
+                partial_rollout=False,
+            )
+            self._since = time.perf_counter()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
+                    background = [tasks.create_task(self._flush_periodically()), tasks.create_task(self._fill())]
+                    self._ready.set()
+                    await self._closed.wait()
+                    for task in [*background, *self._running]:
+                        task.cancel()
+            except BaseExceptionGroup as failures:
+                raise next(flatten_errors(failures)) from None
+            finally:
+                self.runner.journal.flush()
+
+    async def _fill(self) -> None:
+        """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
+        config, round = self.context.config, self.round
+        while True:
+            if self.context.stop is not None:
+                self.context.stop.raise_if_requested()
+            end = min(self.num_rounds, self.engine_version() + round.max_staleness + 1)
+            rounds = end - self.round.rollout_id
+            room = rounds * config.rollout_batch_size - len(self._running) - len(self._finished)
+            if room > 0:
+                for group in self.intake.next_groups(room):
+                    self._start(Flight(without_responses(group), self.engine_version()), group)
+            await asyncio.sleep(FILL_INTERVAL)
+
+    def _start(self, flight: Flight, group: Group) -> None:
+        task = self._tasks.create_task(self._finish(flight, group))
+        self._running[task] = flight
+        task.add_done_callback(self._running.pop)
+
+    async def _finish(self, flight: Flight, group: Group) -> None:
+        """Generate, grade and filter one group."""
+        flight.group = await self.runner.run(group)
+        decision = await self.filter(flight.group)
+        if decision.keep:
+            self._finished.append(flight)
+        else:
+            self._dropped.append((flight.group, str(decision.reason)))
+            self._num_wasted_tokens += num_trained_tokens(flight.group)
+            limit = self.context.config.max_waves * self.context.config.rollout_batch_size
+            if len(self._dropped) > limit:
+                raise RuntimeError(
+                    f"the dynamic sampling filter has dropped {len(self._dropped)} groups since the last round: use "
+                    "prompts that the policy solves only sometimes, use a less strict filter, or raise --max-waves"
+                )
+        self._changed.set()
+
+    async def _take(self, rollout_id: int) -> Taken:
+        """Wait until the groups of the next round are finished, and take them."""
+        config, round = self.context.config, self.round
+        assert rollout_id == round.rollout_id, f"round {rollout_id} was taken instead of {round.rollout_id}"
+        oldest, size = rollout_id - round.max_staleness, config.rollout_batch_size
+        try:
+            async with asyncio.timeout(config.rollout_timeout):
+                await self._wait_for_groups(oldest, size)
+        except TimeoutError:
+            raise TimeoutError(
+                f"only {len(self._finished)} of {size} groups were finished within --rollout-timeout "
+                f"{config.rollout_timeout:g} s: raise --rollout-timeout, or use more engines"
+            ) from None
+        self._finished.sort(key=lambda flight: not flight.is_repeated)  # stable: the others stay in their order
+        taken, self._finished = self._finished[:size], self._finished[size:]
+        kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
+        for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
+            sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
+            sample.rollout_id = rollout_id
+        await asyncio.to_thread(self.hooks.run_sample_filter, kept)
+        await asyncio.to_thread(
+            self.hooks.run_round_hook, kept + [group for group, _ in self._dropped], self.intake.source
+        )
+        samples = samples_to_train(kept, config)
+        num_masked = sum(mask_stale_tokens(sample, oldest) for sample in samples)
+        return self._end_round(kept, samples, num_masked)
+
+    async def _wait_for_groups(self, oldest: int, number: int) -> None:
+        """Wait until `number` groups are finished that have tokens of policy version `oldest` or newer, and no group
+        that is generated once more would be too old for the next round."""
+        while True:
+            self._repeat_stale_groups(oldest)
+            is_late = any(flight.is_repeated and flight.version <= oldest for flight in self._running.values())
+            if len(self._finished) >= number and not is_late:
+                return
+            if self.context.on_progress is not None:
+                self.context.on_progress(min(len(self._finished), number), number)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _repeat_stale_groups(self, oldest: int) -> None:
+        """Start those finished groups again whose tokens all come from policy versions before `oldest`."""
+        for flight in list(self._finished):
+            group = flight.group or []
+            newest = max((sample.policy_versions[1] for sample in group if any(sample.loss_mask)), default=oldest)
+            if newest < oldest and not flight.is_repeated:
+                self._finished.remove(flight)
+                self._num_wasted_tokens += num_trained_tokens(group)
+                self.runner.journal.forget_finished_group(group[0].group_id)
+                again = Flight(flight.before, self.engine_version(), is_repeated=True)
+                self._start(again, [copy_sample(sample) for sample in flight.before])
+
+    def _end_round(self, kept: list[Group], samples: list[Sample], num_masked: int) -> Taken:
+        """Return what the round commits, and begin the next round. Other coroutines do not run meanwhile, so every
+        group is either in flight, finished, dropped or kept."""
+        config, round, runner = self.context.config, self.round, self.runner
+        waiting = [flight.group or [] for flight in self._finished]
+        dropped = sorted(self._dropped, key=lambda entry: entry[0][0].group_id)
+        result = RoundResult(
+            CollectedGroups(kept, waiting, dropped, num_batches=1),
+            runner,
+            self._num_engines * config.rollout_num_gpus_per_engine,
+            seconds={"generate": time.perf_counter() - self._since},
+        )
+        metrics = round_metrics(result, self.intake, round, samples, result.seconds)
+        metrics["rollout/masked_stale_tokens"] = float(num_masked)
+        metrics["rollout/wasted_tokens"] = float(num_masked + self._num_wasted_tokens)
+        state = {
+            "data_source": self.intake.source.state_dict(),
+            "shown": sample_preview(samples, config.num_shown_samples),
+            **state_of_groups(result, round),
+        }
+        unused = [flight.before for flight in self._running.values()] + waiting + self.intake.buffered_groups
+        buffer = [copy_sample(sample) for group in unused for sample in group]
+        taken = Taken(samples, runner.journal, result.seconds, metrics, state, buffer)
+
+        self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
+        self.intake.begin_round(self.round)
+        runner.begin_round(self.round, self._open_journal(self.round))
+        self._dropped, self._num_wasted_tokens, self._since = [], 0, time.perf_counter()
+        return taken
+
+    def _open_journal(self, round: RolloutRound) -> Journal:
+        return Journal(self.context.store, self.prefix_of(round.rollout_id), round, self.context.config)
+
+    async def _flush_periodically(self) -> None:
+        while interval := self.context.config.rollout_journal_interval:
+            await asyncio.sleep(interval)
+            await asyncio.to_thread(self.runner.journal.flush)
+
+    async def _run_sample_hook(self, sample: Sample) -> None:
+        await asyncio.to_thread(self.hooks.run_sample_hook, sample)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def without_responses(group: Group) -> Group:
+    """Return copies of a group's samples as they were before their responses, one for each trajectory."""
+    first = {sample.trajectory_id: sample for sample in reversed(group)}
+    copies = [copy_sample(first[name]) for name in dict.fromkeys(sample.trajectory_id for sample in group)]
+    for sample in copies:
+        num_prompt = sample.prompt_length
+        sample.token_ids = sample.token_ids[:num_prompt]
+        sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
+        sample.response, sample.reward, sample.rewards, sample.routed_experts = "", None, {}, None
+        sample.status = Status.PENDING
+        for name in ("policy_spans", "start_rollout_id", "error"):
+            sample.metadata.pop(name, None)
+    return copies
