@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Transport = Literal["tensor", "nccl", "disk"]
+PauseMode = Literal["retract", "in_place"]
+"""How an engine pauses running requests: it computes their KV cache again afterwards, or keeps it."""
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
 # Prefix of the weight version while `weights/check.py` loads weights only to compute the checksums that it expects.
@@ -106,6 +108,8 @@ class WeightTransport:
     host: str | None = "127.0.0.1"
     """"nccl": address of trainer rank 0, at which the engines join the NCCL group; None: the address of its node."""
     bucket_bytes: int = BUCKET_BYTES
+    in_flight: PauseMode | None = None
+    """How requests that run during the update are paused; None: there are none."""
     fp8_weights: frozenset[str] = frozenset()
     """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
 

@@ -5,25 +5,32 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from penstock.flows import tasks
+from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.session import Session
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import RolloutRef
+from penstock.storage.refs import Commit, RolloutRef
+
+if TYPE_CHECKING:
+    from penstock.stages.rollout.stream import RolloutStream
 
 END_TIMEOUT = 60.0  # seconds for the thread to end after a failure; a rollout is cancelled within a second
 
 
 def rollouts(session: Session) -> AbstractContextManager[Callable[[int], RolloutRef]]:
     """Return a context manager that yields a function: number of a round -> its committed rollout, to be called in the
-    order of the rounds. With --async-buffer-size, rollouts are generated ahead of these calls."""
+    order of the rounds. With --async-buffer-size or --async-mode streaming, rollouts are generated ahead of these
+    calls."""
+    run = session.config.run
     session.processes.turns.num_trained = session.num_trained_rounds()
-    if session.config.run.generates_ahead and not session.config.run.debug_train_only:
-        return RolloutsAhead(session)
-    return nullcontext(partial(tasks.rollout, session))
+    if run.debug_train_only or not run.generates_ahead:
+        return nullcontext(partial(tasks.rollout, session))
+    return StreamedRollouts(session) if run.streams else RolloutsAhead(session)
 
 
 class RolloutsAhead:
@@ -81,10 +88,13 @@ class RolloutsAhead:
             self._evaluate_until_turn(r)
             rollout = tasks.rollout(self.session, r)
             self.turns.set_next(r + 1 if r + 1 < end else None)  # first, so that its turn comes before the trainer's
-            with self._changed:
-                self._finished[r] = rollout
-                self._changed.notify_all()
+            self._hand_over(r, rollout)
         self._evaluate_until_turn(None)
+
+    def _hand_over(self, rollout_id: int, rollout: RolloutRef) -> None:
+        with self._changed:
+            self._finished[rollout_id] = rollout
+            self._changed.notify_all()
 
     def _evaluate_until_turn(self, rollout_id: int | None) -> None:
         """Wait until rollout `rollout_id` may start, and before that run the evaluations that are requested."""
@@ -93,3 +103,67 @@ class RolloutsAhead:
                 tasks.evaluate(self.session, version)
             finally:
                 self.turns.end_turn()
+
+
+class StreamedRollouts(RolloutsAhead):
+    """Takes the remaining rollouts from a stream of groups that are generated without a pause."""
+
+    def _generate(self) -> None:
+        first, end = max(0, self.session.num_trained_rounds() - 1), self.session.num_rounds
+        rollout = None
+        with closing(StreamOfRun(self.session)) as stream:
+            for r in range(first, end):
+                if rollout is not None:
+                    self._hand_over(r - 1, rollout)
+                rollout = tasks.take_rollout(self.session, r, stream.run_round)
+        if rollout is not None:
+            self._hand_over(end - 1, rollout)  # after the stream, because the engines must be free for the evaluation
+
+
+class StreamOfRun:
+    """The stream of groups of a run. It is started by the first round, and again by the next one after a failure."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._stream: RolloutStream | None = None
+        self._report: ProgressCallback = lambda done, total: None
+
+    def run_round(self, rollout_id: int) -> Commit:
+        """Commit the next round; see `RolloutStream.run_round`."""
+        with self.session.display.progress("samples") as self._report:
+            try:
+                if self._stream is None:
+                    self._stream = self._open(rollout_id)
+                    self._stream.start()
+                return self._stream.run_round(rollout_id)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Cancel the groups in flight. The next round starts them again."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _open(self, rollout_id: int) -> RolloutStream:
+        from penstock.stages.rollout.prompts.data_source import RolloutRound
+        from penstock.stages.rollout.resume_point import read_resume_point
+        from penstock.stages.rollout.stream import RolloutStream
+
+        session, turns = self.session, self.session.processes.turns
+        return RolloutStream(
+            tasks.rollout_context(session, list, on_progress=lambda done, total: self._report(done, total)),
+            session.processes.engines_for_stream,
+            session.keys.rollout_prefix,
+            RolloutRound(
+                session.keys.run,
+                rollout_id,
+                policy_version=turns.num_trained,
+                max_staleness=session.config.run.max_staleness,
+                updates_in_flight=True,
+            ),
+            read_resume_point(session.store, session.keys, rollout_id),
+            num_rounds=session.num_rounds,
+            engine_version=lambda: turns.num_trained if turns.sent is None else turns.sent,
+        )

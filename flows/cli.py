@@ -122,8 +122,8 @@ def _flow_command(name: str) -> Command:
 
 
 def _run_train_async(argv: list[str]) -> int:
-    """Run `penstock train-async`: `penstock train`, with one rollout ahead of the trainer unless options say
-    otherwise."""
+    """Run `penstock train-async`: `penstock train`, with one rollout ahead of the trainer unless --async-buffer-size or
+    --async-mode says otherwise."""
     from penstock.flows.config import validate_config
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
@@ -132,7 +132,9 @@ def _run_train_async(argv: list[str]) -> int:
         print(flags.help_text("train-async"))
         return 0
     values = flags.parse_values(argv)
-    values.setdefault("run", {}).setdefault("async_buffer_size", 1)
+    run = values.setdefault("run", {})
+    if run.get("async_mode") != "streaming":
+        run.setdefault("async_buffer_size", 1)
     return run_flow("post_train", validate_config(values))
 
 

@@ -92,11 +92,42 @@ class PostTrainConfig(StageConfig):
                 "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
                 "external engines keep their memory: omit one of them"
             )
-        if self.run.generates_ahead and self.run.alternates_trainer_and_engines:
+        return self
+
+    @model_validator(mode="after")
+    def _check_async(self) -> PostTrainConfig:
+        """Check the options of asynchronous training: --async-buffer-size, --async-mode and those that depend on it."""
+        run, rollout = self.run, self.rollout
+        mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
+        if run.generates_ahead and run.alternates_trainer_and_engines:
             raise OptionError(
-                f"--async-buffer-size {self.run.async_buffer_size} generates while the trainer works, but with "
-                "--colocate, --offload-train or --offload-rollout trainer and engines use the memory in turns: omit "
-                "one of them"
+                f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
+                "trainer and engines use the memory in turns: omit one of them"
+            )
+        if not run.streams:
+            for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
+                if getattr(run, name) != RunConfig.model_fields[name].default:
+                    raise OptionError(
+                        f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it"
+                    )
+            return self
+        unused: dict[str, Any] = {
+            "--async-buffer-size": run.async_buffer_size,
+            "--partial-rollout": rollout.partial_rollout,
+            "--over-sampling-batch-size": rollout.over_sampling_batch_size,
+            "--data-source-path": rollout.data_source_path,
+            "--buffer-filter-path": rollout.buffer_filter_path,
+        }
+        for flag, value in unused.items():
+            if value:
+                raise OptionError(
+                    f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
+                    "groups are aborted or returned to a data source: omit one of them"
+                )
+        if run.update_weights_interval > run.max_staleness + 1:
+            raise OptionError(
+                f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "
+                f"{run.max_staleness} allows: give an interval of at most {run.max_staleness + 1}"
             )
         return self
 

@@ -34,6 +34,11 @@ def check_debug_options(flow: str, config: PostTrainConfig) -> None:
             "--debug-rollout-only cannot be combined with --rollout-external-engine-addrs, because only a trainer can "
             "send the start weights to external engines: omit one of them"
         )
+    if run.debug_rollout_only and run.streams:
+        raise OptionError(
+            "--debug-rollout-only cannot be combined with --async-mode streaming, which generates as fast as the "
+            "trainer trains: omit one of them"
+        )
     if run.debug_rollout_only and run.num_rollout_per_start:
         raise OptionError(
             "--debug-rollout-only cannot be combined with --num-rollout-per-start, which counts trained rounds: give "

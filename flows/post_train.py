@@ -40,4 +40,5 @@ def post_train(config: PostTrainConfig) -> None:
                 tasks.train(session, rollout)
                 for stage in due(r + 1):
                     stage(session, r + 1)
+        tasks.evaluate_skipped(session)
         tasks.publish_results(session)

@@ -72,6 +72,18 @@ class RunConfig(StageConfig):
     async_buffer_size: int = option(0, mutability="schedule", ge=0)
     """Rollouts that may be generated ahead of the trainer; 0: generate and train in turn."""
 
+    async_mode: Literal["ahead", "streaming"] = option("ahead", mutability="schedule")
+    """ahead: --async-buffer-size rollouts ahead of the trainer, each by one policy version; streaming: engines generate
+    without a pause, and get new weights while they do."""
+
+    max_staleness: int = option(2, mutability="schedule", ge=1)
+    """With --async-mode streaming: tokens that are more than N policy versions older than the policy that they train
+    are masked."""
+
+    pause_generation_mode: Literal["retract", "in_place"] = option("retract", mutability="schedule")
+    """With --async-mode streaming, during a weight update: retract computes the KV cache of running requests again with
+    the new weights, in_place keeps it."""
+
     check_weight_update_equal: bool = option(False, mutability="placement")
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
 
@@ -111,9 +123,14 @@ class RunConfig(StageConfig):
     @property
     def generates_ahead(self) -> bool:
         """Return whether rollouts are generated while earlier ones are trained."""
-        return self.async_buffer_size > 0
+        return self.async_buffer_size > 0 or self.streams
+
+    @property
+    def streams(self) -> bool:
+        """Return whether engines get new weights while they generate."""
+        return self.async_mode == "streaming"
 
     @property
     def staleness_limit(self) -> int:
         """Return by how many policy versions the tokens of a rollout may be older than the policy that they train."""
-        return self.async_buffer_size + self.update_weights_interval - 1
+        return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1

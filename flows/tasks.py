@@ -5,17 +5,24 @@ Every task is idempotent: if the store already has its commit, the task returns 
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
+from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import starting_weights
 from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.maintenance.retention import expire_checkpoints
+from penstock.storage.preemption import Preempted
 from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
+
+if TYPE_CHECKING:
+    from penstock.stages.rollout.rollout import RolloutContext
 
 
 @stage("convert")
@@ -52,7 +59,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
     the commit records, under --async-buffer-size, --update-weights-interval and --debug-rollout-only."""
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+    from penstock.stages.rollout.rollout import rollout_stage
 
     prefix, processes = session.keys.rollout_prefix(rollout_id), session.processes
     commit = session.store.committed(prefix)
@@ -61,22 +68,38 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
             session.display.progress("samples") as report,
             processes.engines_for_rollout(rollout_id) as (version, engines),
         ):
-            context = RolloutContext(
-                session.store,
-                session.config.rollout,
-                session.prompts,
-                session.tokenizer,
-                engines,
-                session.grader,
-                provenance=session.provenance,
-                stop=session.stop,
-                on_progress=report,
-                connect=processes.training_client_factory,
-            )
+            context = rollout_context(session, engines, report)
             limit = session.config.run.staleness_limit
             round = RolloutRound(session.keys.run, rollout_id, policy_version=version, max_staleness=limit)
             commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
+
+
+@stage("rollout-{rollout_id:06d}")
+def take_rollout(session: Session, rollout_id: int, run_round: Callable[[int], Commit]) -> RolloutRef:
+    """Commit the next groups of a `RolloutStream` as round `rollout_id` (--async-mode streaming)."""
+    prefix = session.keys.rollout_prefix(rollout_id)
+    return _rollout_ref(session, prefix, session.store.committed(prefix) or run_round(rollout_id))
+
+
+def rollout_context(
+    session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
+) -> RolloutContext:
+    """Return the inputs and callbacks of the run's rollouts, with engines at the addresses that `engines` returns."""
+    from penstock.stages.rollout.rollout import RolloutContext
+
+    return RolloutContext(
+        session.store,
+        session.config.rollout,
+        session.prompts,
+        session.tokenizer,
+        engines,
+        session.grader,
+        provenance=session.provenance,
+        stop=session.stop,
+        on_progress=on_progress,
+        connect=session.processes.training_client_factory,
+    )
 
 
 @stage("demonstrations-{rollout_id:06d}")
@@ -111,8 +134,12 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 
 @stage("publish-{version:06d}")
 def publish(session: Session, version: int) -> None:
-    """Load policy `version` into every engine, unless the rollout of that version is committed or not needed."""
-    if session.needs_rollout(version):
+    """Load policy `version` into every engine, unless no more rollouts are needed. With --async-mode streaming, the
+    engines generate meanwhile."""
+    run = session.config.run
+    if run.streams and session.needs_rollout(run.num_rollout - 1):
+        session.processes.publish_in_flight(version)
+    elif session.needs_rollout(version):
         session.processes.publish_weights(version)
 
 
@@ -202,23 +229,56 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     return [score.result() for score in scores]
 
 
-def request_evaluation(session: Session, version: int) -> None:
-    """Make the thread that generates rollouts evaluate policy `version` before its next rollout, unless all its
-    evaluations are committed."""
-    names = [name for name, _ in session.config.eval.eval_prompt_data]
-    if any(session.store.committed(session.keys.eval_prefix(version, name)) is None for name in names):
-        session.processes.turns.request_evaluation(version)
-
-
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
-    missing = [name for name in names if session.store.committed(session.keys.eval_prefix(version, name)) is None]
+    missing = missing_evaluations(session, version)
     if (
         len(missing) > 1 and not session.config.rollout.agent_endpoint_port
     ):  # parallel evaluations cannot share a fixed port
         return list(evaluate_all(session, version))
     return [evaluate_one(session, version, name) for name in names]
+
+
+def missing_evaluations(session: Session, version: int) -> list[str]:
+    """Return the names of the data sets on which policy `version` is not scored yet."""
+    names = [name for name, _ in session.config.eval.eval_prompt_data]
+    return [name for name in names if session.store.committed(session.keys.eval_prefix(version, name)) is None]
+
+
+def request_evaluation(session: Session, version: int) -> None:
+    """Score policy `version`, the trainer's newest, while training continues: before the next rollout, or, with
+    --async-mode streaming, on engines that generate rollouts meanwhile."""
+    processes = session.processes
+    if not missing_evaluations(session, version):
+        return
+    if not session.config.run.streams:
+        processes.turns.request_evaluation(version)
+    elif not session.needs_rollout(session.config.run.num_rollout - 1):
+        processes.stream_ended.wait()
+        evaluate(session, version)
+    else:
+        processes.publish_in_flight(version, during_evaluation=False)
+        processes.turns.begin_evaluation()
+        evaluation = contextvars.copy_context()  # the thread's tasks belong to this flow run
+        threading.Thread(target=evaluation.run, args=(_evaluate_beside_rollouts, session, version), daemon=True).start()
+
+
+def _evaluate_beside_rollouts(session: Session, version: int) -> None:
+    try:
+        evaluate(session, version)
+    except (Exception, Preempted) as error:
+        session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__})")
+    finally:
+        session.processes.turns.end_evaluation()
+
+
+def evaluate_skipped(session: Session) -> None:
+    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
+    due = build_stage_schedule(session)
+    for version in range(session.num_trained_rounds()):
+        if request_evaluation in due(version) and missing_evaluations(session, version):
+            evaluate(session, version)
 
 
 @stage("export-{version:06d}", after_save=True)
@@ -251,15 +311,16 @@ def publish_results(session: Session) -> None:
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
-    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish. If
-    rollouts are generated ahead, the thread that generates them also publishes."""
+    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish. With
+    --async-buffer-size, the thread that generates rollouts also publishes."""
     run, evals = session.config.run, session.config.eval
     last, generates = run.num_rollout, session.config.train.loss_type != "sft_loss"
+    engines_are_free = not run.generates_ahead or run.streams
 
     def due(version: int) -> list[Callable[[Session, int], Any]]:
         stages: list[Callable[[Session, int], Any]] = []
         is_last = version == last
-        if version > 0 and version % run.update_weights_interval == 0 and generates and not run.generates_ahead:
+        if version > 0 and version % run.update_weights_interval == 0 and generates and engines_are_free:
             stages.append(publish)
         if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
             stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)

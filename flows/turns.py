@@ -31,6 +31,7 @@ class Turns:
         self._has_turn = False  # whether the generating thread is about to send weights
         self._next: int | None = None  # rollout that the generating thread starts next
         self._evaluation: int | None = None  # policy version that it evaluates before
+        self.is_evaluating = False  # whether a policy is evaluated while rollouts are generated
         self._closed = False
         self._changed = threading.Condition()
 
@@ -74,6 +75,21 @@ class Turns:
             with self._changed:
                 self._num_sending -= 1
                 self._changed.notify_all()
+
+    def begin_evaluation(self) -> None:
+        """Record that the policy in the engines is evaluated, while rollouts are generated with it."""
+        self.is_evaluating = True
+
+    def end_evaluation(self) -> None:
+        """Record that this evaluation has ended."""
+        with self._changed:
+            self.is_evaluating = False
+            self._changed.notify_all()
+
+    def wait_for_evaluation(self) -> None:
+        """Wait until no policy is evaluated while rollouts are generated."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self.is_evaluating)
 
     # ---- the engines' side -------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,11 @@ class SGLangBackend(EngineBackend):
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
+            if options.in_flight and tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) < (0, 5, 21):
+                raise EngineError(
+                    f"--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each "
+                    f"token, but SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
+                )
         args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)

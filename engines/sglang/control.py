@@ -9,7 +9,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
-from penstock.engines.generation import EngineGone, EngineRefused
+from penstock.engines.generation import EngineGone, EngineRefused, PauseMode
 from penstock.engines.serving import keys
 
 # Requests have an API key, and engines are in the private network of the nodes: never through a proxy.
@@ -98,9 +98,10 @@ def weight_checksums(url: str, timeout: float = 600) -> list[dict[str, str]]:
     return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
 
-def pause_generation(url: str, timeout: float = 120) -> None:
-    """Pause generation. Running requests are retracted to the waiting queue, so that the KV cache can be flushed."""
-    call_server(url, "/pause_generation", {"mode": "retract"}, timeout)
+def pause_generation(url: str, timeout: float = 120, mode: PauseMode = "retract") -> None:
+    """Pause generation. With "retract" running requests return to the waiting queue, so that the KV cache can be
+    flushed; with "in_place" they keep their KV cache."""
+    call_server(url, "/pause_generation", {"mode": mode}, timeout)
 
 
 def set_weight_version(url: str, version: str, timeout: float = 60) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused, EngineRoute, WeightTransport
+from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused, EngineRoute, PauseMode, WeightTransport
 from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.weight_group import NAME as GROUP_NAME
 from penstock.engines.sglang.weight_group import EngineGroup
@@ -32,6 +32,7 @@ from penstock.engines.weights.upload import upload_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
+RECORDS_TOKEN_VERSIONS = (0, 5, 21)  # first release that reports which weights sampled each token of a response
 NEEDS_SESSION = (0, 5, 21)  # first release that needs /begin_weight_update before and /end_weight_update after
 ABORT_SECONDS = 30.0  # within which an aborted broadcast must end; otherwise the trainer is restarted
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class WeightSender:
         stream = self._buckets_with_handles(named, routes, transport.bucket_bytes)
         own = [url for url, route in routes.items() if route.senders[0] == self._rank]
         try:
-            with WeightUpdate(own, version) as update:
+            with WeightUpdate(own, version, transport.in_flight) as update:
                 for flat, handles, last in stream:
                     update.load_shared(flat, handles, last=last)
         finally:
@@ -132,7 +133,7 @@ class WeightSender:
         members = [(url, transport.routes.get(url, EngineRoute()).incarnation) for url in urls]
         if members != self._members or not all(incarnation for _, incarnation in members):
             self._leave_engine_group()
-        with WeightUpdate(urls, version) as update:
+        with WeightUpdate(urls, version, transport.in_flight) as update:
             try:
                 loading: list[Future[Any]] = []
                 for bucket, last in split_into_buckets(named, transport.bucket_bytes):
@@ -172,13 +173,16 @@ class WeightSender:
             write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=verify)
 
         if transport.upload is not None:
-            with upload_weights(write, transport.upload) as directories, WeightUpdate(urls, version) as update:
+            with (
+                upload_weights(write, transport.upload) as directories,
+                WeightUpdate(urls, version, transport.in_flight) as update,
+            ):
                 update.load_from_disk(directories)
             return
         target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
         try:
             write(target)
-            with WeightUpdate(urls, version) as update:
+            with WeightUpdate(urls, version, transport.in_flight) as update:
                 update.load_from_disk(dict.fromkeys(urls, str(target)))
         finally:
             shutil.rmtree(target, ignore_errors=True)
@@ -198,9 +202,12 @@ class WeightUpdate:
     weights again. A server whose memory was released reports the versions of `memory.py` and stays paused.
     """
 
-    def __init__(self, urls: list[str], version: str, timeout: float = 600) -> None:
+    def __init__(
+        self, urls: list[str], version: str, in_flight: PauseMode | None = None, *, timeout: float = 600
+    ) -> None:
         self.urls = urls
         self.version = version
+        self.in_flight = in_flight
         self.timeout = timeout
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
         self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")  # servers, broadcast, abort
@@ -210,9 +217,13 @@ class WeightUpdate:
     def __enter__(self) -> WeightUpdate:
         try:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
+            self._check_releases()
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
-            self._call_all(lambda url: control.pause_generation(url, timeout=self.timeout), self._urls_with_kv_cache)
+            self._call_all(
+                lambda url: control.pause_generation(url, self.timeout, self.in_flight or "retract"),
+                self._urls_with_kv_cache,
+            )
             released = [url for url in self.urls if versions[url] == memory.RELEASED]
             self._call_all(lambda url: memory.resume_weights(url, self.version), released)
             self._set_versions("updating:", memory.LOADING)
@@ -312,10 +323,20 @@ class WeightUpdate:
 
         self._call_all(load)
 
+    def _check_releases(self) -> None:
+        """Check that the servers report which weights sampled each token, if requests run during the update. Raises
+        EngineError."""
+        for url, (release, _) in self.facts.items():
+            if self.in_flight and release < RECORDS_TOKEN_VERSIONS:
+                raise EngineError(
+                    f"the engine at {url} runs SGLang {'.'.join(map(str, release))}, which does not report the weight "
+                    "version of each token: use SGLang 0.5.21 or later, or --async-mode ahead"
+                )
+
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
         """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
-        not if the KV cache is released (it has been flushed then)."""
-        return last and url not in self._without_cache
+        not if the KV cache is released (it has been flushed then) or paused requests use it."""
+        return last and url not in self._without_cache and self.in_flight != "in_place"
 
     def _only_target_model(self, url: str, path: str) -> dict[str, Any]:
         """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are."""

@@ -80,8 +80,10 @@ class Processes:
         run = config.run
         max_ahead = run.num_rollout if run.debug_rollout_only else run.async_buffer_size
         self.turns = Turns(max_ahead, run.update_weights_interval)
-        # Policy version and address function inside `share_engines_at`.
+        # Policy version and address function inside `share_engines_at` and `engines_for_stream`.
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
+        self.stream_ended = threading.Event()  # cleared inside `engines_for_stream`
+        self.stream_ended.set()
 
     @property
     def base_checkpoint(self) -> CheckpointRef:
@@ -235,7 +237,8 @@ class Processes:
         """
         if self._shared is not None:
             shared_version, urls = self._shared
-            assert shared_version == version, f"the engines are shared at version {shared_version}"
+            if shared_version != version:
+                raise RunError(f"the engines have got the weights of version {shared_version} meanwhile")
             yield urls
             return
         engines = self.start_engines()
@@ -250,11 +253,58 @@ class Processes:
     def share_engines_at(self, version: int) -> Iterator[None]:
         """Let stages that run in parallel during the block share the engines at policy `version`."""
         with self.engines_at(version) as urls:
+            if self._shared is not None:  # already shared by `engines_for_stream`
+                yield
+                return
             self._shared = (version, urls)
             try:
                 yield
             finally:
                 self._shared = None
+
+    @contextmanager
+    def engines_for_stream(self) -> Iterator[Callable[[], list[str]]]:
+        """Load the trainer's policy into all engines, and those that other threads publish during the block. Yields a
+        function that returns the addresses of the live engines."""
+        engines, turns = self.start_engines(), self.turns
+        self.stream_ended.clear()
+        with ExitStack() as entered:
+            entered.callback(self.stream_ended.set)
+            with turns.sending():
+                version = turns.num_trained
+                publish = self._publish_newest
+                urls = entered.enter_context(engines.serving(self.weight_version(version), publish))
+                turns.weights_sent(version)
+                self._shared = (version, urls)
+            try:
+                yield urls
+                turns.wait_for_evaluation()
+            finally:
+                self._shared = None
+
+    def publish_in_flight(self, version: int, *, during_evaluation: bool = True) -> None:
+        """Load policy `version` into every engine while it generates. During an evaluation, which needs the policy that
+        it began with, leave this to a later call if rollouts stay new enough, else wait for its end.
+
+        Does nothing if the engines have no requests: they get the newest policy before the next ones.
+        """
+        turns, run = self.turns, self.config.run
+        if turns.is_evaluating and during_evaluation:
+            assert turns.sent is not None
+            if version + run.update_weights_interval - turns.sent <= run.max_staleness:
+                return
+        turns.wait_for_evaluation()
+        if self._shared is None or turns.sent == version:
+            return
+        self.start_engines().update_while_serving(self.weight_version(version), self._publish_newest)
+        if self._shared is not None:
+            self._shared = (version, self._shared[1])
+        turns.weights_sent(version)
+
+    def _publish_newest(self, urls: list[str]) -> None:
+        """Send the newest policy to the engines at `urls`, even if the others have an older one."""
+        with self.turns.sending():
+            self._send_weights(self.turns.num_trained, urls, rewind=False)
 
     def publish_weights(self, version: int) -> None:
         """Load policy `version` into every engine."""
