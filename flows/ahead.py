@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -44,6 +45,8 @@ class RolloutsAhead:
         self.session = session
         self.turns = session.processes.turns
         self._finished: dict[int, RolloutRef] = {}  # number of a round -> its rollout
+        self._engine_idle: dict[int, dict[str, float]] = {}  # number of a round -> metrics of the wait before it
+        self._last_get = time.perf_counter()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
@@ -65,12 +68,20 @@ class RolloutsAhead:
 
     def get(self, rollout_id: int) -> RolloutRef:
         """Wait until rollout `rollout_id` is committed. Raises the exception with which the thread failed."""
+        start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: rollout_id in self._finished or self._failure is not None)
-            if rollout_id in self._finished:
-                return self._finished.pop(rollout_id)
-            assert self._failure is not None
-            raise self._failure
+            if rollout_id not in self._finished:
+                assert self._failure is not None
+                raise self._failure
+            rollout, depth = self._finished.pop(rollout_id), len(self._finished)
+        end = time.perf_counter()
+        cycle, self._last_get = end - self._last_get, end
+        metrics = {"perf/train_wait_time": end - start, "perf/wait_time_ratio": (end - start) / cycle}
+        metrics |= {"rollout/queue_depth": float(depth)} | self._engine_idle.pop(rollout_id, {})
+        if rollout_id >= self.turns.num_trained:
+            self.session.record_overlap(rollout_id, metrics)
+        return rollout
 
     def _run(self) -> None:
         try:
@@ -85,8 +96,12 @@ class RolloutsAhead:
     def _generate(self) -> None:
         first, end = max(0, self.session.num_trained_rounds() - 1), self.session.num_rounds
         for r in range(first, end):
+            start = time.perf_counter()
             self._evaluate_until_turn(r)
             rollout = tasks.rollout(self.session, r)
+            generating = self.session.read_existing_commit(self.session.keys.rollout_prefix(r)).seconds["generate"]
+            idle = 1 - (generating + self._evaluation_seconds) / (time.perf_counter() - start)
+            self._engine_idle[r] = {"perf/engine_idle_ratio": max(0.0, idle)}
             self.turns.set_next(r + 1 if r + 1 < end else None)  # first, so that its turn comes before the trainer's
             self._hand_over(r, rollout)
         self._evaluate_until_turn(None)
@@ -98,11 +113,14 @@ class RolloutsAhead:
 
     def _evaluate_until_turn(self, rollout_id: int | None) -> None:
         """Wait until rollout `rollout_id` may start, and before that run the evaluations that are requested."""
+        self._evaluation_seconds = 0.0
         while (version := self.turns.wait_for_turn(rollout_id)) is not None:
+            start = time.perf_counter()
             try:
                 tasks.evaluate(self.session, version)
             finally:
                 self.turns.end_turn()
+            self._evaluation_seconds += time.perf_counter() - start
 
 
 class StreamedRollouts(RolloutsAhead):

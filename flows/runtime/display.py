@@ -71,6 +71,7 @@ class Display:
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
         self._publish_seconds: list[float] = []
+        self._overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
         self._bar: Progress | None = None
         self._rounds_bar: TaskID | None = None
         self._print_header(flow, config)
@@ -118,6 +119,10 @@ class Display:
         """Record the seconds that a weight update took; the next round's line shows them."""
         self._publish_seconds.append(seconds)
 
+    def record_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Record how generation and training overlapped before a round; the round's line shows it."""
+        self._overlap[rollout_id] = metrics
+
     def print_commit(self, commit: Commit) -> str:
         """Print and return the line of a new commit. For a rollout return "": its step's line shows it, unless there
         are no steps (--debug-rollout-only)."""
@@ -129,7 +134,8 @@ class Display:
             return ""
         if commit.kind in ("rollout", "step"):
             rollout = self._rollouts.pop(commit.index, None)
-            line = format_round_line(commit, rollout, self.num_rounds, self._publish_seconds)
+            overlap = self._overlap.pop(commit.index, {})
+            line = format_round_line(commit, rollout, self.num_rounds, self._publish_seconds, overlap)
             if rollout := rollout or (commit if commit.kind == "rollout" else None):
                 samples = format_sample_preview(
                     rollout, self.console.width if self.console.is_terminal else _PIPE_WIDTH
@@ -218,10 +224,16 @@ class LogForwarder(logging.Handler):
 
 
 def format_round_line(
-    step: Commit, rollout: Commit | None, num_rounds: int, publish_seconds: Sequence[float] = ()
+    step: Commit,
+    rollout: Commit | None,
+    num_rounds: int,
+    publish_seconds: Sequence[float] = (),
+    overlap: Mapping[str, float] | None = None,
 ) -> Text:
     """Return `round 3/20  reward 0.531  loss -0.0021  kl 0.0003  ...`, with the columns whose metrics the round has."""
-    numbers = {**(rollout.summary if rollout else {}), **step.summary}
+    numbers = {**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})}
+    if not numbers.get("rollout/staleness/max"):
+        numbers.pop("rollout/staleness/mean", None)
     width = len(str(num_rounds))
     parts = [("round", f"{step.index + 1:>{width}}/{num_rounds}")]
     for label, names, style in _COLUMNS:
@@ -389,4 +401,8 @@ _COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
     ("kl", ("train/kl_loss", "train/ppo_kl"), ".1e"),
     ("gap", ("train/train_rollout_logprob_abs_diff",), ".1e"),  # mean |log-prob trainer - engine| of sampled tokens
     ("length", ("rollout/response_len/mean",), ".1f"),
+    ("stale", ("rollout/staleness/mean",), ".2f"),  # policy versions
+    ("queue", ("rollout/queue_depth",), ".0f"),
+    ("engines idle", ("perf/engine_idle_ratio",), ".0%"),
+    ("trainer idle", ("perf/wait_time_ratio",), ".0%"),
 ]

@@ -241,6 +241,11 @@ class Session:
         if version > 0:  # one point per step, also if a version is published again after a fault or a resume
             self.tracker.enqueue_metrics(f"publish-{version}", metrics, step=version - 1)
 
+    def record_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Show and track how generation and training overlapped before round `rollout_id` was trained."""
+        self.display.record_overlap(rollout_id, metrics)
+        self.tracker.enqueue_metrics(f"overlap-{rollout_id}", metrics, step=rollout_id)
+
     # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
 
     def set_pending_checkpoint(self, saving: PrefectFuture[Any]) -> None:

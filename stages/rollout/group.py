@@ -275,6 +275,15 @@ def policy_spans(sample: Sample) -> list[list[int]]:
     return [list(span) for span in spans]
 
 
+def trained_spans(sample: Sample) -> list[list[int]]:
+    """Return `policy_spans` without the tokens that `mask_stale_tokens` has masked."""
+    spans, num_trained = policy_spans(sample)[::-1], sum(sample.loss_mask)
+    for span in spans:
+        span[1] = min(span[1], num_trained)
+        num_trained -= span[1]
+    return [span for span in spans[::-1] if span[1]]
+
+
 def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     """Set the loss mask and rollout log-probs to 0 for all tokens of a sample that policy versions before `oldest`
     generated. Return their number. `policy_spans` still counts them, `policy_versions` does not."""

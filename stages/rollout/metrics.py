@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engines.generation import TokenCounts
-from penstock.stages.rollout.group import GroupRunner
+from penstock.stages.rollout.group import GroupRunner, trained_spans
 from penstock.storage.samples.sample import Sample, Status
 
 _LONG_TEXT = 10_000  # characters; shorter texts are not checked for repetition
@@ -70,10 +70,21 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
-    """Return the mean and maximum staleness of samples: `policy_version`, which they train, minus the policy version
-    that generated the sample's first response token; {} for SFT data."""
-    ages = [policy_version - sample.policy_versions[0] for sample in samples if sample.policy_versions[0] >= 0]
-    return {f"rollout/staleness/{name}": value for name, value in (_mean_and_max(ages) if ages else {}).items()}
+    """Return the mean and maximum staleness of the trained tokens, and the fraction of them with each staleness unless
+    all are 0. Staleness: `policy_version`, which they train, minus the policy version that generated the token. {} for
+    SFT data."""
+    ages: Counter[int] = Counter()
+    for sample in samples:
+        if sample.policy_versions[0] >= 0:
+            for version, num_tokens in trained_spans(sample):
+                ages[policy_version - version] += num_tokens
+    if not ages:
+        return {}
+    total = sum(ages.values())
+    metrics = {"mean": sum(age * num for age, num in ages.items()) / total, "max": float(max(ages))}
+    if max(ages):
+        metrics |= {f"fraction_{age}": ages[age] / total for age in range(max(ages) + 1)}
+    return {f"rollout/staleness/{name}": value for name, value in metrics.items()}
 
 
 def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:

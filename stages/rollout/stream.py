@@ -107,6 +107,8 @@ class RolloutStream:
         self._finished: list[Flight] = []  # the group that finished first comes first
         self._dropped: list[tuple[Group, str]] = []
         self._num_wasted_tokens = 0
+        self._idle_seconds = 0.0  # without a group in flight, in this round
+        self._idle_since: float | None = None  # set while no group is in flight
         self._failure: BaseException | None = None
         self._ready = threading.Event()  # set when `_loop` runs or has failed
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
@@ -221,7 +223,19 @@ class RolloutStream:
     def _start(self, flight: Flight, group: Group) -> None:
         task = self._tasks.create_task(self._finish(flight, group))
         self._running[task] = flight
-        task.add_done_callback(self._running.pop)
+        self._count_idle_seconds()
+        task.add_done_callback(self._end_flight)
+
+    def _end_flight(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self._count_idle_seconds()
+
+    def _count_idle_seconds(self) -> None:
+        """Add the time since the last call to the idle seconds, if no group was in flight."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = None if self._running else now
 
     async def _finish(self, flight: Flight, group: Group) -> None:
         """Generate, grade and filter one group."""
@@ -306,6 +320,10 @@ class RolloutStream:
         )
         metrics = round_metrics(result, self.intake, round, samples, result.seconds)
         metrics["rollout/masked_stale_tokens"] = float(num_masked)
+        self._count_idle_seconds()
+        metrics["rollout/num_waiting_groups"] = float(len(waiting))
+        metrics["rollout/num_running_groups"] = float(len(self._running))
+        metrics["perf/engine_idle_ratio"] = min(1.0, self._idle_seconds / result.seconds["generate"])
         metrics["rollout/wasted_tokens"] = float(num_masked + self._num_wasted_tokens)
         state = {
             "data_source": self.intake.source.state_dict(),
@@ -319,7 +337,8 @@ class RolloutStream:
         self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
         self.intake.begin_round(self.round)
         runner.begin_round(self.round, self._open_journal(self.round))
-        self._dropped, self._num_wasted_tokens, self._since = [], 0, time.perf_counter()
+        self._dropped, self._num_wasted_tokens, self._idle_seconds = [], 0, 0.0
+        self._since = time.perf_counter()
         return taken
 
     def _open_journal(self, round: RolloutRound) -> Journal:

@@ -82,9 +82,12 @@ def test_groups_with_equal_rewards_are_counted_under_slimes_names() -> None:
     assert found["rollout/num_groups"] == 6.0
 
 
-def test_staleness_is_the_age_of_the_first_token() -> None:
-    samples = [sample(i, [1], policy_versions=versions) for i, versions in enumerate([(7, 7), (5, 7), (4, 5)])]
-    assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 5 / 3, "rollout/staleness/max": 3.0}
+def test_staleness_is_the_mean_age_of_the_trained_tokens() -> None:
+    samples = [sample(0, [0, 1, 1], policy_versions=(7, 7)), sample(1, [0, 0, 1, 1], policy_versions=(6, 7))]
+    samples[1].metadata["policy_spans"] = [[4, 1], [6, 1], [7, 1]]  # the first token is masked, because it is too old
+    fractions = {"rollout/staleness/fraction_0": 0.75, "rollout/staleness/fraction_1": 0.25}
+    assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 0.25, "rollout/staleness/max": 1.0} | fractions
+    assert staleness_metrics(samples[:1], 7) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
     assert staleness_metrics([sample(0, [1])], 7) == {}  # a demonstration
 
 
